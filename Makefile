@@ -5,6 +5,7 @@
 #   make test-all PART=3/8     every case of the tests, the third of eight parts of about one length; all parts without PART
 #   make durations             every case, and how long each takes is written down for PART
 #   make lint, make package
+#   make size                  lines and tokens of each room of the package and of the tests
 #   make versions              other versions of Python, torch, DeepSpeed and transformers, each in a venv: an hour or more
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ ARGS ?=
 # Of this environment alone: DeepSpeed builds an op at first use, and a build that was killed leaves a lock behind.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
-.PHONY: convergence test test-all durations lint package versions
+.PHONY: convergence test test-all durations lint size package versions
 convergence: .venv/ready
 	.venv/bin/python benchmarks/convergence/run.py $(ARGS)
 
@@ -38,6 +39,9 @@ lint: .venv/ready
 	.venv/bin/ruff check --quiet .
 	.venv/bin/ruff format --check --quiet .
 	.venv/bin/mypy
+
+size:
+	$(PYTHON) -m tests.harness.size .
 
 package: .venv/ready
 	.ci/package

@@ -6,7 +6,6 @@
 Blocks with the footprint of NCCL's (throttled.cu) sit on their SMs and move nothing, so that what is seen is the loss of SMs.
 
     alone, beside    ms of a kernel by itself, and while the blocks are there; random data, medians
-    carve-out        matrix products are told to leave as many SMs free (torch's _set_sm_carveout_experimental)
     wait             from the moment at which a kernel begins until the first, or the last, block has an SM that was launched right
                      after it at high priority
 
@@ -98,13 +97,6 @@ class Device:
         stamp, *each = self.times[: 1 + blocks].tolist()
         return (min(each) - stamp) / 1e3, (max(each) - stamp) / 1e3
 
-    def carve_out(self, sms: int) -> bool:
-        """Let products leave ``sms`` SMs free; False where this torch can't."""
-        if not hasattr(torch._C, "_set_sm_carveout_experimental"):
-            return False
-        torch._C._set_sm_carveout_experimental(sms or None)
-        return True
-
 
 def kernels(device: Device) -> dict[str, tuple]:
     """By name: what runs it, and its FLOP."""
@@ -148,22 +140,16 @@ def measure(device: Device, args: argparse.Namespace, rows: list[dict]) -> int:
                 if time.monotonic() - begin > 60 * args.minutes:
                     left += 1
                     continue
-                alone, beside, carved, waits = [], [], [], []
-                can_carve = name.startswith("product") and device.carve_out(0)
+                alone, beside, waits = [], [], []
                 for _ in range(args.repeat):
                     alone.append(device.ms(run))
                     beside.append(device.ms(run, blocks, cluster))
                     if blocks:
                         waits.append(device.wait_us(run, blocks, cluster))
-                    if can_carve and blocks:
-                        device.carve_out(blocks)
-                        carved.append(device.ms(run, blocks, cluster))
-                        device.carve_out(0)
                 by_itself = statistics.median(alone)
                 row = {
                     "machine": device.name, "kernel": name, "blocks": blocks, "cluster": cluster, "alone ms": round(by_itself, 4),
                     "TFLOP/s": round(flops / by_itself / 1e9, 1), "beside / alone": round(statistics.median(beside) / by_itself, 3),
-                    "with carve-out / alone": round(statistics.median(carved) / by_itself, 3) if carved else "",
                 }  # fmt: skip
                 for which, index in (("first", 0), ("last", 1)):
                     row[f"{which} block waits us"] = round(statistics.median(wait[index] for wait in waits), 1) if waits else ""
@@ -210,9 +196,7 @@ def decisions(rows: list[dict]) -> list[str]:
         if not of:
             continue
         plain = statistics.median(row["beside / alone"] for row in of)
-        carved = [row["with carve-out / alone"] for row in of if row["with carve-out / alone"] != ""]
-        with_it = f"{statistics.median(carved):.2f} with a carve-out" if carved else "this torch has no carve-out"
-        said.append(f"{blocks} blocks: products take {plain:.2f} times as long, {with_it}")
+        said.append(f"{blocks} blocks: products take {plain:.2f} times as long")
     for kernel in (PERSISTENT, f"{PERSISTENT} but 16", "attention", "attention backward"):
         of = [row for row in rows if row["kernel"] == kernel and row["blocks"]]
         waits = [row["first block waits us"] / 1e3 / row["alone ms"] for row in of]
@@ -222,7 +206,6 @@ def decisions(rows: list[dict]) -> list[str]:
             said.append(f"BLIND: a block got an SM behind a kernel that holds all of them, after {min(waits):.0%} of it")
     said += [
         "decide max_ctas: the blocks beside which products stay near their time alone; whether they carry the bandwidth, nccl.sh says",
-        "decide sm_carveout: as many SMs as blocks, if products are faster with it there; else 0",
         "decide the gate: needed, if a block waits for most of a kernel; not needed, if next to nothing",
     ]
     return said

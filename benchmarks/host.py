@@ -9,7 +9,6 @@ less than it. Variants run in turn inside one loop; parity of shapes first (valu
     stock          projections, DeepSpeed's DistributedAttention, output projection
     drop-in        the same with ds_sp_overlap.DistributedAttention
     G = n          ds_sp_overlap.SelfAttention
-    block, C = n   with --blocks: a layer of a chain of three, with norms and MLP, as have the others then
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_sp_overlap
 from benchmarks import record
-from benchmarks.stack import Stack
 from benchmarks.variants import Layer, Shape
 
 
@@ -46,7 +44,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4, help="local sequence")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[], metavar="C", help="time whole layers, and blocks in C chunks")
     parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
     args = parser.parse_args()
@@ -57,18 +54,13 @@ def main() -> None:
 
     heads = args.ranks * args.heads_per_rank
     shape = Shape(args.ranks * args.tokens, heads, args.head_dim, heads)
-    layer = (Stack if args.blocks else Layer)(shape, 0, args.ranks, dist.group.WORLD)
-    layers = layer.layers if args.blocks else [layer]
-    for each in layers:
-        each.local = Local()
+    layer = Layer(shape, 0, args.ranks, dist.group.WORLD)
+    layer.local = Local()
     x, dy = layer.x.requires_grad_(), layer.dy
 
-    variants = {"stock": layer.stock()}
-    if not args.blocks:
-        drop_in = ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
-        variants["drop-in, G = 1"] = layer.around(drop_in)
+    drop_in = ds_sp_overlap.DistributedAttention(Local(), dist.group.WORLD, config={"head_groups": 1})
+    variants = {"stock": layer.stock(), "drop-in, G = 1": layer.around(drop_in)}
     variants.update({f"G = {groups}": layer.ours(head_groups=groups) for groups in args.groups})
-    variants.update({f"block, C = {chunks}": layer.block(chunks, head_groups=1) for chunks in args.blocks})
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.steps + 20):
         for name, run in variants.items():
@@ -78,7 +70,7 @@ def main() -> None:
             took = time.process_time() - start
             assert y.shape == x.shape, name
             if turn >= 20:
-                times[name].append(took * 1e6 / len(layers))
+                times[name].append(took * 1e6)
     stock = statistics.median(times["stock"])
     rows = []
     for name, t in times.items():

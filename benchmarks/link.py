@@ -14,7 +14,6 @@ stops the run. All variants run in turn inside one loop, each step after a barri
     phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
                    of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
                    of one layer comes closer to the limit than a sixth
-    no order below of a block: by the planner's arithmetic, what waits for what, see `ds_sp_overlap.tools.planner.limit`
     side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
                    moving bytes takes from a rank's core, and no schedule can win it back
 
@@ -28,7 +27,6 @@ cores: such figures show that the schedule works there, and support no claim abo
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -50,7 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--blocks", type=int, nargs="+", metavar="C", help="three layers with an MLP, and these in C chunks")
     tried = "https://github.com/ByteDance-Seed/VeOmni, tried at revision d9774494f5d8 (August 2026)"
     parser.add_argument("--veomni", type=Path, metavar="CHECKOUT", help=f"time VeOmni's async Ulysses, too: {tried}")
     parser.add_argument("--no-switches", action="store_true", help="leave out the variants with one switch turned off")
@@ -60,8 +57,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only-compute", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.veomni and args.blocks:
-        parser.error("--veomni has one layer; leave out --blocks")
     if args.veomni and not (args.veomni / "veomni").is_dir():
         parser.error(f"--veomni: no folder veomni in {args.veomni}; give a checkout of {tried}")
     return args
@@ -75,11 +70,6 @@ def configs(args: argparse.Namespace) -> dict[str, dict]:
         every[f"G = {best}, projections off"] = {"head_groups": best, "projections": False}
         every[f"G = {best}, wgrad off"] = {"head_groups": best, "wgrad": False}
     return every
-
-
-def blocks(args: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """Variants of whole blocks: name, C and G."""
-    return [(f"block, C = {c}, G = {g}", c, g) for c, g in itertools.product(args.blocks or [], args.groups)]
 
 
 # One rank.
@@ -109,15 +99,14 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
     return times, {name: statistics.median(values) for name, values in others.items()}
 
 
-def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Step ms of each schedule by `ds_sp_overlap.tools.planner`, at rates that its own measurement finds on this link; and of blocks the ms
-    that no order stays below. Collective."""
+def predict(shape, args: argparse.Namespace) -> dict[str, float]:
+    """Step ms of each schedule by `ds_sp_overlap.tools.planner`, at rates that its own measurement finds on this link. Collective."""
     import torch
     import torch.distributed as dist
 
-    from ds_sp_overlap.autotune.costs import Costs, LayerShape
     from ds_sp_overlap.schedule import by_head_groups
     from ds_sp_overlap.tools.planner import measure, plan
+    from ds_sp_overlap.tools.planner.costs import Costs, LayerShape
 
     layer = LayerShape(
         shape.width,
@@ -128,7 +117,6 @@ def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> 
         args.ranks,
         shape.batch,
         shape.dtype.itemsize,
-        intermediate,
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
     one = Costs(layer, rates, 1)
@@ -136,22 +124,17 @@ def predict(shape, args: argparse.Namespace, layers: int, intermediate: int) -> 
     for groups in args.groups:
         costs = Costs(layer, rates, groups)
         played[f"G = {groups}"] = costs.simulate(by_head_groups(costs.geometry.kinds))
-    steps, limits = {name: layers * of.step_ms for name, of in played.items()}, {}
-    for name, chunks, groups in blocks(args):
-        of_block = plan.BlockCosts(layer, rates, groups, chunks)
-        steps[name], limits[name] = of_block.simulate(of_block.block.chain(layers)).step_ms, layers * of_block.limit()
-    return steps, limits
+    return {name: of.step_ms for name, of in played.items()}
 
 
 def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
-    from benchmarks.stack import LAYERS, Stack, intermediate_of
     from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 
     join(args.rank, args.ranks)
     shape = Shape(args.seq, args.heads, args.head_dim, args.kv_heads or args.heads, args.batch)
-    layer = (Stack if args.blocks else Layer)(shape, args.rank, args.ranks, dist.group.WORLD)
+    layer = Layer(shape, args.rank, args.ranks, dist.group.WORLD)
     stock, silent = layer.stock(), {g: layer.ours(Silent(), head_groups=g) for g in args.groups}
     others = {"DeepSpeed": stock}
     if args.veomni:
@@ -166,16 +149,12 @@ def work(args: argparse.Namespace) -> None:
         **{f"compute: G = {g}": lambda run=run: layer.step(run) for g, run in silent.items()},
         "forward": lambda: layer.forward(silent[args.groups[0]]),
     }
-    peak, predicted, limits, kept = {}, {}, {}, None
+    peak, predicted, kept = {}, {}, None
     if not args.only_compute:
         ours = {name: lambda mover=None, config=config: layer.ours(mover, **config) for name, config in configs(args).items()}
-        for name, chunks, groups in blocks(args):
-            ours[name] = lambda mover=None, c=chunks, g=groups: layer.block(c, mover, head_groups=g)
-        if not args.blocks:
-            ours["five of eight"] = layer.five_of_eight
+        ours["five of eight"] = layer.five_of_eight
         runs = others | {name: make() for name, make in ours.items()}
-        if not args.blocks:
-            runs["G = auto"], kept = layer.auto()
+        runs["G = auto"], kept = layer.auto()
         expected = layer.step(stock)
         for name, run in runs.items():
             check_parity(name, layer.step(run), expected)
@@ -183,9 +162,8 @@ def work(args: argparse.Namespace) -> None:
         with free_wire():  # memory that other threads give back would not be seen
             peak = {name: layer.peak_bytes(run) for name, run in others.items()}
             peak |= {name: layer.peak_bytes(make(Silent())) for name, make in ours.items()}
-            if kept is not None:
-                peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
-        predicted, limits = predict(shape, args, *((LAYERS, intermediate_of(shape.width)) if args.blocks else (1, 0)))
+            peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))
+        predicted = predict(shape, args)
         launch = layer.exchanges()
 
         def side_by_side():
@@ -199,11 +177,10 @@ def work(args: argparse.Namespace) -> None:
     if args.rank == 0:
         result = {
             "times_ms": times,
-            "wire_bytes": shape.wire_bytes(args.ranks) * (LAYERS if args.blocks else 1),
+            "wire_bytes": shape.wire_bytes(args.ranks),
             "peak_bytes": peak,
             "thread_ms": thread_ms,
             "plan_ms": predicted,
-            "limit_ms": limits,
             "kept": kept,
         }
         print(json.dumps(result), flush=True)
@@ -238,7 +215,6 @@ def rows_of(target: float, mbit: float, result: dict) -> list[dict]:
                 "step / phase limit": round(median[name] / phases, 3) if whole or name == "side by side" else "",
                 "DeepSpeed / step": round(median["DeepSpeed"] / median[name], 2) if whole else "",
                 "plan ms": round(result["plan_ms"][name], 1) if name in result["plan_ms"] else "",
-                "no order below, ms": round(result["limit_ms"][name], 1) if name in result["limit_ms"] else "",
                 "plan error": f"{result['plan_ms'][name] / median[name] - 1:+.1%}" if name in result["plan_ms"] else "",
                 "thread CPU ms": round(result["thread_ms"][name], 1) if name in result["thread_ms"] else "",
                 "peak MiB": round(result["peak_bytes"][name] / 2**20, 1) if whole else "",

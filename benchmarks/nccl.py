@@ -28,11 +28,10 @@ from torch import nn
 from benchmarks import record
 from benchmarks.on_gpu import TOLERANCE, whole
 from benchmarks.one_gpu import profiled, synchronise
-from benchmarks.stack import LAYERS, Stack
 from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 
 TRANSPORTS = ("auto", "copy_engine")
-GROUPS, CHUNKS = (1, 2, 4), 4
+GROUPS = (1, 2, 4)
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -185,7 +184,7 @@ def trace(run: Run) -> None:
 def variants(run: Run, transport: str) -> dict[str, tuple]:
     """By name: a step, the same over a wire that costs nothing, and layers in it."""
     of = run.shape(torch.float32 if run.args.rehearse else torch.bfloat16, run.args.tokens * run.size, run.args.kv_heads)
-    layer, stack = (kind(of, run.rank, run.size, run.group) for kind in (Layer, Stack))
+    layer = Layer(of, run.rank, run.size, run.group)
 
     found = {}
     if of.kv_heads % run.size == 0:
@@ -194,10 +193,6 @@ def variants(run: Run, transport: str) -> dict[str, tuple]:
     for groups in (g for g in GROUPS if g <= of.heads // run.size):
         options = {"head_groups": groups}
         found[f"G = {groups}"] = layer, layer.ours(**options, transport=transport), layer.ours(Silent(), **options)
-    options = {"head_groups": 1}
-    found[f"block, C = {CHUNKS}, a layer with its MLP"] = (
-        stack, stack.block(CHUNKS, **options, transport=transport), stack.block(CHUNKS, Silent(), **options),
-    )  # fmt: skip
     return found
 
 
@@ -207,7 +202,7 @@ def step_ms(run: Run, layer: Layer, attend) -> float:
     layer.step(attend)
     took = torch.tensor(1e3 * (synchronise(run.device) - begin), device=run.device)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item() / (LAYERS if isinstance(layer, Stack) else 1)
+    return took.item()
 
 
 def measure(run: Run, transport: str, rows: list[dict]) -> None:

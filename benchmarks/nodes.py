@@ -9,7 +9,6 @@ other outputs or gradients than the first stops the run. All variants run in tur
     stock      DeepSpeed's class; it refuses more ranks than query heads
     today      G = 1; where there are more ranks than heads, ranks share heads (`sp_overlap.shares`)
     once       the same with `kv_once_per_node`
-    block      in chunks of tokens, C = 4
     compute    ours over a wire that costs nothing; exposed ms is step - compute
 
 The figures are of a rate-limited link and of ranks that share cores: they compare what travels, and say nothing about any
@@ -60,7 +59,6 @@ def work(args: argparse.Namespace) -> None:
     layer = Stack(shape, args.rank, args.ranks, dist.group.WORLD)
     runs = {} if heads < args.ranks else {"stock": layer.stock()}
     runs |= {"today": layer.ours(head_groups=1), "once": layer.ours(**ONCE)}
-    runs |= {"block": layer.block(4, head_groups=1), "block, once": layer.block(4, **ONCE)}
     expected = layer.step(next(iter(runs.values())))
     for name, run in runs.items():
         check_parity(name, layer.step(run), expected)

@@ -196,14 +196,14 @@ class Throttled:
 class Emulated(SPGroup):
     """Rank 0 of an sp group that is not there: what one rank says, all say."""
 
-    def __init__(self, size: int, transport, sm_carveout: int = 0):
-        super().__init__(None, transport, sm_carveout=sm_carveout)
+    def __init__(self, size: int, transport):
+        super().__init__(None, transport)
         self.size = size
         self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
 
     def streams(self, device):
         if device.type != "cpu" and device not in self._sides:
-            self._sides[device] = SideStream(torch.get_device_module(device), device, carve_out=self.carve_out)
+            self._sides[device] = SideStream(torch.get_device_module(device), device)
         return super().streams(device)
 
     def gather(self, what, where=""):
@@ -312,10 +312,6 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
         if kv_heads % size == 0:  # fewer KV heads than ranks are refused by DeepSpeed's class
             stock["DeepSpeed"] = layer.stock()
         ours = {"five of eight": layer.five_of_eight(), **{f"G = {g}": layer.ours(head_groups=g) for g in groups}}
-        for g in groups:
-            layer.sp_group = Emulated(size, transport, sm_carveout=args.blocks)
-            ours[f"G = {g}, sm_carveout {args.blocks}"] = layer.ours(head_groups=g)
-        layer.sp_group = sp_group
         assert sp_group.group is None
         return {name: lambda run=run: layer.step(run) for name, run in {**stock, **ours}.items()}
 
@@ -395,7 +391,7 @@ def main() -> None:
             fastest[where] = row
     said = "rehearsed, means nothing: decide" if args.rehearse else "decide"
     notes = [
-        f"{said} head_groups and sm_carveout, {where} (emulated): {row['variant']}, {row['exposed ms']} ms exposed"
+        f"{said} head_groups, {where} (emulated): {row['variant']}, {row['exposed ms']} ms exposed"
         for where, row in fastest.items()
     ]
     kind = "EMULATED network, one process as rank 0 of P"

@@ -23,8 +23,7 @@ def draw(out: Path) -> None:
     kind = json.loads(out.with_suffix(".json").read_text())["kind"]
     path = out.with_suffix(".png")
     if "step / limit" in rows[0]:
-        layers = "Three decoder layers" if any(row["variant"].startswith("block") for row in rows) else "One attention layer"
-        lines(rows, path, f"{layers}, forward and backward; {kind}")
+        lines(rows, path, f"One attention layer, forward and backward; {kind}")
     elif "median ms" in rows[0]:
         panels = _panels(rows, "Mbit/s", "median ms")
         bars(panels, path, kind, "time of a training step, ms: median, and line from least to most", ends=("min ms", "max ms"))

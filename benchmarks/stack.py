@@ -1,8 +1,7 @@
-"""Transformer layers one behind another, attention and gated MLP, and every way to run them that `link.py --blocks` compares.
+"""Transformer layers one behind another, attention and gated MLP, which `nodes.py` times.
 
 stock    DeepSpeed's class between whole projections
 ours     ds_sp_overlap.SelfAttention in each layer
-block    the same layers as one `Chain`: exchanges under the MLP as well
 """
 
 from __future__ import annotations
@@ -14,14 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.variants import Layer, Shape
-from ds_sp_overlap.chain.block_layer import BlockLayer
-from ds_sp_overlap.chain.chain import Chain
 
 LAYERS = 3
-
-
-def intermediate_of(width: int) -> int:
-    return width * 11 // 4
 
 
 class MLP(nn.Module):
@@ -47,7 +40,7 @@ class Stack(Layer):
                 dict(
                     norm_in=nn.RMSNorm(shape.width, **options),
                     norm_mid=nn.RMSNorm(shape.width, **options),
-                    mlp=MLP(shape.width, intermediate_of(shape.width), **options),
+                    mlp=MLP(shape.width, shape.width * 11 // 4, **options),
                 )
             )
             for _ in self.layers
@@ -68,17 +61,3 @@ class Stack(Layer):
 
     def ours(self, transport=None, **config):
         return self._run([layer.ours(transport, **config) for layer in self.layers])
-
-    def block(self, chunks: int, transport=None, **config) -> Callable[[Tensor], Tensor]:
-        blocks = [BlockLayer(layer.ours(transport, **config), **rest) for layer, rest in zip(self.layers, self.rest)]
-
-        def run(x):
-            chain = Chain(chunks)
-            for block, successor in zip(blocks, [*blocks[1:], None]):
-                x = chain.run(block, successor, x)
-            return x
-
-        return run
-
-    def exchange_elements(self) -> list[int]:
-        return self.shape.exchange_elements(self.size) * len(self.layers)

@@ -10,7 +10,7 @@ stock's loss, and stock's gradient of the embedding (its norm), on the same toke
 
     exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
 
-With --windows, --chunks and --checkpointing: windows of head groups, whole blocks, and gradient checkpointing of all variants.
+With --windows and --checkpointing: windows of head groups, and gradient checkpointing of all variants.
 Afterwards "head_groups": "auto" has its steps of trying; a note says what it keeps.
 
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric.
@@ -45,7 +45,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--windows", type=int, nargs="*", default=[], help="W of the most head groups, without and with what is kept"
     )
-    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="C of whole blocks")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, non-reentrant")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write OUT.csv, OUT.json and OUT.png")
@@ -105,7 +104,6 @@ def work(args: argparse.Namespace) -> None:
     for window in args.windows:
         name, section = f"G = {most}, W = {window}", {"head_groups": most, "window": window}
         sections |= {name: section, f"{name}, kept": {**section, "checkpointing": "keep"}}
-    sections |= {f"block, C = {c}": {"head_groups": min(2, most), "scope": "block", "token_chunks": c} for c in args.chunks}
     sections = {"stock ALST": None, **{name: {"on_unsupported": "error", **section} for name, section in sections.items()}}
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

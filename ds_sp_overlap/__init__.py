@@ -20,7 +20,6 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
                    (`DistributedAttention`)
       memory       what a layer keeps over activation checkpoints, offloads or recomputes
       runtime      projections, exchanges and local attention, in the order of a schedule
-    chain          decoder layers as one chain, whose exchanges hide behind the MLPs
     integrations   finds attention layers and rebinds their forward
       after_import runs a function once a framework's module is loaded
       inspect      what a module's forward computes, all of it accounted for
@@ -35,9 +34,7 @@ The way of a query from a rebound forward to the wire, each file calling the nex
 hooks) -> ``attention.runtime.nodes`` (one node of autograd) -> ``attention.runtime.runner`` (walks
 the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
-With few head groups live at a time, ``attention.runtime.window`` takes the place of ``nodes``. In a
-chain of layers, ``integrations.chains``, ``chain.chain`` and ``chain.block`` stand between
-``rebinding`` and ``linear``, and ``chain.block`` takes the place of ``nodes``.
+With few head groups live at a time, ``attention.runtime.window`` takes the place of ``nodes``.
 
 Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and
 the number of head groups and the schedule are chosen, for the heads and tokens of each rank that
@@ -45,13 +42,13 @@ the number of head groups and the schedule are chosen, for the heads and tokens 
 from there straight to ``attention.runtime.recorded``, since q is projected already.
 The way back is autograd's: ``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv
 start), ``attention.runtime.nodes`` (dx and the weights). With few live groups all of it lies in the
-backward of ``window``; in a chain autograd runs the nodes of ``chain.block``.
+backward of ``window``.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import attention, profiling
+from . import profiling
 from .exchange.launch_order import ask_for_launch_order
 from .integrations.after_import import after_import
 from .integrations.deepspeed import accelerate
@@ -69,7 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable", "keep_attention",
 ]  # fmt: skip
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "DistributedAttention": "attention.drop_in",
@@ -111,19 +108,12 @@ def _write_timeline(folder: str, every: list) -> None:
     picture.write(folder, every)
 
 
-def _run_in_chunks(*call: Any) -> Any:
-    """Run a layer by itself in the order of a `Block`."""
-    from .chain.block import run_alone
-
-    return run_alone(*call)
-
-
 def _honour_section() -> None:
     """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section."""
     importlib.import_module(".integrations.deepspeed.initialize", __name__)
 
 
-profiling.write_timeline, attention.run_in_chunks = _write_timeline, _run_in_chunks
+profiling.write_timeline = _write_timeline
 after_import("deepspeed", _honour_section)
 after_import(accelerate.PLUGINS, accelerate.install)
 ask_for_launch_order()

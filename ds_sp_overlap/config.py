@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from .warn import warn_once
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -38,7 +39,7 @@ class _Section(BaseModel):
 
 
 class PolicyConfig(_Section):
-    """Sets how "auto" of ``head_groups``, ``memory`` and ``scope`` is chosen.
+    """Sets how "auto" of ``head_groups`` is chosen.
 
     Attributes:
         warmup_steps: Optimizer steps in which candidates are tried, per shape; 0: take the default.
@@ -64,16 +65,11 @@ class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``.
 
     Each switch works alone, so that each gain can be measured alone. null is the default of every
-    key, and so is "auto", except for ``scope`` and ``memory``, where "auto" asks for a choice.
+    key, and so is "auto". Keys of earlier releases are accepted until 0.4 (`_RETIRED`).
 
     Attributes:
         enabled: False: as if the section were not there.
         head_groups: G; "auto": the fastest in the first steps, by `policy`.
-        scope: How far a schedule reaches. "layer": each attention layer by itself. "block": also
-            the modules between two attention layers, by chunks of tokens, where a model's layers
-            are known to allow it. "auto": the faster one in the first steps, by `policy`, beside
-            "head_groups": "auto".
-        token_chunks: C of "block"; "auto": 4, or as many as a rank has tokens.
         shares: r, the ranks that share their query heads, each with 1/r of the queries; divides the
             sp size. "auto": 1 where query heads divide by the sp size, else the smallest r by which
             they divide, where local attention can attend with a range of queries and the busiest
@@ -82,10 +78,7 @@ class SpOverlapConfig(_Section):
             from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the most head groups that are live at a time; for less memory, backward
             recomputes q, k and v. null: all groups.
-        memory: "auto": of the G and W that take no longer than the fastest, by 1 %, those that need
-            least memory, by `policy`, as far as ``head_groups`` and ``window`` leave them open.
-            With transformers' gradient checkpointing attention is saved, unless ``checkpointing``
-            is given. null: as ``head_groups`` and ``window`` say.
+        memory: Retired; "auto" still saves attention over transformers' gradient checkpoints.
         checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
             o and the log-sum-exp, so that neither attention nor its exchanges run again before
             backward; "offload" keeps them in host memory.
@@ -104,8 +97,6 @@ class SpOverlapConfig(_Section):
             `transport`.
         min_ctas: The least blocks. "auto": as NCCL chooses.
         cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": as NCCL chooses.
-        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU, and
-            flash-attn 3 in each call.
         on_unsupported: For a layer that can't be overlapped, "warn" and leave the layer as it is,
             or "error".
         documents: Where documents of a packed sequence may begin. "anywhere": where position_ids
@@ -118,8 +109,6 @@ class SpOverlapConfig(_Section):
 
     enabled: bool = True
     head_groups: Literal["auto"] | int = "auto"
-    scope: Literal["auto", "layer", "block"] = "layer"
-    token_chunks: Literal["auto"] | int = "auto"
     shares: Literal["auto"] | int = "auto"
     kv_once_per_node: bool = False
     window: int | None = None
@@ -132,12 +121,27 @@ class SpOverlapConfig(_Section):
     max_ctas: Literal["auto"] | int = "auto"
     min_ctas: Literal["auto"] | int = "auto"
     cga_cluster_size: Literal["auto"] | int = "auto"
-    sm_carveout: int = 0
     on_unsupported: Literal["warn", "error"] = "warn"
     documents: Literal["anywhere", "per_rank"] = "anywhere"
     policy: PolicyConfig = PolicyConfig()
     timeline: TimelineConfig | None = None
     check: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _retire(cls, section: Any) -> Any:
+        """Drop keys of earlier releases, and warn once of each that asked for something."""
+        if not isinstance(section, dict):
+            return section
+        kept = dict(section)
+        for key, (defaults, remedy) in _RETIRED.items():
+            value = kept.pop(key, None)
+            if value is None or value in defaults:
+                continue
+            warn_once(f"sp_overlap.{key} is retired and will be refused from 0.4 on; {remedy}")
+            if (key, value) == ("memory", "auto"):
+                kept[key] = value
+        return kept
 
     @field_validator("kernels", mode="before")
     @classmethod
@@ -153,7 +157,12 @@ class SpOverlapConfig(_Section):
             value = getattr(self, key)
             if value != "auto":
                 settings[key] = value
-        return dict(kernels=self.kernels, settings=settings, sm_carveout=self.sm_carveout)
+        return dict(kernels=self.kernels, settings=settings)
+
+    @property
+    def keeps_over_checkpoints(self) -> bool:
+        """Whether ``"memory": "auto"`` asks to save attention over transformers' checkpoints."""
+        return self.memory == "auto" and "checkpointing" not in self.model_fields_set
 
     def window_of(self, groups: int) -> int | None:
         """Return W for a layer of ``groups`` head groups; None if backward does not recompute q, k
@@ -177,14 +186,6 @@ class SpOverlapConfig(_Section):
             return self.head_groups
         return max(1, min(2, heads // max(parts, 1)))
 
-    def chunks_for(self, lengths: Sequence[int] = ()) -> int:
-        """Return C, the chunks of a block.
-
-        Args:
-            lengths: Local sequence length of every rank, in tokens; empty for long sequences.
-        """
-        return max(1, min((4, *lengths))) if self.token_chunks == "auto" else self.token_chunks
-
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
         """Validate a section: a dict, or a config, which is returned as it is.
@@ -205,7 +206,7 @@ class SpOverlapConfig(_Section):
             # A key of several types has a fault for each of them; it is named once.
             faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
             raise ValueError("; ".join(faults)) from None
-        for key in ("head_groups", "token_chunks", "shares"):
+        for key in ("head_groups", "shares"):
             count = getattr(config, key)
             if count != "auto" and count < 1:
                 raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
@@ -226,10 +227,10 @@ class SpOverlapConfig(_Section):
 
     @staticmethod
     def _check_numbers(config: SpOverlapConfig) -> None:
-        """Refuse numbers of blocks and SMs that NCCL or a GPU can't follow, by a ValueError."""
+        """Refuse numbers of blocks that NCCL can't follow, by a ValueError."""
         given = config.of_sp_group["settings"]
-        for key, value in (*given.items(), ("sm_carveout", config.sm_carveout)):
-            least, most = _OF_NCCL.get(key, (0, math.inf))
+        for key, value in given.items():
+            least, most = _OF_NCCL[key]
             if not least <= value <= most:
                 raise ValueError(f"sp_overlap.{key} must be {_VALID[key]}, got {value}")
         if given and config.transport == "c10d":
@@ -252,13 +253,14 @@ class SpOverlapConfig(_Section):
         key = rest[0] if nested else first
         name = f"{first}.{key}" if nested else key
         path = f"sp_overlap.{name}"
+        fields = (_SECTIONS[first] if nested else cls).model_fields
+        keys = [key for key in fields if key not in _RETIRED]
         if fault["type"] == "extra_forbidden":
-            keys = (_SECTIONS[first] if nested else cls).model_fields
             # Without a cutoff some key is always the nearest.
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
             return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
         if name not in _VALID:
-            return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(cls.model_fields)}"
+            return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(keys)}"
         if fault["type"] == "missing":
             return f"{path} is missing; it must be {_VALID[name]}"
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
@@ -272,23 +274,30 @@ _OF_NCCL: dict[str, tuple[int, float]] = {
 }
 # Each of four candidates (`autotune.trial`) twice: once untimed, once timed.
 _LEAST_WARMUP = 8
+# Keys of earlier releases, each with the values that asked for nothing, and what to do instead.
+_RETIRED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "scope": (("layer",), 'layers run one by one, as with "layer": leave it out'),
+    "token_chunks": (("auto",), "layers run one by one: leave it out"),
+    "memory": (
+        (),
+        'give "window" (1 holds least; 2 also hides every exchange) and, for "head_groups", as '
+        "many as a rank has query heads. Attention is still saved over transformers' gradient "
+        'checkpoints: say "checkpointing": "keep" for that',
+    ),
+    "sm_carveout": ((0, "auto"), "it brought nothing on an H100: leave it out"),
+}
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
     **dict.fromkeys(
         ("enabled", "kv_once_per_node", "projections", "wgrad", "check"), "true or false"
     ),
-    **dict.fromkeys(
-        ("head_groups", "token_chunks", "shares"), 'a whole number of at least 1, or "auto"'
-    ),
-    "scope": '"auto", "layer" or "block"',
+    **dict.fromkeys(("head_groups", "shares"), 'a whole number of at least 1, or "auto"'),
     "window": "null or a whole number of at least 1",
-    "memory": 'null or "auto"',
     "checkpointing": '"recompute", "keep" or "offload"',
     "kernels": '"auto", "compiled" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',
     **dict.fromkeys(("max_ctas", "min_ctas"), 'a whole number of at least 1, or "auto"'),
     "cga_cluster_size": 'a whole number from 0 to 8, or "auto"',
-    "sm_carveout": "a whole number of at least 0",
     "on_unsupported": '"warn" or "error"',
     "documents": '"anywhere" or "per_rank"',
     "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',

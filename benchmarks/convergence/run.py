@@ -22,7 +22,6 @@ goes through deepspeed.initialize, one after another in the same ranks:
     stock, split sums   each linear layer sums its products in two halves, as a row-parallel one   | floor
     sp = 1              without sequence parallelism; the same batch, spread over the ranks by whole sequences
     G = n               overlapped: stock with "sp_overlap": {"head_groups": n} in its config
-    block               whole decoder layers in chunks of tokens, up to two head groups
     G = 2, r = P        where there are more ranks than heads: every rank has both heads, and 1/P of the queries
     window, kept        up to four head groups, two at a time, under activation checkpointing that keeps attention
 

@@ -61,7 +61,6 @@ def variants(groups: list[int], heads: int = 4, sp: int = 2) -> list[Variant]:
             Variant("G = 1", groups=1),
             Variant("G = 2, r = P", groups=2, section=everywhere),
             Variant("window, kept", groups=2, section={"window": 1, "checkpointing": "keep", **everywhere}, kept=True),
-            Variant("block", groups=1, section={"scope": "block"}),
         ]
     return [
         Variant("stock"),
@@ -71,7 +70,6 @@ def variants(groups: list[int], heads: int = 4, sp: int = 2) -> list[Variant]:
         Variant("sp = 1", sp=False),
         *(Variant(f"G = {g}", groups=g) for g in groups),
         Variant("window, kept", groups=min(4, heads), section={"window": 2, "checkpointing": "keep"}, kept=True),
-        Variant("block", groups=min(2, heads), section={"scope": "block"}),
     ]
 
 
@@ -93,7 +91,7 @@ class Watch:
     with what travels with it."""
 
     def __init__(self, plant: float):
-        self.plant, self.planted, self.launched, self.chunks = plant, 0, Counter(), set()
+        self.plant, self.planted, self.launched = plant, 0, Counter()
 
     def __enter__(self):
         from ds_sp_overlap.exchange.transport import C10d
@@ -102,12 +100,11 @@ class Watch:
 
         def launch(transport, send, recv, send_sizes, recv_sizes, group, name):
             layer, what = name.split()
-            kinds = what.rstrip("0123456789.")  # without head group and chunk; several travel together
-            self.chunks.add("." in what)
+            kinds = what.rstrip("0123456789")  # without head group; several travel together
             gradient = "d" * kinds.startswith("d")
             every = ["o", "do"] if kinds == "odo" else [gradient + kind for kind in kinds.removeprefix("d")]
             self.launched.update((layer, kind) for kind in every)
-            if self.plant and ".layers.0." in layer and re.fullmatch(r"q?k?v0?(\.\d+)?", what):
+            if self.plant and ".layers.0." in layer and re.fullmatch("q?k?v0?", what):
                 self.planted, send = self.planted + 1, send * (1 + self.plant)
             return original(transport, send, recv, send_sizes, recv_sizes, group, name)
 
@@ -126,8 +123,6 @@ class Watch:
         short = [name for name, count in self.launched.items() if count < least[name[1][-1]]]
         if self.plant and variant.groups and not self.planted:
             raise RuntimeError(f"{variant.name}: nothing was planted")
-        if self.launched and self.chunks != {variant.section.get("scope") == "block"}:
-            raise RuntimeError(f"{variant.name}: a block exchanges chunks of tokens, and nothing else does; found {self.chunks}")
         if len(self.launched) != expected or short:
             raise RuntimeError(
                 f"{variant.name}: expected {expected} kinds of exchanges through the plugin ({layers} layers, each "

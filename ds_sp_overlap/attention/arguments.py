@@ -62,17 +62,11 @@ def bind_arguments(
 ) -> Callable[..., Any]:
     """Bind the arguments of a local attention beside q, k and v.
 
-    A local attention with a parameter ``sm_margin`` (flash-attn 3) leaves as many SMs free as
-    products do, see `carve_out`; in forward and backward alike, unlike products. A value of the
-    caller goes first.
-
     Returns:
         An `execution.Attend`, which gives the attention the slices of each `PerHead` that belong to
         the heads of the group.
     """
-    geometry, carve_out = call.geometry, call.sp_group.carve_out
-    if carve_out is not None and takes(local_attention, "sm_margin"):
-        kwargs = {"sm_margin": carve_out.sms, **kwargs}
+    geometry = call.geometry
     if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
 
         def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:

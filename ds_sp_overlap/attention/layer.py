@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..autotune.choices import candidates_of_call
 from ..autotune.policy import Policy
+from ..autotune.trial import Candidate
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
@@ -115,7 +115,6 @@ class LayerRuntime:
         inputs: tuple[Tensor, ...],
         local: Callable[[], Local] | None = None,
         has_baseline: bool = False,
-        head_dim: int = 0,
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
 
@@ -127,7 +126,6 @@ class LayerRuntime:
             local: Gives the local attention of the call; None where the local attention is known to
                 treat all heads alike.
             has_baseline: Whether a baseline computes the same without overlap.
-            head_dim: ``d`` of a layer that can run by a window; 0 for other layers.
 
         Returns:
             The clock of the call, whose ``inputs`` the layer must use, and whose ``end`` it must
@@ -136,41 +134,23 @@ class LayerRuntime:
         call = self.counted_call(describe, inputs, local)
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
-        timeline, device = self.sp_group.timeline, inputs[0].device
-        run = TimedCall(inputs)
+        timeline, run = self.sp_group.timeline, TimedCall(inputs)
         if timeline is not None and timeline.recording():
-            run.timed(timeline.layer(self.where, device))
+            run.timed(timeline.layer(self.where, inputs[0].device))
         policy, geometry = self.policy, call.geometry
-        candidates = None
-        if self.config.memory == "auto":
-            has_replicas = policy is not None and policy.replicas
-            x, dtype = inputs[0], inputs[0].dtype
-            if torch.is_autocast_enabled(device.type):
-                dtype = torch.get_autocast_dtype(device.type)
-            candidates = candidates_of_call(
-                self.config,
-                geometry,
-                width=x.shape[-1],
-                element_bytes=dtype.itemsize,
-                head_dim=head_dim,
-                off=has_baseline and not has_replicas,
-                has_replicas=has_replicas,
-            )
-        # G; or (G, W) for a window; or "off" for the baseline.
-        candidate = geometry.groups if candidates is None else candidates.default
+        # G; or "off" for the baseline.
+        candidate: Candidate = geometry.groups
         if policy is not None:
-            trial = policy.trial(geometry, inputs[0], has_baseline, tried=candidates)
+            trial = policy.trial(geometry, inputs[0], has_baseline)
             if trial is not None:
                 candidate = trial.candidate(self.index)
                 tokens = geometry.batch * sum(geometry.seq_lens)
                 policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
             return run, None
-        # Candidates without a window are plain numbers of head groups.
-        groups, window = candidate if isinstance(candidate, tuple) else (candidate, None)
-        if groups != geometry.groups:
-            call = self._call_of(geometry.in_groups(groups), call.checked)
-        call.window = window or self.config.window_of(groups)
+        if candidate != geometry.groups:
+            call = self._call_of(geometry.in_groups(candidate), call.checked)
+        call.window = self.config.window_of(candidate)
         return run, call
 
     def counted_call(
@@ -178,7 +158,7 @@ class LayerRuntime:
     ) -> Call:
         """Make the `Call` of one call of the layer, and count it in `Calls`, which compares ranks.
 
-        Called by `begin`, whose arguments it shares, and by `chain.chain` for a layer in a chain.
+        Called by `begin`, whose arguments it shares.
         Collective as `call` and `Calls.count` are, and in the first call of a kind, see
         Note [Agreement of the ranks].
 

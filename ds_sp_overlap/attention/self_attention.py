@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import attention as wired
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
-from ..schedule import Block, O, Windowed, by_head_groups, schedule_of
+from ..schedule import O, Windowed, by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
 from .call_geometry import geometry_of
 from .heads import Local
@@ -82,8 +81,8 @@ class SelfAttention:
         heads_alike: Whether the local attention is known to treat all heads alike on all ranks;
             otherwise the first call probes it. With head groups a rank attends with other heads
             than without; the slices of a `PerHead` follow the heads.
-        schedule: Makes a `Schedule` as `schedule.by_head_groups` does, a `Windowed`, whose backward
-            recomputes q, k and v, or a `Block`, in chunks of tokens.
+        schedule: Makes a `Schedule` as `schedule.by_head_groups` does, or a `Windowed`, whose
+            backward recomputes q, k and v.
 
     Raises:
         ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
@@ -125,12 +124,12 @@ class SelfAttention:
         self.local_attention, self.batch_first = local_attention, batch_first
         self.plain = plain
         parsed = SpOverlapConfig.parse(config or {})
-        self.may_window = parsed.window_of(1) is not None or parsed.memory == "auto"
+        self.may_window = parsed.window_of(1) is not None
         # A window replaces the schedule of the call, so that the caller's would be lost in silence.
         if schedule is not by_head_groups and self.may_window:
             raise ValueError(
-                f"{name}: schedule= beside sp_overlap.window, checkpointing or memory: such a "
-                "layer makes q, k and v again in backward, in an order of its own "
+                f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer "
+                "makes q, k and v again in backward, in an order of its own "
                 "(schedule.by_window); leave out one of the two"
             )
         self.inputs = InputModules(
@@ -238,10 +237,6 @@ class SelfAttention:
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
-        # 0 tells that no window is a candidate.
-        head_dim = 0
-        if self.layer.config.memory == "auto" and self.can_window(self.split_projections()):
-            head_dim = self.head_dim
         run, call = self.layer.begin(
             lambda: self.describe(
                 hidden_states,
@@ -253,7 +248,6 @@ class SelfAttention:
             (hidden_states,),
             partial(self.local_to_probe, hidden_states, args, kwargs),
             has_baseline=baseline is not None,
-            head_dim=head_dim,
         )
         (x,) = run.inputs
         # The policy has chosen the baseline.
@@ -265,14 +259,12 @@ class SelfAttention:
     def _overlapped(
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
-        """Run the layer in the order of a schedule, in one of four ways.
+        """Run the layer in the order of a schedule, in one of three ways.
 
-        By a `Block`, in chunks of tokens. By a window, as one node of autograd (`windowed`). With
-        inputs or output, or both, as one node each where they are computed part by part. Otherwise
-        with projections that are called whole. The arguments are those of a call.
+        By a window, as one node of autograd (`windowed`). With inputs or output, or both, as one
+        node each where they are computed part by part. Otherwise with projections that are called
+        whole. The arguments are those of a call.
         """
-        if isinstance(call.schedule, Block):
-            return wired.run_in_chunks(self, call, hidden_states, position_embeddings, args, kwargs)
         split = self.split_projections()
         tables = self.inputs.tables(position_embeddings)
         # Tables that learn: autograd differentiates the rotation, of projections called whole.
@@ -311,7 +303,7 @@ class SelfAttention:
         runner.walk(call.schedule.attention)
         # The node of the output takes the tokens of the starts of o, and finishes them itself.
         if self.o_proj in split:
-            of_groups = [runner.tokens[O, group, 0] for group in call.groups]
+            of_groups = [runner.tokens[O, group] for group in call.groups]
             finish = partial(finish_projected, call, self.o_proj, self.plain)
             return call_through([self.o_proj], finish, *of_groups)
         runner.walk(call.schedule.output)

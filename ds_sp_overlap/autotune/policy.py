@@ -1,8 +1,7 @@
 """Chooses the number of head groups by timing candidates in the first steps of training.
 
-Candidates are "off", the layer's own forward, where one computes the same thing; G = 1, 2, 4 as far
-as the heads go; and where memory counts some (G, W), see `choices`. Each candidate is tried for an
-optimizer step at a time. Within a step the layers of a model run different candidates, so that
+Candidates are "off", the layer's own forward, where one computes the same thing; and G = 1, 2, 4 as
+far as the heads go. Each candidate is tried for an optimizer step at a time. Within a step the layers of a model run different candidates, so that
 whatever else happens to the machine happens to all candidates. With C = 4 candidates,
 warmup_steps = 16 and no loser yet:
 
@@ -51,7 +50,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,8 +65,7 @@ from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
 from ..profiling.timed import Timed, TimedCall, output_of
 from ..warn import inform, say
-from .choices import Candidates
-from .trial import BLOCK, LAYER, Candidate, Report, Trial, candidates_for, merged
+from .trial import Candidate, Report, Trial, candidates_for, merged
 
 # How long replicas wait for optimizers that have not stepped, before they stop trying.
 WAIT_S = 60
@@ -137,7 +135,6 @@ class Policy:
         replicas: Whether all ranks of the world choose together: several sp groups with batches of
             their own.
         inform: Called with the line about each choice.
-        frugal: As in `Trial`.
     """
 
     def __init__(
@@ -146,13 +143,10 @@ class Policy:
         warmup_steps: int,
         replicas: bool = False,
         inform: Callable[[str], Any] = inform,
-        frugal: bool = False,
     ):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.inform, self.warn, self.frugal = inform, say, frugal
+        self.inform, self.warn = inform, say
         self.trials: dict[tuple, Trial] = {}
-        # By key of a trial for layers in a row: the step of the first call.
-        self._first: dict[tuple, int] = {}
         self.board = Board() if replicas else None
         # Whether nothing is tried any more.
         self.over = False
@@ -182,23 +176,21 @@ class Policy:
             The policy. None where nothing is to be chosen, or where some ranks of the world do not
             reduce gradients together, so that they could not choose together.
         """
-        asked = config.head_groups == "auto" or config.memory == "auto"
-        if not (asked and config.policy.warmup_steps > 0 and sp_group.size > 1):
+        asked = config.head_groups == "auto" and config.policy.warmup_steps > 0
+        if not asked or sp_group.size == 1:
             return None
         world = dist.get_world_size()
         replicas = world > sp_group.size
         if replicas and (gradient_group is None or dist.get_world_size(gradient_group) < world):
             return None
-        return cls(sp_group, config.policy.warmup_steps, replicas, frugal=config.memory == "auto")
+        return cls(sp_group, config.policy.warmup_steps, replicas)
 
     def join(self) -> int:
         """Count one more layer and return its index, by which `Trial.candidate` differs."""
         self._layers += 1
         return self._layers - 1
 
-    def trial(
-        self, geometry: Geometry, x: Tensor, off: bool, tried: Candidates | None = None
-    ) -> Trial | None:
+    def trial(self, geometry: Geometry, x: Tensor, off: bool) -> Trial | None:
         """Return the trial for a call.
 
         Collective where `_look` is.
@@ -207,7 +199,6 @@ class Policy:
             geometry: Geometry of the call, with the default G.
             x: [b, s/P, h, d] or [s/P, b, h, d], for its dtype and head dim.
             off: Whether the layer's own forward is a candidate.
-            tried: Candidates and default instead of every number of groups.
 
         Returns:
             The trial; None where there is a single candidate, or where nothing is tried any more:
@@ -218,9 +209,6 @@ class Policy:
         most = geometry.max_groups if geometry.groups > 1 else 1
         # Some batches don't allow "off", and those of replicas differ.
         candidates = candidates_for(most, off and not self.replicas)  # guard: no stock
-        default: Candidate = geometry.groups
-        if tried is not None:
-            candidates, default = tried
         # A replica must count its steps (`follow`) for the others, whatever it has to choose.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
@@ -229,7 +217,7 @@ class Policy:
         if not self.replicas:  # guard: their lengths differ
             batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
         heads = geometry.heads, geometry.kv_heads, geometry.shares
-        key = (*heads, x.shape[2:], x.dtype, *batch, candidates, default)
+        key = (*heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
         if key not in self.trials:
             # The other replicas can't know of a shape that this one meets when all is chosen.
             if self.over:
@@ -244,38 +232,9 @@ class Policy:
         self.clock = self.clock or clock_of(x.device)
         return self.trials[key]
 
-    def trial_of_block(self, where: str, x: Tensor, lengths: Sequence[int]) -> Trial | None:
-        """Return the trial for layers in a row, whether they run as a block.
-
-        Args:
-            where: Name of the first layer.
-            x: [b, s/P, m]. Input of the first layer.
-            lengths: Local sequence length of every rank, in tokens.
-
-        Returns:
-            The trial; None before the layers' G is chosen, or where nothing is tried any more.
-        """
-        self._look()
-        key = (where, x.shape[0], sum(lengths).bit_length(), x.dtype, (LAYER, BLOCK), LAYER)
-        if key not in self.trials:
-            # Not in the first step of these layers, in which the trials for their G begin; nor
-            # while such a trial goes on.
-            is_first = self.step == self._first.setdefault(key, self.step)
-            undecided = [trial for trial in self.trials.values() if trial.chosen is None]
-            busy = is_first or any(trial.met >= self.step - 1 for trial in undecided)
-            # Replicas would have to begin such a trial in the same step.
-            if self.replicas or self.over or busy:  # guard: one thing is timed at a time
-                return None
-            dtype = str(x.dtype).removeprefix("torch.")
-            what = f"{where} and the layers behind it, batch {x.shape[0]}, "
-            what += f"about {sum(lengths)} tokens, {dtype}"
-            self.trials[key] = self._trial(key, what)
-        self.clock = self.clock or clock_of(x.device)
-        return self.trials[key]
-
     def _trial(self, key: tuple, what: str) -> Trial:
         *_, candidates, default = key
-        return Trial(what, candidates, default, self.warmup_steps, self.frugal)
+        return Trial(what, candidates, default, self.warmup_steps)
 
     def _back(self, trial: Trial | None) -> None:
         """Note that a call's backward has begun, see Note [What ranks have in common].
@@ -308,8 +267,8 @@ class Policy:
     def _look(self) -> None:
         """Go on to the next step if every rank of the sp group has stepped.
 
-        `trial` and `trial_of_block` begin with it, so each call of a layer does. Collective in the
-        first call after a backward; further calls do nothing.
+        `trial` begins with it, so each call of a layer does. Collective in the first call after a
+        backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-OFF, LAYER, BLOCK = "off", "layers one by one", "block"
+OFF = "off"
 # Head groups that are tried, and that the planner simulates. With "off" there are at most four
 # candidates, on which `config._LEAST_WARMUP` counts.
 GROUPS = (1, 2, 4)
 # Times that differ by no more than this share count as equal, where memory counts, and in the
 # planner, which leaves out some costs of each group.
 CLOSE = 0.01
-# Of a layer: G, or (G, W), or OFF. Of layers in a row: LAYER or BLOCK.
-Candidate = int | tuple[int, int] | str
+# G, or OFF.
+Candidate = int | str
 # A candidate that takes longer than this multiple of the fastest is not tried again.
 PRUNED_ABOVE = 1.5
 # For each key of a trial: the shape in words, and `Trial.milliseconds` of one rank.
@@ -61,8 +61,6 @@ class Trial:
         candidates: What is tried; a single candidate is chosen at once.
         default: Runs before the first step of trying, and is chosen if nothing was ever timed.
         warmup_steps: The most steps of trying.
-        frugal: Whether to choose the first candidate that takes no longer than the fastest, but for
-            `CLOSE`; otherwise the fastest is chosen.
     """
 
     def __init__(
@@ -71,10 +69,8 @@ class Trial:
         candidates: tuple[Candidate, ...],
         default: Candidate,
         warmup_steps: int,
-        frugal: bool = False,
     ):
         self.what, self.default, self.warmup_steps = what, default, warmup_steps
-        self.frugal = frugal
         # The candidates that are not pruned.
         self.left = list(candidates)
         # The step within the round; the rounds and the steps of trying that are over.
@@ -161,14 +157,11 @@ class Trial:
     def decide(self) -> None:
         """Choose by the times that are known now: the default if there are none."""
         times = {candidate: self.slowest_ms.get(candidate, float("inf")) for candidate in self.left}
-        least = (1 + CLOSE * self.frugal) * min(times.values())
-        best = next(candidate for candidate in self.left if times[candidate] <= least)
+        best = min(self.left, key=times.__getitem__)
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
 
     def __str__(self) -> str:
         def name(candidate: Candidate | None) -> str:
-            if isinstance(candidate, tuple):
-                return f"G = {candidate[0]}, W = {candidate[1]}"
             return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
 
         if not self.slowest_ms:
@@ -177,10 +170,7 @@ class Trial:
             f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items()
         )
         choice = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
-        if self.frugal and self.chosen not in (None, OFF):
-            choice += f", which holds least of those within {CLOSE:.0%}"
-        each = "" if LAYER in self.slowest_ms else " a layer"
         return (
-            f"sp_overlap: {self.what}: {times}{each}, forward and backward on the slowest rank; "
+            f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; "
             f"kept: {choice}"
         )

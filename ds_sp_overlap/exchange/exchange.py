@@ -109,11 +109,6 @@ class Exchange:
     # The transfers in flight, each between its start and its finish, else None.
     forward: InFlight | None = None
     gradient: InFlight | None = None
-    # How many tokens tie the finish to the start; a `ChunkedExchange` has one for each chunk.
-    tokens = 1
-    # Whether autograd saves what was received, to pass it to `start_gradient`. The finish is then
-    # the only half of its node.
-    saves_received = False
 
     def __init__(
         self,
@@ -181,13 +176,11 @@ class Exchange:
         in_flight, self.forward = self.forward, None  # guard: forward is let go
         return in_flight.finish(into)
 
-    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+    def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """Launch the transfer of the gradients of those tensors that are `needed`.
 
         Args:
             dys: The gradients of the tensors that were received, of those that are `needed` alone.
-            received: What was received in forward, if `saves_received`; `OutputExchange` sends it
-                along.
         """
         name, layout = f"{self.where} d{self.name}", self.layout.only(self.needed).inverse
         gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
@@ -226,7 +219,7 @@ class Half(NamedTuple):
 
     Attributes:
         exchange: The exchange.
-        given: For a finish, the tokens. For a start, the tensors that are sent; for a start of o,
+        given: For a finish, the token. For a start, the tensors that are sent; for a start of o,
             then also q, k and v that o was computed from. These are not sent. They make the token
             depend on q, k and v even where local attention of one rank does not use them, so that
             every rank takes part in the exchanges of do, dq, dk and dv.
@@ -259,7 +252,7 @@ def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
     remaining = iter(outputs)
     by_half = []
     for exchange, _, starts in halves:
-        count = exchange.tokens if starts else len(exchange.needed)
+        count = 1 if starts else len(exchange.needed)
         by_half.append(tuple(islice(remaining, count)))
     return by_half
 
@@ -270,7 +263,7 @@ def _run(half: Half) -> tuple[Tensor, ...]:
     if not starts:
         return exchange.finish_forward()
     exchange.start_forward(given[: len(exchange.needed)])
-    return tuple([new_token(given[0]) for _ in range(exchange.tokens)])
+    return (new_token(given[0]),)
 
 
 def new_token(x: Tensor) -> Tensor:
@@ -288,8 +281,7 @@ class _Halves(Node):
         needs = ctx.needs_input_grad
         outputs: list[Tensor] = []
         undifferentiable: list[Tensor] = []
-        # Each half with the index of its first input and of its first output. Tokens of one half
-        # come of the same tensors, so either all need gradients or none does.
+        # Each half with the index of its first input and of its first output.
         ctx.halves = []
         # Input 0 is ``halves``.
         first = 1
@@ -303,16 +295,12 @@ class _Halves(Node):
                     exchange.needed = needs[first : first + sent]
                 exchange.start_forward(given[:sent])
                 outputs.append(new_token(given[0]))
-                if exchange.tokens > 1:
-                    outputs += [new_token(given[0]) for _ in range(exchange.tokens - 1)]
             else:
                 received = exchange.finish_forward()
                 outputs += received
                 for x, needed in zip(received, exchange.needed):
                     if not (needed and needs[first]):
                         undifferentiable.append(x)
-                if exchange.saves_received:
-                    ctx.save_for_backward(*received)
             first += len(given)
         ctx.dtypes, ctx.device = [x.dtype for x in outputs], outputs[0].device
         if undifferentiable:
@@ -332,9 +320,8 @@ class _Halves(Node):
             needed = exchange.needed
             if starts:
                 # The gradient of a token is an empty tensor, or None if this backward does not
-                # reach the finish. Several tokens lead to tensors that are joined: it reaches all.
-                # Inputs that were not sent (`Half.given`) keep None.
-                if gradients[first_output] is not None or exchange.tokens > 1:
+                # reach the finish. Inputs that were not sent (`Half.given`) keep None.
+                if gradients[first_output] is not None:
                     dxs[first : first + len(needed)] = exchange.finish_gradient()
             elif ctx.needs_input_grad[first]:
                 dys = []
@@ -347,10 +334,6 @@ class _Halves(Node):
                         dtype = ctx.dtypes[first_output + index]
                         dy = torch.zeros(shape, dtype=dtype, device=ctx.device)
                     dys.append(dy)
-                if exchange.saves_received:
-                    exchange.start_gradient(dys, *ctx.saved_tensors)
-                else:
-                    exchange.start_gradient(dys)
-                for token in range(first, first + exchange.tokens):
-                    dxs[token] = new_token(dys[0])
+                exchange.start_gradient(dys)
+                dxs[first] = new_token(dys[0])
         return tuple(dxs)

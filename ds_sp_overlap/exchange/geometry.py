@@ -100,8 +100,6 @@ class Geometry(Heads):
         kinds: str | tuple[str, ...],
         group: int,
         head_dims: tuple[int, ...],
-        chunk: int = 0,
-        chunks: int = 1,
         by_rank: bool = False,
     ) -> Layout:
         """Lay out one exchange, of q, k, v (head scatter) or o (sequence scatter) of a group.
@@ -115,23 +113,19 @@ class Geometry(Heads):
                 out as two "q".
             group: The head group.
             head_dims: ``d`` of each.
-            chunk: Which of ``chunks`` parts of every rank's tokens the local tensor holds. The
-                global tensor has room for all tokens; the exchange leaves out other chunks'.
-            chunks: The number of parts.
             by_rank: Give the local tensors a dimension for the parts of the ranks,
                 ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
         """
         if set(kinds) == {"o"}:
             queries = "q" * len(kinds)
-            return self.exchange(queries, group, head_dims, chunk, chunks, by_rank).inverse
-        sent = self.chunk_tokens(chunk, chunks)
+            return self.exchange(queries, group, head_dims, by_rank).inverse
         # For each rank, the tokens that it receives: of k and v all, of q those of its share.
         of_keys: list[tuple[Range, ...]] = [((0, sum(self.seq_lens)),)] * self.sp_size
         of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
         layouts = []
         for kind, dim in zip(kinds, head_dims):
             room = of_query if kind == "q" else of_keys
-            layouts.append(self.lay_out(kind, group, dim, sent, room, by_rank))
+            layouts.append(self.lay_out(kind, group, dim, room, by_rank))
         return joint(layouts, apart=self.shares > 1)
 
     def lay_out(
@@ -139,7 +133,6 @@ class Geometry(Heads):
         kind: str,
         group: int,
         head_dim: int,
-        sent: Sequence[Range],
         room: Sequence[tuple[Range, ...]],
         by_rank: bool = False,
     ) -> Layout:
@@ -149,15 +142,13 @@ class Geometry(Heads):
             kind: "q", "k" or "v".
             group: The head group.
             head_dim: ``d``.
-            sent: For each rank, the range of tokens that it sends, counted in the whole sequence:
-                its local sequence, or a chunk of it.
-            room: For each rank, the ranges of tokens that its global tensor has room for. It
-                receives those of them that are sent.
+            room: For each rank, the ranges of tokens that it receives, counted in the whole
+                sequence.
             by_rank: As in `exchange`.
         """
         # The heads of the local tensor, in their order.
         heads = [head for start, stop in self.heads_of(kind, group) for head in range(start, stop)]
-        first, last = sent[self.sp_rank]
+        first, last = self.local_tokens[self.sp_rank]
         local_len = last - first
         parts: list[Range] = []
         tokens: list[tuple[Range, ...]] = []
@@ -192,7 +183,7 @@ class Geometry(Heads):
         received = Side(
             self.shape(_before(own, sum(self.seq_lens)), stop - start, head_dim),
             self.seq_dim,
-            tuple((_before(own, low), _before(own, high)) for low, high in sent),
+            tuple((_before(own, low), _before(own, high)) for low, high in self.local_tokens),
         )
         return Layout(local, received)
 

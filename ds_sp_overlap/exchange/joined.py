@@ -30,7 +30,7 @@ def join(tensors: Sequence[Tensor], sides: Sides, new_empty: Callable[..., Tenso
     wire, places = new_empty(sides.elements), sides.places()
     if places and not sides.is_repeated:
         # One kernel packs all parts.
-        tiles = [_tile(x, side) for x, side in zip(tensors, sides.each)]
+        tiles = [x.reshape(*side.tiled) for x, side in zip(tensors, sides.each)]
         whole = wire.as_strided(*places[0])
         if len(tiles) > 1:
             whole, *tiles = ops.widened(whole, *tiles)
@@ -88,17 +88,6 @@ def split_copies(wire: Tensor, sides: Sides) -> tuple[Tensor, ...]:
             out = out.clone(memory_format=torch.contiguous_format)
         outs.append(out)
     return tuple(outs)
-
-
-def _tile(x: Tensor, side: Side) -> Tensor:
-    """Return the parts of ``x`` in the shape of `Side.tiled`; a view if ``x`` is contiguous."""
-    if side.tiles:
-        return x.reshape(*side.tiled)
-    # The part is some of its piece, as a chunk of tokens is of all tokens of a peer.
-    assert side.spaced is not None
-    pieces, _, piece, (start, stop) = side.spaced
-    parts = x.unflatten(side.dim, (pieces, piece)).narrow(side.dim + 1, start, stop - start)
-    return parts.flatten(3)
 
 
 def _views(

@@ -37,10 +37,7 @@ Block = tuple[tuple[int, int, int], ...]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
-    """Return the tokens of one of ``chunks`` parts of ``length`` tokens.
-
-    Some parts are empty where there are fewer tokens than chunks.
-    """
+    """Return the tokens of one of ``chunks`` parts of ``length`` tokens; parts may be empty."""
     return length * chunk // chunks, length * (chunk + 1) // chunks
 
 
@@ -115,10 +112,7 @@ class Side:
 
     @cached_property
     def covers(self) -> bool:
-        """Return whether every index of the dimension is in some part; parts may overlap.
-
-        False for the global side of a chunk of tokens, which leaves other chunks out.
-        """
+        """Return whether every index of the dimension is in some part; parts may overlap."""
         # The parts so far reach from 0 to the edge; at a gap it stays where it is.
         edge = 0
         for start, stop in sorted(self.parts):

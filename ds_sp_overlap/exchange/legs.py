@@ -25,8 +25,6 @@ def legs_of(
     kinds: tuple[str, ...],
     group: int,
     head_dims: tuple[int, ...],
-    chunk: int = 0,
-    chunks: int = 1,
 ) -> tuple[Layout, Layout] | None:
     """Lay out the two legs of k and v of an exchange, see Note [Once per node].
 
@@ -35,8 +33,6 @@ def legs_of(
         kinds: What the exchange moves, as for `Geometry.exchange`.
         group: The head group.
         head_dims: ``d`` of each.
-        chunk: As for `Geometry.exchange`.
-        chunks: As for `Geometry.exchange`.
 
     Returns:
         The first leg and the second; None where there is one leg: without k and v, or where no rank
@@ -47,12 +43,12 @@ def legs_of(
     siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
     if not relayed or all(len(ranks) == 1 for ranks in siblings):
         return None
-    sent = geometry.chunk_tokens(chunk, chunks)
+    sent = geometry.local_tokens
     # For each rank, the tokens of its piece: those of every m-th rank.
     pieces = [sent[ranks.index(rank) :: len(ranks)] for rank, ranks in enumerate(siblings)]
     first, second = [], []
     for kind, dim in relayed:
-        first.append(geometry.lay_out(kind, group, dim, sent, pieces))
+        first.append(geometry.lay_out(kind, group, dim, pieces))
         own = siblings[geometry.sp_rank]
         second.append(_spread(geometry, first[-1].target.shape, own, pieces))
     return joint(first, apart=True), joint(second, apart=True)

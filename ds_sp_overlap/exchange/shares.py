@@ -144,20 +144,19 @@ class Shares:
         """`query_tokens` of this rank."""
         return self.query_tokens(self.sp_rank)
 
-    def chunk_tokens(self, chunk: int, chunks: int) -> tuple[Range, ...]:
-        """Return for each rank the tokens of one of ``chunks`` parts of its local sequence."""
+    @cached_property
+    def local_tokens(self) -> tuple[Range, ...]:
+        """For each rank the tokens of its local sequence."""
         tokens, first = [], 0
         for length in self.seq_lens:
-            start, stop = chunk_of(length, chunk, chunks)
-            tokens.append((first + start, first + stop))
+            tokens.append((first, first + length))
             first += length
         return tuple(tokens)
 
     @cached_property
     def cuts_tokens(self) -> bool:
         """Return whether this rank's q is cut along tokens as well as along heads."""
-        # The one chunk of a rank is its local sequence.
-        own = self.chunk_tokens(0, chunks=1)[self.sp_rank]
+        own = self.local_tokens[self.sp_rank]
         touched = [tokens for tokens in self._tokens_of_shares if common(tokens, own)]
         return len(touched) > 1
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ..profiling.timeline import Timeline
 from .calls import Calls
-from .carve_out import carve_out
 from .copy_engines import CopyEngine
 from .streams import HostStream, SideStream
 from .transport import C10d, Named, OneRank, Transport, backend_of
@@ -48,7 +47,6 @@ class SPGroup:
         stream: Carries the transfers instead of our own stream (accelerators only).
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
         settings: As for `C10d`.
-        sm_carveout: How many SMs products leave free while an exchange is under way on a GPU.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -61,10 +59,8 @@ class SPGroup:
         stream: Any | None = None,
         kernels: str = "auto",
         settings: dict[str, int] | None = None,
-        sm_carveout: int = 0,
     ):
         self.group, self.kernels = group, kernels
-        self.carve_out = carve_out(sm_carveout)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
@@ -96,7 +92,7 @@ class SPGroup:
                 side = HostStream()
             else:
                 backend = torch.get_device_module(device)
-                side = SideStream(backend, device, self._stream, self.carve_out)
+                side = SideStream(backend, device, self._stream)
             self._sides[device] = side
         return side
 

@@ -29,8 +29,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .carve_out import CarveOut
-
 # CUDA reads the variable as it starts: too early for this package to set it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -105,19 +103,12 @@ class SideStream:
         backend: ``torch.cuda``, or another accelerator's module of the same form.
         device: The device of the streams.
         stream: Carries the transfers instead of our own stream, which all layers share.
-        carve_out: The SMs that products leave free between `mark` and `before_compute`.
     """
 
     blocks = False
 
-    def __init__(
-        self,
-        backend: Any,
-        device: Any,
-        stream: Any | None = None,
-        carve_out: CarveOut | None = None,
-    ):
-        self.backend, self.device, self.carve_out = backend, device, carve_out
+    def __init__(self, backend: Any, device: Any, stream: Any | None = None):
+        self.backend, self.device = backend, device
         transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
         # Events that nobody needs any more, to be recorded again.
@@ -158,10 +149,8 @@ class SideStream:
     def mark(self) -> Mark:
         """Mark the end of an exchange that was just launched; later exchanges come after the mark.
 
-        Each mark is given to `before_compute`, once. Until then products leave SMs free.
+        Each mark is given to `before_compute`, once.
         """
-        if self.carve_out is not None:
-            self.carve_out.begin()
         compute = self.backend.current_stream(self.device)
         return Mark(self._recorded(self.transfer), compute)  # guard: marked behind the transfer
 
@@ -178,8 +167,6 @@ class SideStream:
         if current != mark.compute:
             current.wait_event(mark.event)
         self.events.append(mark.event)
-        if self.carve_out is not None:
-            self.carve_out.end()
 
     def after_unpack(self, mark: Mark) -> None:
         """Order the stream that allocated the buffers of ``mark`` behind the unpack."""

@@ -152,22 +152,6 @@ class OverlapSettings(NamedTuple):
             reasons.append("one query head a rank")
         return "; ".join(reasons)
 
-    def describe_chained(self, alone: str, block: SelfAttention, layers: int) -> str:
-        """Describe, for ``got`` of its `FoundLayer`, a layer that may run in a chain.
-
-        Args:
-            alone: The overlapped parts if the layer runs by itself, in words.
-            block: The attention of the layer.
-            layers: The number of layers in the chain.
-        """
-        many = f"block of {layers} layer{'s' if layers > 1 else ''}, C = {self.config.chunks_for()}"
-        if self.config.scope == "auto":
-            return f"{alone}; or {many}, by timing"
-        asked = block.heads, block.kv_heads, block.local_attention
-        groups, shares = self.groups_for(*asked), self.shares_for(*asked)
-        shared = f", r = {shares} ranks share query heads" if shares > 1 else ""
-        return f"all eight exchanges, G = {groups}{shared}, {many}"
-
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], groups: int
     ) -> tuple[str, str]:

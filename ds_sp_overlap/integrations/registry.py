@@ -206,12 +206,9 @@ def _find_layers(
     Raises:
         ValueError: if an adapter refuses the model.
     """
-    layers: list[FoundLayer] = []
-    hosts: list[HostModule] = []
-    for framework in (megatron, transformers):
-        framework_layers, framework_hosts = framework.find_layers(model, overlap)
-        layers += framework_layers
-        hosts += framework_hosts
+    layers = megatron.find_layers(model, overlap)
+    transformers_layers, hosts = transformers.find_layers(model, overlap)
+    layers += transformers_layers
     # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
     # its own, whether that layer can be overlapped or not.
     inside: set[nn.Module] = set()

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from .. import profiling
 from ..config import SpOverlapConfig
-from ..schedule import Block, Op, Program, Schedule, Step, stop_of
+from ..schedule import Op, Program, Schedule, Step, stop_of
 from ..warn import warn_once
 from .clocks import clock_of
 from .steps import OptimizerSteps
@@ -132,8 +132,8 @@ class Timeline:
         self.tracks: list[Track] = []
         # Step, layer, "forward" or "backward", and the marks of its begin and end.
         self.layers: list[tuple[int, str, str, Any, Any]] = []
-        # By step and layer, and whether the layer runs in a block.
-        self.schedules: dict[tuple[int, str, bool], Schedule] = {}
+        # By step and layer.
+        self.schedules: dict[tuple[int, str], Schedule] = {}
         # The rows of this rank, when the recording is over.
         self.left: list[Row] = []
 
@@ -196,7 +196,7 @@ class Timeline:
         """Note that the layer ``where`` is about to run by ``schedule``."""
         if self.recording():
             assert self.steps is not None
-            self.schedules[self.steps.now(), where, isinstance(schedule, Block)] = schedule
+            self.schedules[self.steps.now(), where] = schedule
 
     def layer(self, where: str, device: torch.device) -> Timed:
         """Return the object that marks a call of the layer ``where``."""
@@ -293,9 +293,7 @@ class Timeline:
         return rows + computed
 
 
-def computing(
-    rows: list[Row], step: int, schedules: dict[tuple[int, str, bool], Schedule]
-) -> list[Row]:
+def computing(rows: list[Row], step: int, schedules: dict[tuple[int, str], Schedule]) -> list[Row]:
     """Name what the compute row did between its stops.
 
     Stops are the starts and finishes of exchanges, and the begin and end of layers. Between two
@@ -305,7 +303,7 @@ def computing(
     Args:
         rows: All other rows of this rank.
         step: The optimizer step to look at.
-        schedules: By step and layer, and whether the layer runs in a block.
+        schedules: By step and layer.
 
     Returns:
         Rows of kind "compute"; none between stops whose work is not known.
@@ -325,34 +323,18 @@ def computing(
     exchanged: dict[str, set[str]] = {}
     for *_, row in stops:
         exchanged.setdefault(row.layer, set()).add(row.what)
-    between = list(zip(stops, stops[1:]))
     # By layer, then by the names of two successive stops: the work between them.
     names: dict[str, dict[tuple[str, str], str]] = {}
-    for (at, layer, _), schedule in schedules.items():
+    for (at, layer), schedule in schedules.items():
         if at != step or layer not in exchanged:
             continue
-        if isinstance(schedule, Block):
-            # Between two stops may lie the end of one layer and the beginning of the next.
-            follows = is_followed = False
-            for (*_, before, first), (*_, after, second) in between:
-                if (before, after) in schedule.crossings:
-                    follows |= second.layer == layer
-                    is_followed |= first.layer == layer
-            schedule = schedule.chain(1, follows, is_followed)
-        # What a block recomputes is in the backward of its chain. Between the same two stops all
-        # programs compute the same.
-        recompute = () if isinstance(schedule, Block) else schedule.recompute
-        for program in (schedule.forward, schedule.backward, recompute):
+        # Between the same two stops all programs compute the same.
+        for program in (schedule.forward, schedule.backward, schedule.recompute):
             names.setdefault(layer, {}).update(_between(schedule, program, exchanged[layer]))
-    chained = {layer for at, layer, is_chained in schedules if at == step and is_chained}
     computed = []
-    for (_, begin, before, first), (end, _, after, second) in between:
-        layers = dict.fromkeys((first.layer, second.layer))
-        known = layers if len(layers) == 1 or layers.keys() <= chained else ()
-        name = ""
-        for layer in known:
-            name = name or names.get(layer, {}).get((before, after), "")
-        if name and end > begin:
+    for (_, begin, before, first), (end, _, after, second) in zip(stops, stops[1:]):
+        name = names.get(first.layer, {}).get((before, after), "")
+        if name and end > begin and first.layer == second.layer:
             computed.append(Row(step, first.layer, name, "compute", begin, end))
     return computed
 
@@ -384,7 +366,7 @@ def _between(
 
 def _is_done(schedule: Schedule, step: Step, exchanged: set[str]) -> bool:
     """Return whether a step ran: dgrad and wgrad of q, k and v only if their gradient arrived."""
-    if step.op not in (Op.DGRAD, Op.WGRAD) or len(step.tensors) > 1:
+    if step.op not in (Op.DGRAD, Op.WGRAD):
         return True
     start = schedule.exchange_of.get(step.parts[0])
     return start is None or schedule.name(start._replace(grad=True)) in exchanged

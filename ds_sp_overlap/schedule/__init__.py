@@ -70,8 +70,6 @@ Which code reads a schedule:
       `Schedule`   `by_head_groups`   `ForwardRunner` for the ends   `BackwardRunner` for the ends,
                                       `Recorded` between             autograd between
       `Windowed`   `by_window`        `ForwardRunner`                `BackwardRunner`
-      `Block`      `by_chunks`        `_Segment`, `_Attention`       these two for ``recompute``,
-                                                                     autograd for the rest
 
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one node of autograd (`_StartInputs`, `_FinishOutput` of
@@ -81,19 +79,12 @@ Which code reads a schedule:
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
-- In a chain, `_Segment` of ``chain.block`` walks what lies between two attentions, and `_Attention`
-  of ``chain.attention`` what is around one. In backward, just before the wait for do, a
-  `RecomputeRegion` has `_Segment` and then `_Attention` walk ``recompute``. A region without a next
-  layer does so when the gradient of its output arrives. Autograd runs the other steps of backward
-  in the order that is drawn, but for the wgrads that ``schedule.block`` names; tests check the
-  order.
-- `tools.planner.plan`, and `autotune.choices` for ``"memory": "auto"``, simulate programs with the
-  cost of each step, and `memory_bytes` computes the bytes in memory meanwhile.
+- `tools.planner` simulates programs with the cost of each step, and computes the bytes in memory
+  meanwhile.
 - `profiling.timeline` names measured bars by the steps.
 - Tests compare the order that a layer recorded with its schedule.
 
-`by_window` has few groups in memory at a time: its backward recomputes q, k and v. `by_chunks` goes
-from the attention of one layer to the attention of the next in chunks of tokens.
+`by_window` has few groups in memory at a time: its backward recomputes q, k and v.
 
 A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
 first ``project`` of a module calls it; in the drop-in it slices the caller's tensor. The output
@@ -102,19 +93,16 @@ applies RoPE after the exchange. A step whose result nobody needs is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The
-function may also return a `Windowed` or a `Block`. The layer calls it for each number of head
-groups that it tries, and checks every schedule that it returns. The config must then leave out
-``window``, ``checkpointing`` and ``memory``.
+function may also return a `Windowed`. The layer calls it for each number of head groups that it
+tries, and checks every schedule that it returns. The config must then leave out ``window`` and
+``checkpointing``.
 """
 
-from .block import Block, Recompute, by_chunks, head, periods, tail
 from .by_groups import by_head_groups, by_starts
 from .checked import check, needs_of
-from .memory import Tensor, memory_bytes
 from .simulation import Bar, Simulation, draw, order, simulate
 from .steps import (
     MLP,
-    OF_MLP,
     QKV,
     Exchanged,
     Needs,
@@ -130,8 +118,8 @@ from .steps import (
 from .window import Windowed, by_window, schedule_of, without_o
 
 __all__ = [
-    "MLP", "O", "OF_MLP", "QKV", "Bar", "Block", "Exchanged", "Needs", "Op", "Part", "Program",
-    "Recompute", "Schedule", "Simulation", "Step", "Tensor", "Tensors", "Windowed", "by_chunks",
-    "by_head_groups", "by_starts", "by_window", "check", "draw", "head", "memory_bytes", "needs_of",
-    "order", "periods", "schedule_of", "simulate", "stop_of", "tail", "without_o",
+    "MLP", "O", "QKV", "Bar", "Exchanged", "Needs", "Op", "Part", "Program", "Schedule",
+    "Simulation", "Step", "Tensors", "Windowed", "by_head_groups", "by_starts",
+    "by_window", "check", "draw", "needs_of", "order", "schedule_of", "simulate",
+    "stop_of", "without_o",
 ]  # fmt: skip

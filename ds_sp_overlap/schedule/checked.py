@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from itertools import groupby, product
 
-from .block import Block, one_after_another, recomputed
-from .steps import OF_MLP, QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, Tensors, section_of
+from .steps import QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, Tensors, section_of
 from .window import Windowed
 
 
@@ -18,9 +17,7 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     Every step of the layer must be there once, after the steps that it needs. The sections of
     `Schedule` must be three pieces in their order, and the attention section of backward must be
     the mirror image of that of forward. A `Windowed` has no sections; it attends to its groups in
-    order, in backward in reverse, and has no more groups in memory than its window. A `Block` goes
-    group by group and then chunk by chunk, and all of its backward but the weight gradients must be
-    the mirror image of forward; autograd places the weight gradients, wherever backward has them.
+    order, in backward in reverse, and has no more groups in memory than its window.
 
     A layer checks what its ``schedule=`` returns, by default `by_head_groups`; schedules that the
     config leads to are not checked.
@@ -32,9 +29,6 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     Raises:
         ValueError: if one of these conditions does not hold.
     """
-    if isinstance(schedule, Block):
-        _check_block(schedule, kinds)
-        return schedule
     sent: list[Part] = []
     # A start that is there twice is one step: `_check_program` refuses the second.
     for start in dict.fromkeys(schedule.starts):
@@ -151,55 +145,6 @@ def _check_window(schedule: Windowed, forward: Needs, backward: Needs) -> None:
         )
 
 
-def _check_block(block: Block, kinds: tuple[str, ...]) -> None:
-    """Check all programs of a block; raise ValueError for the first fault."""
-    groups, chunks = range(len(kinds)), range(block.chunks)
-    sent = [tuple(names) for names in kinds]
-    forward: Needs = {}
-    # The starts of the previous group, then of the previous chunk.
-    started: list[Step] = []
-    # Forward attends group after group, and starts all chunks of o of each.
-    for group in groups:
-        attend = Step(Op.ATTEND, O, False, group)
-        forward[attend] = []
-        for source in groups[: group + 1]:
-            if source == group or sent[source] != Q:
-                forward[attend] += [Step(Op.FINISH, sent[source], False, source, c) for c in chunks]
-        for c in chunks:
-            forward[Step(Op.FINISH, sent[group], False, group, c)] = started
-            forward[Step(Op.START, O, False, group, c)] = [attend]
-        started = [Step(Op.START, O, False, group, c) for c in chunks]
-    # Then it performs chunk after chunk: the o of all groups, and all that follows.
-    for c in chunks:
-        steps = [Step(Op.FINISH, O, False, group, c) for group in groups]
-        steps += [Step(Op.MERGE, O, False, 0, c), Step(Op.MLP, OF_MLP, False, 0, c)]
-        steps += [Step(Op.PROJECT, QKV, False, 0, c)]
-        forward |= one_after_another(steps)
-        forward[steps[0]] = started
-        started = [Step(Op.START, sent[group], False, group, c) for group in groups]
-        forward |= {start: steps[-1:] for start in started}
-    _check_program("forward", block.forward, forward)
-    if block.recompute != recomputed(block, block.recomputes):
-        raise ValueError(
-            f"schedule, recompute: {', '.join(map(str, block.recompute))} is neither all of a "
-            "layer but the exchange of o, nor that without attention; see `by_chunks`"
-        )
-    if block.recomputes != "but attention" and block.beside:
-        raise ValueError("schedule, backward: o travels beside do, but attention is not saved")
-    in_reverse = (*reversed(block.segment), *reversed(block.attention_steps))
-    # All of backward but the weight gradients is the mirror image of forward.
-    backward = one_after_another([_with(block.beside, step.mirror) for step in in_reverse])
-    for tensors in (O, QKV, OF_MLP):
-        dgrads = [Step(Op.DGRAD, tensors, True, 0, c) for c in chunks]
-        if block.recompute:
-            # Weight gradients chunk by chunk, as soon as the gradient of the chunk is there.
-            for dgrad in dgrads:
-                backward[dgrad._replace(op=Op.WGRAD)] = backward[dgrad]
-        else:
-            backward[Step(Op.WGRAD, tensors, True, 0)] = dgrads
-    _check_program("backward", block.backward, backward)
-
-
 def _with(beside: Tensors, step: Step) -> Step:
     """Return the step; with ``beside`` if it starts or finishes the exchange of do."""
     sends_do = step.on_wire and step.tensors == O and step.grad
@@ -209,7 +154,7 @@ def _with(beside: Tensors, step: Step) -> Step:
 def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
     """Return the steps of forward and of backward, each with the steps that it must come after.
 
-    They hold for any schedule but a `Block`; `check` and the `limit` of a plan start from them.
+    `check` and the `limit` of a plan start from them.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.

@@ -31,12 +31,12 @@ class Op(Enum):
 
 
 Q, O = (("q",), ("o",))  # noqa: E741
-QKV, OF_MLP = ("q", "k", "v"), ("MLP",)
+QKV = ("q", "k", "v")
 Tensors = tuple[str, ...]
 # q, k, v or o of a head group.
 Part = tuple[str, int]
-# Tensors, head group and chunk: the key of an exchange, and of the exchange of its gradient.
-Exchanged = tuple[Tensors, int, int]
+# Tensors and head group: the key of an exchange, and of the exchange of its gradient.
+Exchanged = tuple[Tensors, int]
 
 
 class _Fields(NamedTuple):
@@ -44,7 +44,6 @@ class _Fields(NamedTuple):
     tensors: Tensors
     grad: bool
     group: int
-    chunk: int = 0
     beside: Tensors = ()
 
 
@@ -54,12 +53,10 @@ class Step(_Fields):
     Attributes:
         op: Kind of work.
         tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
-            together. A product belongs to one projection, to the three of q, k and v (in a chain
-            of layers), or to the MLP. The tensor of attention is o.
+            together. A product belongs to one projection. The tensor of attention is o.
         grad: Whether the step makes, moves or reads gradients of these tensors. Always True for
             DGRAD and WGRAD; False where backward recomputes.
-        group: Head group; 0 for steps of all groups at once.
-        chunk: Chunk of every rank's tokens, in a chain of layers; 0 for steps of all chunks.
+        group: Head group.
         beside: Tensors whose values travel in the same exchange, in front of the gradients.
     """
 
@@ -74,7 +71,7 @@ class Step(_Fields):
     @cached_property
     def exchange(self) -> Exchanged:
         """Key of the exchange that the step starts or finishes."""
-        return self.tensors, self.group, self.chunk
+        return self.tensors, self.group
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -106,7 +103,7 @@ class Step(_Fields):
     def __str__(self) -> str:
         is_product = self.op in (Op.DGRAD, Op.WGRAD)
         names = "".join(self.tensors) if is_product else self.payload
-        return f"{self.op.value} {names} {self.group}" + f".{self.chunk}" * (self.chunk > 0)
+        return f"{self.op.value} {names} {self.group}"
 
 
 _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
@@ -121,7 +118,7 @@ MLP = Step(Op.MLP, (), False, 0)
 class Schedule:
     """The programs of a layer.
 
-    Each program of a plain schedule has three sections; `Windowed` and `Block` interleave them.
+    Each program of a plain schedule has three sections; a `Windowed` interleaves them.
     Forward has them in this order, backward in the reverse order:
 
     section     forward                           backward
@@ -137,16 +134,13 @@ class Schedule:
         forward: The program of forward.
         backward: The program of backward.
         recompute: The steps of forward that run again and that ``backward`` does not list.
-            `Windowed`: the merges, which a checkpoint that saved attention repeats. `Block`: all
-            that backward recomputes; empty for nothing. Any other schedule: empty, since an
-            activation checkpoint repeats all of forward.
-        chunks: C, the chunks of every rank's tokens that a `Block` goes by; else 1.
+            `Windowed`: the merges, which a checkpoint that saved attention repeats. Any other
+            schedule: empty, since an activation checkpoint repeats all of forward.
     """
 
     forward: Program
     backward: Program
     recompute: Program = field(default=(), kw_only=True)
-    chunks: int = field(default=1, kw_only=True)
 
     @cached_property
     def groups(self) -> int:

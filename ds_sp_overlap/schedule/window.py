@@ -25,8 +25,8 @@ q, k and v travel under the attention of the group before. o, and o with do, tra
 projections and the attention of another group; dq, dk and dv under the products of another group or
 under its attention. From W = 2 on, every exchange has work to hide it.
 
-A layer runs in this order if the config sets a window, if ``"memory": "auto"`` chooses one, or with
-``checkpointing`` "keep" or "offload" (W = max(1, G // 2), unless a window is set). If projections
+A layer runs in this order if the config sets a window, or with ``checkpointing`` "keep" or
+"offload" (W = max(1, G // 2), unless a window is set). If projections
 can't be computed part by part, the layer warns and holds all groups; a `Windowed` from
 ``schedule=`` raises. When a checkpoint that saved attention reruns the layer, the layer merges the
 saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. A
@@ -241,6 +241,6 @@ def without_o(schedule: _Kind) -> _Kind:
     """Return the schedule in which no o travels beside do.
 
     For local attention whose backward reads o on no rank, for instance since it recomputes o.
-    ``attention.runtime.window`` and ``chain.block`` call it after forward, once ranks have agreed.
+    ``attention.runtime.window`` calls it after forward, once ranks have agreed.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

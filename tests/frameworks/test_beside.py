@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-from ds_sp_overlap.autotune.costs import WINDOWS
 from tests.harness.cases import full
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
@@ -132,7 +131,6 @@ WHOLE, FUNCTION = "all eight exchanges", "attention function"
         ({}, 0, False, {}, {}, WHOLE),
         full({"head_groups": 1}, 0, True, {}, {}, WHOLE),
         full({"head_groups": 2}, 0, False, {"tp_overlap_comm": True}, {}, WHOLE),  # stock fails: view of what is not contiguous
-        full({"scope": "block"}, 0, False, {}, {}, WHOLE),
         full({"head_groups": 1}, 0, False, {}, {"heads": 6, "kv_heads": 3}, WHOLE),  # 4 and 2 heads a rank
         full({}, 0, False, {}, {"heads": 3, "kv_heads": 3}, WHOLE),  # 2 and 1 heads a rank: two sp ranks share the one
         full({"head_groups": 2}, 0, False, {}, {"family": "qwen3"}, WHOLE),  # norms, whose gradients a hook sums
@@ -556,7 +554,6 @@ def beside_replicas(rank, section):
     group = sp_groups((0, 1), (2, 3))
     # Each replica alone would choose otherwise. By the slowest rank it is G = 2.
     costs = {1: 1.0, 2: 1.3, 4: 1.45} if replica else {1: 1.45, 2: 1.3, 4: 1.0}
-    costs.update(dict.fromkeys(WINDOWS, 1.4))
     model, whole, errors = tiny(**options), tiny(**options), []
     config = {"policy": {"warmup_steps": 8}, **section}
     report = ds_sp_overlap.enable(model, config, group, gradient_process_group=torch.distributed.group.WORLD)
@@ -573,7 +570,7 @@ def beside_replicas(rank, section):
 
 @pytest.mark.parametrize(
     "section",
-    [{"scope": "auto", "shares": 2}, *map(full, ({}, {"scope": "auto"}, {"scope": "block"}, {"memory": "auto", "shares": 2}))],
+    [{"shares": 2}, full({})],
     ids=str,
 )
 def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
@@ -582,11 +579,8 @@ def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
         assert error < TOLERANCE
         assert all(" ranks share query heads" in what for what in got) == ("shares" in section)
         assert ran == every[0][1], "every rank runs the same"
-        # Replicas would have to begin a trial of a block in the same step.
-        assert [" block of " in what for what in got] == [section.get("scope") == "block"]
-    if section.get("scope") != "block":
-        candidates = [candidate for _, candidate in every[0][1]]
-        assert candidates[-1] == 2 and ("memory" in section or set(candidates) == {1, 2, 4}), candidates
+    candidates = [candidate for _, candidate in every[0][1]]
+    assert candidates[-1] == 2 and set(candidates) == {1, 2, 4}, candidates
 
 
 WATCHED = [

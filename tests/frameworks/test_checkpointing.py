@@ -118,7 +118,7 @@ def test_flash_attention_is_kept_too():
     assert error < FP64 and kept == stored
 
 
-FRUGAL = {"memory": "auto", "policy": {"warmup_steps": 0}}
+FRUGAL = {"memory": "auto", "policy": {"warmup_steps": 0}}  # retired, but for this
 
 
 @pytest.mark.parametrize("section, how", [(FRUGAL, "before"), ({**FRUGAL, "checkpointing": "recompute"}, "before"), (FRUGAL, "")])

@@ -26,15 +26,12 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.runtime.sharded import is_gathered, look_for_units
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness.cases import full
-from tests.harness.chains import Runs, ran, whole_chain
-from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import EXACT, batches, cut, tiny, worst
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
 
 ROOT = Path(__file__).parents[2]
 EQUAL, LAYERS, MICROBATCHES = 1e-12, 3, 2
-BLOCK = {"scope": "block", "on_unsupported": "error", "token_chunks": 2}
 
 
 def units_of(model, units):
@@ -102,9 +99,6 @@ WAYS = {
     "window": ({"head_groups": 2, "window": 1}, False),
     "kept": ({"head_groups": 2, "checkpointing": "keep"}, True),
     "recomputed": ({"head_groups": 2, "checkpointing": "recompute"}, True),
-    "block": ({**BLOCK, "head_groups": 2}, False),
-    "block, kept": ({**BLOCK, "checkpointing": "keep"}, True),
-    "block, recomputed": ({**BLOCK, "checkpointing": "recompute"}, True),
 }
 POLICIES = {
     "plain": {},
@@ -115,7 +109,7 @@ POLICIES = {
 CASES = [
     Case(order, units, way, policy)
     for order in ("enable", "fully_shard")
-    for units in ("root", "layers", "pairs", "mlps", "linears")
+    for units in ("root", "layers", "pairs", "mlps", "attentions", "linears")
     for way in WAYS
     for policy in POLICIES
 ]
@@ -176,14 +170,14 @@ def recorded():
 
 
 def trained(rank, case, size=2):
-    """The report's words; of two steps the error of the gradients, and which layers ran in chains; the last step's log."""
+    """The report's words; of two steps the error of the gradients; the last step's log."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
     replica, rank = divmod(rank, size)
     microbatches = MICROBATCHES if case.policy == "accumulates" else 1
     expected, errors = whole_gradients(world // size, microbatches), []
     group = mesh["sp"].get_group()
-    with overlapped_and_sharded(case, group) as (model, report), Runs() as runs:
+    with overlapped_and_sharded(case, group) as (model, report):
         for _ in range(2):
             model.zero_grad()
             with recorded() as log:
@@ -191,18 +185,14 @@ def trained(rank, case, size=2):
                     model.set_requires_gradient_sync(at == microbatches - 1)
                     share(model, cut(tokens, rank, size)).backward()
             errors.append(worst(gradients(model, size, world), expected))
-    return [(layer.got, layer.lacks) for layer in report.layers], errors, runs.forwards, log
+    return [(layer.got, layer.lacks) for layer in report.layers], errors, log
 
 
 def check(case, found):
-    in_block = "block" in case.way
-    for said, errors, forwards, log in found:
+    for said, errors, log in found:
         assert all(error < EQUAL for error in errors), errors
         assert all(lacks == "" for _, lacks in said)
-        words = "block of 3 layers, C = 2" if in_block else "q_proj, k_proj, v_proj, o_proj under them"
-        assert all(got.endswith(words) for got, _ in said)
-        if in_block:
-            assert forwards[1:] == [whole_chain()] * len(forwards[1:])
+        assert all(got.endswith("q_proj, k_proj, v_proj, o_proj under them") for got, _ in said)
         # Every unit is gathered as often as without the overlap: once in forward and once in backward, the root stays.
         if case.policy == "plain" and case.units in ("root", "layers"):
             layers = [f"G layers.{at}" for at in range(LAYERS)] if case.units == "layers" else []
@@ -221,7 +211,7 @@ ON_A_MESH = [case for case in CASES if case.units == "layers" and case.policy !=
 
 
 @pytest.mark.parametrize(
-    "case", [case if case == ("enable", "layers", "block", "accumulates") else full(case) for case in ON_A_MESH], ids="-".join
+    "case", [case if case == ("enable", "layers", "layer", "accumulates") else full(case) for case in ON_A_MESH], ids="-".join
 )
 def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequences(case):
     check(case, on_ranks(4, trained, case))
@@ -249,15 +239,11 @@ def order(rank, way, first):
 
 
 @pytest.mark.parametrize("first", ["enable", full("fully_shard")])
-@pytest.mark.parametrize("way", ["block", full("layer"), full("window")])
+@pytest.mark.parametrize("way", ["layer", full("window")])
 def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way, first):
     for without, log in on_ranks(2, order, way, first):
         assert [entry for entry in log if entry[0] in "<>"] == without
-        if (
-            way == "block"
-        ):  # the next layer's weights are gathered once every o of this one is under way, before the first is awaited
-            at = [log.index(f"G layers.{layer}") for layer in range(1, LAYERS)]
-            assert all((log[place - 1], log[place + 1]) == (">o1.1", "<o0.0") for place in at)
+        assert sum(entry.startswith("G layers") for entry in log) == 2 * LAYERS
 
 
 # What a model may do between two layers, and with them.
@@ -331,7 +317,7 @@ def changed(rank, change, way, evaluates):
 
 
 @pytest.mark.singles
-@pytest.mark.parametrize("way", ["block", "block, recomputed"])
+@pytest.mark.parametrize("way", ["layer", "recomputed"])
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_the_model_does_with_its_layers_every_gradient_is_right(change, evaluates, way):
@@ -344,52 +330,28 @@ def test_whatever_the_model_does_with_its_layers_every_gradient_is_right(change,
 
 def in_bf16(rank):
     """Gradients under a policy of mixed precision, and those of the same layers in bf16 without FSDP, summed in fp32."""
-    summed, sections = {}, ({"head_groups": 2}, {**BLOCK, "head_groups": 2})
-    differ = []
-    for section in sections:
-        for sharded in (False, True):
-            model = tiny(layers=LAYERS, dtype=torch.float32 if sharded else torch.bfloat16, initializer_range=0.2)
-            ds_sp_overlap.enable(model, section, dist.group.WORLD)
-            if sharded:
-                shard(model, "layers", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-            for _ in range(2):
-                model.zero_grad()
-                with Runs() as runs:
-                    share(model, {**cut(tokens_of(0)[0], rank, 2), "dtype": torch.float32}).backward()
-            for name, parameter in model.named_parameters():
-                if not sharded:
-                    summed[name] = parameter.grad.float()
-                    dist.all_reduce(summed[name])
-                elif not torch.equal(2 * parameter.grad.full_tensor(), summed[name]):
-                    differ.append(name)
-            if section is sections[1] and runs.forwards != [whole_chain()]:
-                differ.append(str(runs.forwards))
-            ds_sp_overlap.disable(model)
+    summed, differ = {}, []
+    for sharded in (False, True):
+        model = tiny(layers=LAYERS, dtype=torch.float32 if sharded else torch.bfloat16, initializer_range=0.2)
+        ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
+        if sharded:
+            shard(model, "layers", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        for _ in range(2):
+            model.zero_grad()
+            share(model, {**cut(tokens_of(0)[0], rank, 2), "dtype": torch.float32}).backward()
+        for name, parameter in model.named_parameters():
+            if not sharded:
+                summed[name] = parameter.grad.float()
+                dist.all_reduce(summed[name])
+            elif not torch.equal(2 * parameter.grad.full_tensor(), summed[name]):
+                differ.append(name)
+        ds_sp_overlap.disable(model)
     return differ
 
 
 def test_under_mixed_precision_gradients_are_those_of_the_layers_in_bf16_summed_in_fp32():
     for differ in on_ranks(2, in_bf16):
         assert differ == []
-
-
-def of_two_dtypes(rank):
-    """Only layer 1 computes in bf16: which layers ran in chains. Entered ahead, it would cast what layer 0 computes with, which raises."""
-    model = tiny(layers=LAYERS)
-    ds_sp_overlap.enable(model, BLOCK, dist.group.WORLD)
-    for at, layer in enumerate(model.model.layers):
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16 if at == 1 else None, output_dtype=torch.float32))
-    fully_shard(model)
-    for _ in range(2):
-        with Runs() as runs:
-            share(model, cut(tokens_of(0)[0], rank, 2)).backward()
-    ds_sp_overlap.disable(model)
-    return runs.forwards
-
-
-def test_layers_of_two_precisions_start_nothing_for_one_another():
-    for forwards in on_ranks(2, of_two_dtypes):
-        assert forwards == [ran("-", "-", "-")]
 
 
 def gathered(rank):
@@ -414,7 +376,7 @@ def one_step(rank, folder):
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     model = tiny(**EXACT, layers=LAYERS)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with overlapped_and_sharded(Case("fully_shard", "layers", "block", "plain"), dist.group.WORLD) as (model, _):
+    with overlapped_and_sharded(Case("fully_shard", "layers", "layer", "plain"), dist.group.WORLD) as (model, _):
         for unit in units_of(model, "layers"):
             unit.set_gradient_divide_factor(1)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -454,73 +416,3 @@ def test_the_example_trains_where_deepspeed_cannot_be_imported(tmp_path):
     ran = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 of 2 layers overlapped" in ran.stdout and "step 2: loss" in ran.stdout
-
-
-# What can't run in a block.
-
-
-def attention_apart(rank, order):
-    section = {**BLOCK, "on_unsupported": "warn"}
-    model = tiny(**EXACT, layers=LAYERS)
-    steps = [lambda: ds_sp_overlap.enable(model, section, dist.group.WORLD), lambda: shard(model, "attentions")]
-    report, *_ = filter(None, [step() for step in (steps if order == "enable" else steps[::-1])])
-    with Runs() as runs:
-        share(model, cut(tokens_of(0)[0], rank, 2)).backward()
-    ds_sp_overlap.disable(model)
-    return report.layers[0].lacks, runs.forwards, worst(gradients(model, 2, 2), whole_gradients(1, 1))
-
-
-@pytest.mark.parametrize("order", ["enable", "fully_shard"])
-def test_a_layer_whose_attention_is_a_unit_runs_by_itself_and_says_so(order):
-    for lacks, forwards, error in on_ranks(2, attention_apart, order):
-        assert error < EQUAL and forwards in ([], [[]])
-        if order == "fully_shard":
-            assert (
-                "self_attn is a unit of fully_shard, but a block calls the modules inside of it; give fully_shard the whole"
-                in lacks
-            )
-
-
-# Guards.
-
-
-def fault_of(rank, case):
-    """As `trained`, for guards."""
-    _, errors, forwards, _ = trained(rank, case)
-    return [str(errors)] * (max(errors) > EQUAL)
-
-
-def fault_of_attention_apart(rank):
-    *_, error = attention_apart(rank, "enable")
-    return [str(error)] * (error > EQUAL)
-
-
-def fault_of_two_dtypes(rank):
-    forwards = of_two_dtypes(rank)
-    return [str(forwards)] * (forwards != [ran("-", "-", "-")])
-
-
-def watched_case(*case):
-    return functools.partial(fault_of, case=Case(*case))
-
-
-WATCHED = [
-    Watched(
-        Guard("the successor's weights are whole", without="for unit in ():"),
-        watched_case("enable", "layers", "block", "plain"),
-        raises=True,
-    ),
-    Watched(
-        Guard("whole where they are used again", without="pass"),
-        functools.partial(changed, change="at its own pace", way="block, recomputed", evaluates=False),
-        raises=True,
-    ),
-    Watched(Guard("no unit that is not called", without="if False:"), fault_of_attention_apart, raises=True),
-    Watched(Guard("gradients before FSDP reduces", without="pass"), watched_case("enable", "mlps", "block", "stays"), raises=True),
-    Watched(Guard("hidden states in the dtype of the successor", without="pass"), fault_of_two_dtypes, raises=True),
-]
-
-
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)

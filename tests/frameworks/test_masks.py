@@ -3,7 +3,6 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
-import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-from ds_sp_overlap.chain.chain import Chain
 from ds_sp_overlap.integrations.sequence import masks
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.integrations.transformers.attention_function import _scaled_by_position
@@ -350,10 +348,10 @@ def test_llama_4s_factors_by_position_are_exchanged_without_a_rounding_of_their_
     assert off.abs().max() < 2**-11
 
 
-def one_inside_the_other(rank, options, config):
+def one_inside_the_other(rank, options):
     """Run two models under one ``enable``, each with documents of its own, one inside the other's forward.
 
-    Return their errors, how often positions were gathered, and how many layers ran in a chain.
+    Return their errors, and how often positions were gathered.
     """
     group = torch.distributed.group.WORLD
     (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])
@@ -364,7 +362,7 @@ def one_inside_the_other(rank, options, config):
         for seed, tokens, rows in ((0, one_tokens, one_rows), (1, other_tokens, other_rows))
     ]
     one, other = (tiny(**EXACT, **options, seed=seed) for seed in (0, 1))
-    ds_sp_overlap.enable(torch.nn.ModuleList([one, other]), config, group)
+    ds_sp_overlap.enable(torch.nn.ModuleList([one, other]), {"head_groups": 2}, group)
     found = []
 
     def run_the_other(*_):
@@ -372,41 +370,28 @@ def one_inside_the_other(rank, options, config):
 
     # In front of the trunk, whose own forward then needs what the outer one gathered.
     one.model.register_forward_pre_hook(run_the_other)
-    gather, run, counts = Positions.gather, Chain.run, [0, 0]
-
-    def counting(index, function, *args, **kwargs):
-        counts[index] += 1
-        return function(*args, **kwargs)
-
-    with (
-        mock.patch.object(
-            Positions, "gather", functools.partialmethod(lambda *args, **kwargs: counting(0, gather, *args, **kwargs))
-        ),
-        mock.patch.object(Chain, "run", functools.partialmethod(lambda *args, **kwargs: counting(1, run, *args, **kwargs))),
-    ):
+    with mock.patch.object(Positions, "gather", autospec=True, side_effect=Positions.gather) as gathers:
         errors = [worst(outcome(one, one_tokens, rank, 2, group, packed(one_rows)), expected[0])]
-    return [*errors, *(worst(each, expected[1]) for each in found)], *counts
+    return [*errors, *(worst(each, expected[1]) for each in found)], gathers.call_count
 
 
 INSIDE = {
-    "layers": ({}, {"head_groups": 2}, 0),
-    "layers at their function": (dict(family="bitnet"), {"head_groups": 2}, 0),
-    "a rotary embedding that goes by the length": (DYNAMIC, {"head_groups": 2}, 0),
-    "blocks": ({}, {"scope": "block", "token_chunks": 2}, 4),  # two layers of each model
+    "layers": {},
+    "layers at their function": dict(family="bitnet"),
+    "a rotary embedding that goes by the length": DYNAMIC,
 }
 
 
 @pytest.mark.parametrize("what", INSIDE)
 def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(what):
-    options, config, in_chains = INSIDE[what]
-    for errors, gathers, chained in on_ranks(2, one_inside_the_other, options, config):
+    for errors, gathers in on_ranks(2, one_inside_the_other, INSIDE[what]):
         assert len(errors) == 2 and max(errors) < FP64, errors
-        assert (gathers, chained) == (2, in_chains), "each model gathers once, and the outer one goes on as it was"
+        assert gathers == 2, "each model gathers once, and the outer one goes on as it was"
 
 
 def faults_of_another_model(rank):
     """Guard: only a model inside of the one that runs has its sequence gathered already."""
-    errors, *_ = one_inside_the_other(rank, {}, {"head_groups": 2})
+    errors, _ = one_inside_the_other(rank, {})
     return [f"off by {error}" for error in errors if error > FP64]
 
 

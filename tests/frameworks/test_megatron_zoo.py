@@ -9,58 +9,41 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations.inspect import decoder_layer
 from ds_sp_overlap.integrations.inspect.accounting import Accounting, Unknown
 from ds_sp_overlap.integrations.inspect.attention import Read
-from ds_sp_overlap.integrations.megatron import traced_globals as megatron_globals
+from ds_sp_overlap.integrations.megatron import reading
 from ds_sp_overlap.integrations.megatron.reading import FUSED, AttentionReader, AttentionReading
 from tests.harness import megatron_layers, megatron_zoo
 from tests.harness.guards import Guard, Watched, must_notice
-from tests.harness.megatron_models import Model
-from tests.harness.megatron_zoo import ATTENTIONS, BLOCK, LAYERS, activated, capped, judged, made, step
+from tests.harness.megatron_layers import ParallelAttention, Shape
+from tests.harness.megatron_zoo import ATTENTIONS, activated, capped, judged, made, step
 from tests.harness.ranks import no_faults, on_ranks, refusal
 
 GROUPS = {"head_groups": 2}
 
 
-def attentions(rank, classes, section):
+def attentions(rank, classes):
     found = {}
     for attention in classes:
-        shape = Model(layers=1, **ATTENTIONS[attention].get("shape", {}))
-        found[attention.__name__] = judged(rank, section, shape, attention)
+        shape = Shape(**ATTENTIONS[attention].get("shape", {}))
+        found[attention.__name__] = judged(rank, GROUPS, shape, attention)
     return found
 
 
 def test_an_attention_of_a_fork_is_right_and_what_is_not_known_of_it_is_named():
     expected = {attention.__name__: ([], {fork["lacks"]}) for attention, fork in ATTENTIONS.items()}
-    for found in on_ranks(2, attentions, list(ATTENTIONS), GROUPS):
-        assert {name: each[:2] for name, each in found.items()} == expected
-
-
-def layers(rank, classes):
-    return {layer.__name__: judged(rank, BLOCK, Model(layers=2), layer=layer) for layer in classes}
-
-
-def test_a_layer_of_a_fork_is_right_and_what_is_not_known_of_it_is_named():
-    said = {layer: f"no block: {layer.__name__}: {reason}" if reason else "" for layer, reason in LAYERS.items()}
-    expected = {layer.__name__: ([], {lacks}) for layer, lacks in said.items()}
-    for found in on_ranks(2, layers, list(LAYERS)):
+    for found in on_ranks(2, attentions, list(ATTENTIONS)):
         assert {name: each[:2] for name, each in found.items()} == expected
 
 
 def known_by_its_source(rank):
-    """What is said of a layer whose function of a module is one that is known, and of one that is decorated."""
-    utils, found = megatron_zoo.core.utils, []
-    source = megatron_globals.digest(utils, *megatron_globals.PARTS)
-    decorated = megatron_zoo.timed(utils.make_viewless_tensor)
-    for function in (utils.make_viewless_tensor, decorated):
-        with mock.patch.object(megatron_globals, "KNOWN", {source}), mock.patch.object(utils, function.__name__, function):
-            model = made(Model(layers=1), layer=megatron_zoo.ViewlessLayer)
-            found.append(ds_sp_overlap.enable(model, BLOCK).layers[0].lacks)
-    return [] if found == ["", f"no block: ViewlessLayer: {LAYERS[megatron_zoo.ViewlessLayer]}"] else found
+    """What is wrong with what is said of an attention whose source is known, and of one that is decorated besides."""
+    source = reading.source_of(ParallelAttention, *reading.PARTS)
+    with mock.patch.object(reading, "KNOWN", {source}):
+        return _of_forks(rank, [megatron_zoo.Decorated, megatron_zoo.DecoratedToCap])
 
 
-def test_a_function_of_a_module_is_known_by_its_source():
+def test_what_a_decorator_does_counts_though_the_source_is_known():
     no_faults(2, known_by_its_source)
 
 
@@ -77,13 +60,13 @@ def test_a_scripted_function_is_named():
 # The second witness: what is read amiss is refused in the first call.
 
 
-def refused(rank, section, change=None, **classes):
+def refused(rank, attention, change=None):
     """What a step says, with large weights; behind one of small weights and a ``change``, if there is one."""
-    shape = Model(layers=1)
-    model = made(shape, **classes)
+    shape = Shape()
+    model = made(shape, attention)
     x, dy, mask, tables = megatron_layers.inputs(shape)
     cut = lambda t: t.chunk(2)[rank].contiguous()  # noqa: E731
-    ds_sp_overlap.enable(model, section)
+    ds_sp_overlap.enable(model, GROUPS)
     if change is not None:
         step(model, cut(x), cut(dy), mask, tables)
         change()
@@ -94,23 +77,13 @@ def refused(rank, section, change=None, **classes):
 def read_amiss(rank):
     known = Read(AttentionReading(FUSED), [], [], {})
     with mock.patch.object(AttentionReader, "read", lambda *args: known):
-        return refused(rank, GROUPS, attention=megatron_zoo.Clamped)
+        return refused(rank, megatron_zoo.Clamped)
 
 
-def layer_read_amiss(rank):
-    sums = mock.patch.object(decoder_layer, "SUMS", (*decoder_layer.SUMS, "clamp"))
-    with sums, mock.patch.object(decoder_layer._Run, "_check", lambda *args: None):
-        return refused(rank, BLOCK, layer=megatron_zoo.ClampedLayer)
-
-
-AMISS = [(read_amiss, "layers.0.self_attention: Clamped"), (layer_read_amiss, "layers.0: ClampedLayer")]
-
-
-@pytest.mark.parametrize("amiss, what", AMISS, ids=["attention", "layer"])
-def test_what_is_read_amiss_is_refused_in_the_first_call(amiss, what):
-    for kind, message in on_ranks(2, amiss):
+def test_what_is_read_amiss_is_refused_in_the_first_call():
+    for kind, message in on_ranks(2, read_amiss):
         assert kind == "RuntimeError", message
-        assert f"{what} computes something else than what was read" in message
+        assert "self_attention: Clamped computes something else than what was read" in message
 
 
 # What is changed afterwards.
@@ -130,7 +103,7 @@ def patch_method():
 
 def patched(rank, patch):
     try:
-        return refused(rank, GROUPS, patch, attention=Patched)
+        return refused(rank, Patched, patch)
     finally:
         for name in {"forward", "heads_of"} & vars(Patched).keys():
             delattr(Patched, name)
@@ -145,39 +118,29 @@ def test_a_class_that_is_patched_afterwards_is_refused_by_name(patch, seen):
 # Guards.
 
 
-def _of_forks(rank, attentions=(), layers=()):
+def _of_forks(rank, attentions):
     """What is wrong with forks, or was not said of them."""
     found = []
     for attention in attentions:
-        faults, lacks, _ = judged(rank, GROUPS, Model(layers=1), attention)
+        faults, lacks, _ = judged(rank, GROUPS, Shape(), attention)
         found += faults + [f"{attention.__name__}: {lacks}"] * (lacks != {ATTENTIONS[attention]["lacks"]})
-    for layer in layers:
-        found += judged(rank, BLOCK, Model(layers=1), layer=layer)[0]
     return found
 
 
 def forked_exchange(rank):
-    return _of_forks(rank, attentions=[megatron_zoo.ForkedExchange])
+    return _of_forks(rank, [megatron_zoo.ForkedExchange])
 
 
 def clamped(rank):
-    return _of_forks(rank, attentions=[megatron_zoo.Clamped])
+    return _of_forks(rank, [megatron_zoo.Clamped])
 
 
 def hooked_exchange(rank):
-    return _of_forks(rank, attentions=[megatron_zoo.HookedExchange])
+    return _of_forks(rank, [megatron_zoo.HookedExchange])
 
 
 def spare_parameter(rank):
-    return _of_forks(rank, attentions=[megatron_zoo.Unused])
-
-
-def constant_added(rank):
-    return _of_forks(rank, layers=[megatron_zoo.AddingLayer])
-
-
-def function_of_a_module(rank):
-    return _of_forks(rank, layers=[megatron_zoo.ViewlessLayer])
+    return _of_forks(rank, [megatron_zoo.Unused])
 
 
 WATCHED = [
@@ -190,8 +153,6 @@ WATCHED = [
         raises=True,  # each call looks again
     ),
     Watched(Guard("all that a layer learns is known", without="pass"), spare_parameter),
-    Watched(Guard("a zero adds nothing", without="pass"), constant_added),
-    Watched(Guard("only a function of a module that is known", without="pass"), function_of_a_module),
 ]
 
 

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
-from ds_sp_overlap.autotune.trial import BLOCK, LAYER
 from ds_sp_overlap.integrations.transformers import attention_function
 from ds_sp_overlap.integrations.transformers.modules import stock_of
 from tests.harness import flash
@@ -58,11 +57,9 @@ ROWS = {
 }
 SECTIONS = {
     "layer": {},
-    "block": {"scope": "block", "token_chunks": 2},
     "a window of groups": {"window": 1},
     "kept": {"checkpointing": "keep"},
     "all heads everywhere": {"shares": "as many as ranks"},
-    "least memory": {"memory": "auto"},
 }
 CHECKPOINTING = {"no checkpoints": None, "reentrant": True, "not reentrant": False}
 
@@ -193,13 +190,13 @@ def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_s
         assert max(errors.values()) < 1e-10, errors  # many more sums, of the delta rule
 
 
-def timed(rank, options, section):
+def timed(rank, options):
     """Of 22 steps with scripted times: the largest error, what ran in the layers, and what the table says of the first."""
     tokens, group = batches(1)[0], torch.distributed.group.WORLD
     whole, model, errors = outcome(made(**options), tokens, 0, 1, None), made(**options), []
-    costs = {1: 1.4, 2: 1.3, LAYER: 1.5, BLOCK: 1.0}
+    costs = {1: 1.4, 2: 1.3}
     with scripted(costs) as ran:
-        report = ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}, "on_unsupported": "error", **section}, group)
+        report = ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}, "on_unsupported": "error"}, group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(22):
             errors.append(worst(outcome(model, tokens, rank, 4, group), whole))
@@ -210,18 +207,15 @@ def timed(rank, options, section):
 
 ONE, THREE = dict(heads=2, kv_heads=1), dict(heads=6, kv_heads=2)  # query heads a part, two ranks to each
 TIMED = [
-    (ONE, {"scope": "auto"}, {LAYER, BLOCK}, BLOCK),
-    full(THREE, {"scope": "auto"}, {1, 2, LAYER, BLOCK}, BLOCK),
-    full(ONE, {"memory": "auto"}, set(), None),
-    full(THREE, {"memory": "auto"}, {1, 2}, 2),
-    (THREE, {"memory": "auto", "scope": "auto"}, {1, 2, LAYER, BLOCK}, BLOCK),
+    full(ONE, set(), None),
+    (THREE, {1, 2}, 2),
 ]
 
 
-@pytest.mark.parametrize("options, section, tried, kept", TIMED)
-def test_what_is_chosen_by_timing_is_right_in_every_step(options, section, tried, kept):
-    """With one query head a rank there is no number of groups to choose, and the block is tried all the same."""
-    every = on_ranks(4, timed, options, section)
+@pytest.mark.parametrize("options, tried, kept", TIMED)
+def test_what_is_chosen_by_timing_is_right_in_every_step(options, tried, kept):
+    """With one query head a rank there is no number of groups to choose."""
+    every = on_ranks(4, timed, options)
     for error, ran, got in every:
         assert error < FP64 and "2 ranks share query heads" in got
         assert ran == every[0][1] and set(ran) == tried and ran[-1:] == [kept] * bool(tried), (ran, got)
@@ -254,28 +248,22 @@ def trained(rank, size, stage, checkpointing, section, options):
     return error, abs(run.losses[0] / losses[rank // size].item() - 1)
 
 
-TRAINED = list(
-    itertools.product((0, 1, 2, 3), CHECKPOINTING, [{"head_groups": 1}, {"scope": "block"}], [dict(heads=2, kv_heads=1)])
-)
-EVERY_STAGE = [
-    pytest.param(*case, marks=[] if case[:3] == (3, "not reentrant", {"scope": "block"}) else pytest.mark.full) for case in TRAINED
-]
+TRAINED = [(stage, way) for stage in range(4) for way in CHECKPOINTING]
 
 
-@pytest.mark.parametrize("stage, checkpointing, section, options", EVERY_STAGE)
-def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing, section, options):
+@pytest.mark.parametrize("stage, checkpointing", [case if case == (3, "not reentrant") else full(*case) for case in TRAINED])
+def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing):
     """fp32: 1e-6 are roundings of sums in another order; a mistake gives more than 1e-3. Stock is registered with two heads."""
-    for error, off in on_ranks(4, trained, 4, stage, checkpointing, section, options):
+    for error, off in on_ranks(4, trained, 4, stage, checkpointing, {"head_groups": 1}, dict(heads=2, kv_heads=1)):
         assert error < 1e-5 and off < 1e-5, (error, off)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("section", [{}, {"scope": "auto"}], ids=str)
-def test_replicas_choose_together_and_average(stage, section):
+def test_replicas_choose_together_and_average(stage):
     """Two replicas of two ranks with one head; the second has sequences twice as long."""
     options = dict(heads=1, kv_heads=1, hidden_size=16, head_dim=8)
-    for error, off in on_ranks(4, trained, 2, stage, "no checkpoints", section, options):
+    for error, off in on_ranks(4, trained, 2, stage, "no checkpoints", {}, options):
         assert error < 1e-5 and off < 1e-5, (error, off)
 
 
@@ -288,7 +276,7 @@ def registered(rank, size, options):
     whole, errors, said = outcome(tiny(**EXACT, **options), tokens, 0, 1, None), [], []
     with sequence_parallel_model(size, **EXACT, **options) as (model, group):
         said.append(refusal(outcome, model, tokens, rank, size, group))
-        for section in ({}, {"head_groups": 1, "check": True}, {"scope": "block"}):
+        for section in ({}, {"head_groups": 1, "check": True}):
             ds_sp_overlap.enable(model, section)
             errors.append(worst(outcome(model, tokens, rank, size, group), whole))
         ds_sp_overlap.disable(model)

@@ -22,7 +22,6 @@ import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
-from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
@@ -37,7 +36,6 @@ from tests.harness.models import (
     BATCH,
     EXACT,
     FP64,
-    SEQ,
     batches,
     cut,
     document_by_document,
@@ -706,39 +704,6 @@ def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads):
     """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
     for errors in on_ranks(size, under_flash, size, kv_heads, FLASH):
         assert len(errors) == 8 and max(errors.values()) < 1e-6, errors  # both rotate or norm in fp32
-
-
-def margins_of_flash_attention_3(rank):
-    """By section and batch: the calls of flash-attn 3 and their margins, and how far they are from the whole sequence's."""
-    tokens, group, found = batches(1)[0], torch.distributed.group.WORLD, {}
-    rows = [[SEQ // 4, SEQ - SEQ // 4]] * len(tokens)
-
-    def made():
-        model = tiny(**EXACT, heads=4, kv_heads=2, head_dim=8, implementation="eager")
-        model.config._attn_implementation = "flash_attention_3"
-        return model
-
-    with flash.flash_attention_3() as library:
-        for name, section in (("margin", {"sm_carveout": 6}), ("none", {})):
-            for batch, lengths in (("all", None), ("documents", rows)):
-                how = {} if lengths is None else dict(positions=packed(lengths))
-                whole = outcome(made(), tokens, 0, 1, None) if lengths is None else document_by_document(made(), tokens, lengths)
-                model = made()
-                ds_sp_overlap.enable(model, {"head_groups": 2, **section}, group)
-                library.margins.clear()
-                error = worst(outcome(model, tokens, rank, 2, group, **how), whole)
-                found[name, batch] = set(library.margins), error
-                ds_sp_overlap.disable(model)
-                kept = flash_utils._flash_fn, flash_utils._flash_varlen_fn
-                assert kept == (library.flash_attn_func, library.flash_attn_varlen_func)
-    return found
-
-
-def test_flash_attention_3_leaves_sms_to_exchanges():
-    for found in on_ranks(2, margins_of_flash_attention_3):
-        for (name, _), (calls, error) in found.items():
-            assert {margin for _, margin in calls} == {6 if name == "margin" else 0} and error < 1e-10, found
-        assert {kind for _, (calls, _) in found.items() for kind, _ in calls} == {"all", "documents"}
 
 
 def stranger_beside_a_friend(rank):

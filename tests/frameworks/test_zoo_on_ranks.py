@@ -7,10 +7,9 @@ from tests.harness.zoo_on_ranks import MODES, names, verdicts
 
 OF_ATTENTION = [
     "clamp, of q", "temperature, of q", "scaling of an attribute", "a wrapper that scales", "by length, of q", "k and v shared by a dict",
-    "a layer that looks whether there is no mask",
+    "a norm of heads with a call of its own", "a forward that is patched",
 ]  # fmt: skip
-OF_LAYERS = ["a residual multiplier", "a clamped MLP", "a norm with a call of its own", "a forward that is patched"]
-WHOLE = {"as it is", "a clamped MLP", "scaling of an attribute"}
+WHOLE = {"as it is", "scaling of an attribute"}
 
 
 def all_fine(chosen, mode):
@@ -21,9 +20,8 @@ def all_fine(chosen, mode):
     return {name: verdict for name, (verdict, _) in found[0].items()}
 
 
-@pytest.mark.parametrize("mode, some", [("layer", OF_ATTENTION), ("block", OF_LAYERS)])
-def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks(mode, some):
-    found = all_fine(["as it is", *some], mode)
+def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks():
+    found = all_fine(["as it is", *OF_ATTENTION], "layer")
     assert all(found[name] == "right" for name in WHOLE.intersection(found))
 
 

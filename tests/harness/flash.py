@@ -1,8 +1,6 @@
 """flash-attn behind transformers' own code for it, on CPU: functions of the same form that never look at a value on the host."""
 
 import contextlib
-import sys
-import types
 from unittest import mock
 
 import torch
@@ -70,29 +68,3 @@ def _nothing_loaded():
                      "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"):  # fmt: skip
             stack.enter_context(mock.patch.object(flash, name, None))
         yield
-
-
-@contextlib.contextmanager
-def flash_attention_3():
-    """Models may be switched to "flash_attention_3" inside; yields the module that is imported, with the ``margins`` of its calls."""
-    library = types.ModuleType("flash_attn_interface")
-    library.margins = []
-
-    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, sm_margin=0):
-        library.margins.append(("all", sm_margin))
-        return _attend(q, k, v, torch.ones((), dtype=torch.bool), softmax_scale, 0.0, causal, window_size, None, softcap)
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, window_size=(-1, -1),
-        softcap=0.0, sm_margin=0,
-    ):  # fmt: skip
-        library.margins.append(("documents", sm_margin))
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        document = torch.searchsorted(cu_seqlens_q, torch.arange(len(q), dtype=torch.int32), right=True)
-        may_see = document[:, None] == document
-        return _attend(q[None], k[None], v[None], may_see, softmax_scale, 0.0, causal, window_size, None, softcap)[0]
-
-    library.flash_attn_func, library.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    library.flash_attn_with_kvcache = None
-    with _nothing_loaded(), mock.patch.dict(sys.modules, {"flash_attn_interface": library}):
-        yield library

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated
-from benchmarks.stack import Stack
 from benchmarks.variants import Layer, Shape, Silent
 from ds_sp_overlap.attention.runtime import output, projections
 from ds_sp_overlap.exchange.in_flight import InFlight
@@ -148,27 +147,3 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
     return counted_step(layer, run, layer.projections.parameters())
-
-
-def of_block(size, heads, kv_heads, chunks, dtype=torch.float32, tokens=8, head_dim=16, **config):
-    """What one of ``size`` ranks launches in a step of a chain of layers."""
-    stack = Stack(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size)
-    sp_group = Emulated(size, Silent())
-    for layer in stack.layers:
-        layer.sp_group = sp_group
-    return counted_step(stack, stack.block(chunks, **config), stack.projections.parameters())
-
-
-class Made(TorchDispatchMode):
-    """Counts how often memory of the shape of one of ``tensors`` is made, whatever the order of its dims."""
-
-    def __init__(self, *tensors):
-        super().__init__()
-        self.shapes, self.count = {tuple(sorted(x.shape)) for x in tensors}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        y = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(y, torch.Tensor) and tuple(sorted(y.shape)) in self.shapes and y.untyped_storage().data_ptr() not in given:
-            self.count += 1
-        return y

@@ -1,4 +1,4 @@
-"""Forks of Megatron-DeepSpeed's attention and its layer that nearly look the same, for `frameworks/test_megatron_zoo.py`.
+"""Forks of Megatron-DeepSpeed's attention that nearly look the same, for `frameworks/test_megatron_zoo.py`.
 
 An edit does nothing to the small numbers of a first step, or with the parameters that it is made
 with; then it is `activated`. Judged is each step against the fork itself on the whole sequence.
@@ -12,13 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ds_sp_overlap
-from tests.harness import megatron_layers, megatron_models, reference
+from tests.harness import megatron_layers, reference
 from tests.harness.layers import faults
 from tests.harness.listening import listening
-from tests.harness.megatron_layers import ParallelAttention
-from tests.harness.megatron_models import Model, ParallelTransformerLayer
-
-BLOCK = {"scope": "block", "token_chunks": 2, "head_groups": 1}
+from tests.harness.megatron_layers import ParallelAttention, Shape
 
 
 def _ones(module, name, width):
@@ -187,6 +184,18 @@ class HookedExchange(ParallelAttention):
         self.dist_attn.register_forward_hook(lambda module, args, y: y.clamp(-8, 8))
 
 
+core = types.ModuleType("core")
+core.capped = lambda x: x.clamp(-8, 8)
+
+
+class OfAPackage(ParallelAttention):
+    """Calls a function of another module of Megatron's."""
+
+    def heads_of(self, hidden_states):
+        q, k, v = super().heads_of(hidden_states)
+        return core.capped(q), k, v
+
+
 class Unused(ParallelAttention):
     """Holds a parameter that it does nothing with, so far."""
 
@@ -219,158 +228,38 @@ ATTENTIONS = {
     ),
     ForkedExchange: dict(lacks="dist_attn (ClampedExchange): its forward is not DeepSpeed's"),
     HookedExchange: dict(lacks="dist_attn has a hook of its own"),
+    OfAPackage: dict(lacks="its forward uses the global core.capped"),
     Unused: dict(lacks="its forward does nothing that is known here with spare"),
-}
-
-
-# Of the layer.
-
-
-class ClampedLayer(ParallelTransformerLayer):
-    def add(self, residual, output, bias):
-        return super().add(residual, output, bias).clamp(-50, 50)
-
-
-class ScaledLayer(ParallelTransformerLayer):
-    """Scales residuals by a number, which is 1."""
-
-    residual_scale = 1.0
-
-    def add(self, residual, output, bias):
-        return super().add(residual * self.residual_scale, output, bias)
-
-
-class LearnedLayer(ParallelTransformerLayer):
-    def prepare(self):
-        _ones(self, "scale", self.input_layernorm.weight.shape)
-
-    def add(self, residual, output, bias):
-        return super().add(residual * self.scale, output, bias)
-
-
-class LengthLayer(ParallelTransformerLayer):
-    def add(self, residual, output, bias):
-        return super().add(residual * (0.5 if residual.shape[0] > 12 else 1), output, bias)
-
-
-@torch.jit.script
-def scripted_add(residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    return residual + output.clamp(-50, 50)
-
-
-class ScriptedLayer(ParallelTransformerLayer):
-    def add(self, residual, output, bias):
-        return scripted_add(residual, output if bias is None else output + bias)
-
-
-@torch.jit.script
-def fused_add(residual: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    return residual + output
-
-
-class FusedLayer(ParallelTransformerLayer):
-    """As HEAD, whose sums are scripted."""
-
-    def add(self, residual, output, bias):
-        return fused_add(residual, output if bias is None else output + bias)
-
-
-class DecoratedLayer(ParallelTransformerLayer):
-    forward = timed(ParallelTransformerLayer.forward)
-
-
-class CappedLayer(ParallelTransformerLayer):
-    forward = capping(ParallelTransformerLayer.forward)
-
-
-class OwnCallLayer(ParallelTransformerLayer):
-    def __call__(self, *args, **kwargs):
-        output, loss = super().__call__(*args, **kwargs)
-        return output.clamp(-50, 50), loss
-
-
-class ShiftedLayer(ParallelTransformerLayer):
-    """Adds a constant, which is 0."""
-
-    def add(self, residual, output, bias):
-        return super().add(residual + torch.tensor(self.shift, dtype=residual.dtype), output, bias)
-
-    shift = 0.0
-
-
-class AddingLayer(ShiftedLayer):
-    """Adds a constant, which is none."""
-
-    shift = 0.5
-
-
-def make_viewless_tensor(inp, requires_grad, keep_graph):
-    return inp.clamp(-50, 50)
-
-
-core = types.ModuleType("core")
-core.utils = types.ModuleType("core.utils")
-core.utils.make_viewless_tensor = make_viewless_tensor
-
-
-class ViewlessLayer(ParallelTransformerLayer):
-    """As HEAD, but for what its function of that name does."""
-
-    def add(self, residual, output, bias):
-        y = super().add(residual, output, bias)
-        return core.utils.make_viewless_tensor(inp=y, requires_grad=y.requires_grad, keep_graph=True)
-
-
-LAYERS = {
-    ClampedLayer: UNKNOWN + "clamp",
-    ScaledLayer: "",
-    LearnedLayer: "its forward reads scale",
-    LengthLayer: "its forward computes with a size of its tensors",
-    ScriptedLayer: UNKNOWN + "clamp",
-    FusedLayer: "",
-    DecoratedLayer: "",
-    CappedLayer: UNKNOWN + "clamp",
-    OwnCallLayer: "it has a __call__ of its own",
-    ShiftedLayer: "",
-    AddingLayer: "its forward makes a tensor",
-    ViewlessLayer: "its forward uses the global core.utils.make_viewless_tensor",
 }
 
 
 # Judge.
 
 
-def made(shape, attention=ParallelAttention, layer=ParallelTransformerLayer):
-    """A model of the fork, of random weights, alike on every rank."""
-    model = megatron_models.model(shape, torch.distributed.group.WORLD)
-    for each in model.layers:
-        each.__class__, each.self_attention.__class__ = layer, attention
-        for part in (each, each.self_attention):
-            getattr(part, "prepare", lambda: None)()
-    return model
+def made(shape, attention):
+    """A layer of the fork, of random weights, alike on every rank."""
+    layer = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    layer.self_attention.__class__ = attention
+    getattr(layer.self_attention, "prepare", lambda: None)()
+    return layer
 
 
-def activated(model):
-    """Make edits do something: large weights, other parameters, other constants."""
+def activated(layer):
+    """Make edits do something: large weights, other parameters."""
     torch.manual_seed(3)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in layer.named_parameters():
             if parameter.dim() == 2:
                 parameter *= 30
             elif name.endswith(("scale", "gate", "q_norm.weight")):
                 parameter += torch.rand_like(parameter)
-    for each in model.layers:
-        if isinstance(each, ScaledLayer):
-            each.residual_scale = 1.5
-        if isinstance(each, ShiftedLayer):
-            each.shift = 0.75
 
 
-def alone(model):
-    """Have each attention attend by itself, on the whole sequence."""
-    for each in model.layers:
-        vars(each.self_attention.dist_attn)["forward"] = functools.partial(_attend, each.self_attention.dist_attn)
-    return model
+def alone(layer):
+    """Have the attention attend by itself, on the whole sequence."""
+    exchange = layer.self_attention.dist_attn
+    vars(exchange)["forward"] = functools.partial(_attend, exchange)
+    return layer
 
 
 def _attend(exchange, q, k, v, batch_dim_idx, rotary_pos_emb=None):
@@ -382,23 +271,23 @@ def _attend(exchange, q, k, v, batch_dim_idx, rotary_pos_emb=None):
     return exchange.local_attn(q, k, v)
 
 
-def step(model, x, dy, mask, tables):
+def step(layer, x, dy, mask, tables):
     """Output, dx and the parameters' gradients of a step."""
-    model.zero_grad()
+    layer.zero_grad()
     x = x.clone().requires_grad_()
-    y, _ = model(x, mask, tables)
+    y = layer(x, mask, tables)
     y.backward(dy)
-    return {"output": y.detach(), "dx": x.grad, **{f"d {name}": p.grad for name, p in model.named_parameters()}}
+    return {"output": y.detach(), "dx": x.grad, **{f"d {name}": p.grad for name, p in layer.named_parameters()}}
 
 
-def judged(rank, section, shape, attention=ParallelAttention, layer=ParallelTransformerLayer):
+def judged(rank, section, shape, attention):
     """Faults of a first step, and of one with the fork's edits at work; what the table says, and what was said.
 
     A step that was refused has no faults but its name.
     """
     size = torch.distributed.get_world_size()
     cut = lambda t: t.chunk(size)[rank].contiguous()  # noqa: E731
-    model, whole = made(shape, attention, layer), alone(made(shape, attention, layer))
+    model, whole = made(shape, attention), alone(made(shape, attention))
     found = []
     with listening() as messages:
         report = ds_sp_overlap.enable(model, section)
@@ -407,7 +296,7 @@ def judged(rank, section, shape, attention=ParallelAttention, layer=ParallelTran
                 change(each)
             x, dy, mask, tables = megatron_layers.inputs(shape)
             if change is activated:  # longer, too
-                longer = Model(**{**vars(shape), "seq": 4 * shape.seq})
+                longer = Shape(**{**vars(shape), "seq": 4 * shape.seq})
                 x, dy, mask, tables = megatron_layers.inputs(longer)
             expected = step(whole, x, dy, mask, tables)
             try:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", re.M)
-ROOMS = "schedule", "exchange", "attention", "chain", "integrations"
+ROOMS = "schedule", "exchange", "attention", "integrations"
 FATES = "make test", "make test-all", "nobody"
 TURNED = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt", Eq="NotEq", NotEq="Eq", In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
 ORDERED = ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult

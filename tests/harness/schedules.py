@@ -1,6 +1,6 @@
 """A schedule of one's own, and steps in words."""
 
-from ds_sp_overlap.schedule import OF_MLP, O, Op, Schedule, Step, by_head_groups, by_starts
+from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts
 
 
 def merged_last(kinds, wgrad_last=True):
@@ -29,11 +29,10 @@ def travelling(*sent):
 
 
 def step_of(words):
-    """The step that messages call so: "start dqkv 1", "finish odo 2.1", "dgrad MLP 0"."""
-    op, what, at = words.split()
-    group, _, chunk = at.partition(".")
-    tensors, beside = (OF_MLP if what == "MLP" else tuple(what)), ()
+    """The step that messages call so: "start dqkv 1", "finish odo 2"."""
+    op, what, group = words.split()
+    tensors, beside = tuple(what), ()
     grad = op in ("dgrad", "wgrad") or "d" in tensors
     if "d" in tensors:
         beside, tensors = tensors[: tensors.index("d")], tensors[tensors.index("d") + 1 :]
-    return Step(Op(op), tensors, grad, int(group), int(chunk or 0), beside)
+    return Step(Op(op), tensors, grad, int(group), beside)

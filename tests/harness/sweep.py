@@ -204,9 +204,8 @@ def attempt(function, *args):
 class Trial:
     """What one rank found of one model and batch.
 
-    stock, ours  errors (logits, worst gradient), or what was raised; ours with one and two head groups, and as a block
+    stock, ours  errors (logits, worst gradient), or what was raised; ours with one and two head groups
     got, lacks   of each attention layer what is overlapped in it, and why not more
-    blocks       of each layer that is driven whole how many are in its block, or why it is in none
     faults       of each planted fault the error that it made, and how often it acted
     """
 
@@ -214,7 +213,6 @@ class Trial:
     ours: dict = field(default_factory=dict)
     got: list = field(default_factory=list)
     lacks: list = field(default_factory=list)
-    blocks: list = field(default_factory=list)
     faults: dict = field(default_factory=dict)
 
 
@@ -230,27 +228,6 @@ def overlapped(model, batch, rank, groups, *expected, trial=None):
             trial.lacks = [layer.lacks for layer in report.layers]
         found = attempt(split, model, batch, rank, group)
         return found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
-    finally:
-        ds_sp_overlap.disable(model)
-
-
-BLOCK = {"head_groups": 1, "scope": "block", "token_chunks": 3}
-
-
-def add_block(trial, model, batch, rank, *expected):
-    """The errors of a second forward, in which layers start the next one's q, k and v; none where there is no block."""
-    group = dist.group.WORLD
-    report = attempt(ds_sp_overlap.enable, model, BLOCK, group)
-    if isinstance(report, Raised):
-        trial.ours["block"] = report
-        return
-    try:
-        whole = [layer for layer in report.layers if layer.got.startswith("all eight exchanges")]
-        trial.blocks = [(layer.got + layer.lacks).partition("block")[2].strip(": ").removeprefix("of ") for layer in whole]
-        if any("block" in layer.got for layer in whole):
-            attempt(split, model, batch, rank, group)
-            found = attempt(split, model, batch, rank, group)
-            trial.ours["block"] = found if isinstance(found, Raised) else min((errors(found, x) for x in expected), key=max)
     finally:
         ds_sp_overlap.disable(model)
 
@@ -288,7 +265,6 @@ def _first(rank, model):
         trial.stock = found if isinstance(found, Raised) else errors(found, expected)
         for groups in (1, 2):
             trial.ours[f"G = {groups}"] = overlapped(model, batch, rank, groups, expected, trial=trial)
-        add_block(trial, model, batch, rank, expected)
         if not any(isinstance(x, Raised) for x in trial.ours.values()):
             for what in ("q", "dk"):
                 with transport(fault := Off(what)):
@@ -299,7 +275,7 @@ def _first(rank, model):
 
 
 def more(rank, model, name):
-    """Another config or batch: two head groups, a block, and stock Ulysses not registered.
+    """Another config or batch: two head groups, and stock Ulysses not registered.
 
     Packed documents are right one by one, or as transformers computes a packed row: it counts Llama 4's temperature by row.
     """
@@ -310,7 +286,6 @@ def more(rank, model, name):
     expected = [expected, whole(model, batch, apart=True)] if name == "packed" else [expected]
     trial = Trial()
     trial.ours["G = 2"] = overlapped(model, batch, rank, 2, *expected, trial=trial)
-    add_block(trial, model, batch, rank, *expected)
     return trial
 
 
@@ -323,14 +298,12 @@ class Verdict:
     word    whole, latent attention, attention function, delta rule, or several of them: right. refused. not built. Failures: wrong, blind, crashes, hangs
     why     of what isn't whole or right; which of its configs and batches are refused
     ours, stock   largest errors of logits and gradients, as text
-    block         of layers that are driven whole how many run as one, or why not
     """
 
     word: str
     why: str = ""
     ours: str = "-"
     stock: str = "-"
-    block: str = "-"
 
 
 FAILURES = ("wrong", "blind", "crashes", "hangs")
@@ -372,7 +345,7 @@ def verdict(ranks):
     if any(name == "first" for name, _ in refused):
         return Verdict("refused", dict(refused)["first"], stock=stock)
     why = "; ".join([*reasons(first[0]), *(f"{name} refused" for name in dict(refused))])
-    return Verdict(overlaps(first[0]), why, _text(right), stock, blocks(first[0]))
+    return Verdict(overlaps(first[0]), why, _text(right), stock)
 
 
 GOT = {"all eight exchanges": "whole", **{word: word for word in ("latent attention", "attention function", "delta rule")}}
@@ -387,7 +360,3 @@ def reasons(trial):
     """Why layers are overlapped at their attention function alone."""
     own = [lacks for what, lacks in zip(trial.got, trial.lacks) if what == "attention function"]
     return list(dict.fromkeys(lacks.replace("; projections stay its own", "") for lacks in own))
-
-
-def blocks(trial):
-    return "; ".join(dict.fromkeys(said.split(", C")[0] for said in trial.blocks)) or "-"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FILE = DOCS / "sweep.md", DOCS / "sweep.csv"
-COLUMNS = "type", "config", "verdict", "why", "block", "largest error, logits / gradients", "stock's"
+COLUMNS = "type", "config", "verdict", "why", "largest error, logits / gradients", "stock's"
 RUN = "(the run)"  # in the place of a type: what was run, and how many odd configs came to what
 ERROR = re.compile(r"[\d.e+-]+ / [\d.e+-]+|inf / .*")
 
@@ -60,7 +60,7 @@ Look your type up in [the table](#types). The full messages, the errors and stoc
 | refused | an error on every rank, at the latest at the end of the first forward |
 | not built | the test could make no tiny model |
 
-Block: whether layers run as one with `"scope": "block"`. Reason: why a type is refused or not driven whole, and which of its configs are refused.
+Reason: why a type is refused or not driven whole, and which of its configs are refused.
 
 ## Types
 
@@ -71,7 +71,7 @@ METHOD = """
 
 Every type of `AutoModelForCausalLM` is run as a tiny model of random weights in fp64, on the whole sequence and on two ranks. Logits and every gradient are compared on each rank.
 Beside the first config: one KV head, a KV head for each query head, tied embeddings, no biases, no windows, and linear, dynamic, yarn, llama3, longrope and partial rotary
-embeddings, where the type has them. Beside the first batch: packed documents, a mask of ones, padding on the right and on the left. One and two head groups, and a block of three chunks.
+embeddings, where the type has them. Beside the first batch: packed documents, a mask of ones, padding on the right and on the left. One and two head groups.
 
 An error is relative to the largest magnitude, and may be 1e-10. What the models compute in fp32 (norms, routers, rotary tables) is computed in fp64 here. Each type that is overlapped
 was also run with one element of an exchange off by 1e-6, forward and backward, and the error was seen.
@@ -107,7 +107,7 @@ def rows_of(verdicts: dict, odd: dict) -> list[dict[str, str]]:
         dict.fromkeys(COLUMNS, "") | {"type": RUN, "config": "odd", "why": odd_said},
     ]
     for kind, found in sorted(verdicts.items()):
-        rows.append(dict(zip(COLUMNS, (kind, "", found.word, found.why, found.block, found.ours, found.stock))))
+        rows.append(dict(zip(COLUMNS, (kind, "", found.word, found.why, found.ours, found.stock))))
     for kind, found in sorted(odd.items()):
         rows += [dict(zip(COLUMNS, (kind, name, *said, "-", "-"))) for name, said in found.otherwise.items()]
     return rows
@@ -128,11 +128,9 @@ def page(rows: list[dict[str, str]]) -> str:
         f"Largest error of what is overlapped: {worst:.0e}.\nDeepSpeed's own `UlyssesSPAttentionHF`, on the first config and batch: "
         f"{right} types right, {len(compared) - right} wrong, {len(stock) - len(compared)} raise."
     )
-    table = _table(
-        ("type", "verdict", "block", "reason"), [(row["type"], row["verdict"], _block(row), reason(row["why"])) for row in types]
-    )
-    odd_rows = [(row["type"], row["config"], row["verdict"], _block(row), reason(row["why"])) for row in odd]
-    odd_table = _table(("type", "config", "verdict", "block", "reason"), odd_rows)
+    table = _table(("type", "verdict", "reason"), [(row["type"], row["verdict"], reason(row["why"])) for row in types])
+    odd_rows = [(row["type"], row["config"], row["verdict"], reason(row["why"])) for row in odd]
+    odd_table = _table(("type", "config", "verdict", "reason"), odd_rows)
     return HEAD.replace("{state}", state) + table + METHOD + said["odd"] + "\n\n" + odd_table
 
 
@@ -141,13 +139,6 @@ def reason(message: str) -> str:
     for pattern, short in SHORT:
         message = re.sub(pattern, short, message)
     return message
-
-
-def _block(row: dict[str, str]) -> str:
-    if row["block"] == "-":
-        return "-"
-    runs = [re.fullmatch(r"\d+ layers?", part) is not None for part in row["block"].split("; ")]
-    return "yes" if all(runs) else "in part" if any(runs) else "no"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""A forward that nearly is a known one must not be taken for it: attention and decoder forwards, each a line or two off a known one.
+"""A forward that nearly is a known one must not be taken for it: forwards of attention, MLPs and norms, each a line or two off a known one.
 
 A reader of forwards that looks at what they make of some numbers takes a clamp, a temperature of one or a gate of zeros for nothing,
 and the layer is wrong in silence once they act. So every program here is made twice: as it is at first, where its line does nothing,
@@ -42,7 +42,7 @@ from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader
-from ds_sp_overlap.integrations.inspect.decoder_layer import BlockReader
+from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
 from ds_sp_overlap.integrations.layers import OverlapSettings
 from ds_sp_overlap.integrations.transformers.driven import drive
 from ds_sp_overlap.integrations.transformers.forward import Forwards
@@ -66,17 +66,6 @@ def forward(self, hidden_states, position_embeddings=None, attention_mask=None, 
     y = self.o_proj(o)
     return y, weights
 """
-DECODER = """
-def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-    h = hidden_states
-    a = self.input_layernorm(h)
-    b, _ = self.self_attn(a, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs)
-    r = h + b
-    c = self.post_attention_layernorm(r)
-    d = self.mlp(c)
-    y = r + d
-    return y
-"""
 MLP = """
 def forward(self, x):
     g = self.gate_proj(x)
@@ -91,7 +80,7 @@ def forward(self, x):
     y = self.weight * y
     return y
 """
-SOURCES = {"attention": ATTENTION, "q norm": NORM, "decoder": DECODER, "mlp": MLP, "norm": NORM}
+SOURCES = {"attention": ATTENTION, "q norm": NORM, "mlp": MLP, "norm": NORM}
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
 
@@ -201,6 +190,11 @@ class Decoder(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.input_layernorm, self.post_attention_layernorm = norm(HIDDEN), norm(HIDDEN)
 
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
 
 def config():
     made = LlamaConfig(
@@ -227,10 +221,10 @@ def build(program, own_config=None):
     attention = kind("attention", Attention)(cfg, norm)
     mlp = kind("mlp", LlamaMLP)(cfg)
     of_layer = kind("norm", Norm) if program.of == "norm" else LlamaRMSNorm
-    layer = kind("decoder", Decoder)(cfg, attention, of_layer, mlp)
+    layer = Decoder(cfg, attention, of_layer, mlp)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
-    modules = {"attention": attention, "q norm": attention.q_norm, "decoder": layer, "mlp": mlp, "norm": layer.input_layernorm}
+    modules = {"attention": attention, "q norm": attention.q_norm, "mlp": mlp, "norm": layer.input_layernorm}
     program.setup(modules[program.of])
     if other := {"q norm": attention.k_norm, "norm": layer.post_attention_layernorm}.get(program.of):
         program.setup(other)
@@ -250,11 +244,9 @@ def tables(x):
 def judge(program):
     """What becomes of a program, and why."""
     layer, module = build(program)
-    return (
-        _judge_attention(program, layer.self_attn, module)
-        if program.of in ("attention", "q norm")
-        else _judge_block(program, layer, module)
-    )
+    if program.of in ("attention", "q norm"):
+        return _judge_attention(program, layer.self_attn, module)
+    return _judge_tokenwise(program, module)
 
 
 def _judge_attention(program, attention, module):
@@ -286,49 +278,34 @@ def _judge_attention(program, attention, module):
     return "whole", ""
 
 
-def _judge_block(program, layer, module):
+def _judge_tokenwise(program, module):
+    """Of an MLP or a norm: ``whole`` where it makes of some tokens what it makes of all."""
     try:
-        reader = BlockReader(layer, "self_attn")
+        loaded = probe_tokenwise(program.of, module, HIDDEN, norm=program.of == "norm")
     except Unknown as error:
         return "own", str(error)
-    reading = reader.reading
+    state = fixed_state(module)
 
-    def attended(self, hidden_states, **_):
-        return hidden_states.flip(-1) * 0.7, None
-
-    def apart(more, seq=6, scale=1.0, batch=2):
-        x = hidden(seq, scale, batch)
+    def apart(seq=6, scale=1.0, batch=2):
         found = []
-        for own in (True, False):
-            leaf = x.clone().requires_grad_()
-            if own:
-                y = layer(leaf, position_embeddings=None, **more)
-                y = y[0] if isinstance(y, tuple) else y
-            else:
-                norm_in, norm_mid, mlp = (getattr(layer, name) for name in (reading.norm_in, reading.norm_mid, reading.mlp))
-                chunks = leaf.split([1, seq - 1], 1)
-                rs = [h + attended(None, norm_in(h))[0] for h in chunks]
-                y = torch.cat([r + mlp(norm_mid(r)) for r in rs], 1)
+        for parts in ([seq], [1, seq - 1]):
+            leaf = hidden(seq, scale, batch).requires_grad_()
+            y = torch.cat([module(part) for part in leaf.split(parts, 1)], 1)
             (dx,) = torch.autograd.grad(y.sin().sum(), leaf)
             found.append(torch.cat((y, dx), -1))
         error = (found[0] - found[1]).abs().max() / found[0].abs().max()
         return "" if error < 1e-9 else f"off by {error:.1e}"
 
-    if reason := reader.unexpected({}):
-        return "refused", reason
-    layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
-    if found := apart({}):
+    if found := apart():
         return "silent", f"at first: {found}"
     with torch.no_grad():
         program.activate(module)
+    if fixed_state(module) != state or any(each.has_changed() for each in loaded):
+        return "refused", "it changed since it was tried out"
     for training in (True, False):
-        layer.train(training)
-        del layer.self_attn.forward
-        if reason := reader.why_not(layer) or reader.unexpected(program.given):
-            return "refused", reason
-        layer.self_attn.forward = types.MethodType(attended, layer.self_attn)
+        module.train(training)
         for sizes in (dict(), dict(seq=40, scale=30.0), dict(batch=1)):
-            if found := apart(program.given, **sizes):
+            if found := apart(**sizes):
                 return "silent", found
     return "whole", ""
 
@@ -534,14 +511,6 @@ PLACES = {
         "o = o.reshape(*x.shape[:-1], -1)": "o",
         "y = self.o_proj(o)": "y",
     },
-    "decoder": {
-        "h = hidden_states": "h",
-        "a = self.input_layernorm(h)": "a",
-        "r = h + b": "r",
-        "c = self.post_attention_layernorm(r)": "cr",
-        "d = self.mlp(c)": "dr",
-        "y = r + d": "y",
-    },
     "mlp": {"g = self.gate_proj(x)": "gx", "p = self.act_fn(g) * u": "p", "y = self.down_proj(p)": "y"},
     "norm": {"y = self.weight * y": "y"},
     "q norm": {"y = self.weight * y": "y"},
@@ -560,7 +529,7 @@ def inserted(of, place, x, operation):
 def random_program(seed):
     """An operation of `OPERATIONS` at a random place; and its name."""
     draw = random.Random(seed)
-    of = draw.choice(("attention", "attention", "attention", "decoder", "mlp", "norm", "q norm"))
+    of = draw.choice(("attention", "attention", "attention", "mlp", "norm", "q norm"))
     place = draw.choice(list(PLACES[of]))
     x, operation = draw.choice(PLACES[of][place]), draw.choice(list(OPERATIONS))
     return f"{operation}, of {x} in {of} behind {place}", inserted(of, place, x, operation)
@@ -731,7 +700,6 @@ def around({", ".join(variables)}):
 
 PROGRAMS = {
     "as it is": Program("attention", expected="whole"),
-    "a decoder layer as it is": Program("decoder", expected="whole"),
     "an MLP as it is": Program("mlp", expected="whole"),
     "a norm as it is": Program("norm", expected="whole"),
     "a norm of heads as it is": Program("q norm", expected="whole"),
@@ -763,10 +731,7 @@ PROGRAMS = {
     "an MLP with a call of its own": Program("mlp", around=own_call, activate=FACTOR),
     "a norm with a call of its own": Program("norm", around=own_call, activate=FACTOR),
     "a norm of heads with a call of its own": Program("q norm", around=own_call, activate=FACTOR),
-    "a decoder layer with a call of its own": Program("decoder", around=own_call, activate=FACTOR),
-    "a decoder layer in a wrapper that scales": Program("decoder", around=wrapping(lambda f: functools.wraps(f)(lambda self, h, **k: f(self, h * getattr(self, "factor", 1.0), **k))), activate=FACTOR),
     "a forward that is patched": Program("attention", activate=patched(2.0)),
-    "a decoder's forward that is patched": Program("decoder", activate=lambda m: setattr(type(m), "forward", lambda self, h, **k: h)),
     "another projection": Program("attention", activate=lambda m: setattr(m, "q_proj", m.o_proj), expected="whole"),
     "a projection twice": Program("attention", (("k = self.k_proj(x)", "k = self.v_proj(x)"), ("v = self.v_proj(x)", "v = self.v_proj(x)"))),
     "a parameter that waits": Program("attention", (), parameter("waits", 0)),
@@ -839,25 +804,8 @@ PROGRAMS = {
     "a child that gets another class": Program(
         "attention", (("    attend =", "    q = torch.cat((q[:, 2:], q[:, :2]), 1) if isinstance(self.q_proj, OtherLinear) else q\n    attend ="),),
         activate=lambda m: setattr(m, "q_proj", OtherLinear(HIDDEN, HEADS * HEAD_DIM).double()), names={"OtherLinear": OtherLinear}, expected="refused"),
-    "an MLP of a class": Program("decoder", (("r = h + b", "r = h + (b if isinstance(self.mlp, LlamaMLP) else b + b)"),), names={"LlamaMLP": LlamaMLP}, expected="whole"),
-    "an MLP of another class": Program("decoder", (("r = h + b", "r = h + (b + b if isinstance(self.mlp, LlamaMLP) else b)"),), names={"LlamaMLP": LlamaMLP}, expected="own"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
     "no weights": Program("attention", (("return y, weights", "return y, None"),)),
-    "a residual scale": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), parameter("scale", 1), fill("scale", 2.0)),
-    "a residual multiplier": Program("decoder", (("r = h + b", "r = h + b * self.scale"),), put("scale", 1.0), put("scale", 2.0), expected="refused"),
-    "a residual multiplier of args": Program(
-        "decoder", (("r = h + b", "r = h + b * self.args.scale"),), put("args", lambda: types.SimpleNamespace(scale=1.0)), inside("args", "scale", 2.0)),
-    "a residual by length": Program("decoder", (("r = h + b", "r = h + (b if h.shape[1] < 20 else b * 2)"),)),
-    "a residual that is clamped": Program("decoder", (("y = r + d", "y = (r + d).clamp(-1e9, 1e9)"),)),
-    "a layer that looks at use_cache": Program(
-        "decoder", (("**kwargs):", "use_cache=False, **kwargs):"), ("return y", "return h if use_cache else y")), given={"use_cache": True}, expected="refused"),
-    "a layer that looks at cache_position": Program(
-        "decoder", (("**kwargs):", "cache_position=None, **kwargs):"), ("return y", "return y if cache_position is None else h")),
-        given={"cache_position": torch.arange(2)}, expected="refused"),
-    "a layer that looks whether there is no mask": Program("decoder", (("return y", "return h if attention_mask is None else y"),), expected="refused"),
-    "a layer that is given an argument at times": Program(
-        "decoder", (("**kwargs):", "boost=None, **kwargs):"), ("return y", "return h if boost is None else y")), expected="refused"),
-    "layers left out in training": Program("decoder", (("return y", "return h if self.skips and self.training else y"),), put("skips", False), put("skips", True)),
     "tokens that meet in an MLP": Program("mlp", (("    u =", "    g = g + self.mix * g.mean(1, keepdim=True)\n    u ="),), put("mix", 0.0), put("mix", 1.0)),
     "tokens that meet in an MLP by length": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 20 else 0)\n    u ="),)),
     "tokens that meet in an MLP of 40": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 38 else 0)\n    u ="),)),
@@ -869,11 +817,8 @@ PROGRAMS = {
     "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5)),
 }  # fmt: skip
 PROGRAMS |= {
-    f"{name}, of {x}": inserted("attention", place, x, name)
-    for name in OPERATIONS
-    for place, x in [("q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q")]
+    f"{name}, of q": inserted("attention", "q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q", name) for name in OPERATIONS
 }
-PROGRAMS |= {f"{name}, of the residual": inserted("decoder", "r = h + b", "r", name) for name in OPERATIONS}
 OVER_TOKENS = [name for name in OPERATIONS if name.startswith(("sorted", "by joined", "by numel", "by the length"))]
 PROGRAMS |= {f"{name}, in an MLP": inserted("mlp", "g = self.gate_proj(x)", "g", name) for name in OVER_TOKENS}
 PROGRAMS |= {f"{name}, in a norm": inserted("norm", "y = self.weight * y", "y", name) for name in OVER_TOKENS}

@@ -13,7 +13,6 @@ from tests.harness.zoo import PROGRAMS, build
 RANDOM = "dropout", "functional dropout", "functional dropout in training"  # draw other numbers on fewer heads
 MODES = {
     "layer": {"head_groups": 2},
-    "block": {"scope": "block", "token_chunks": 2},
     "window": {"head_groups": 2, "window": 1},
     "kept": {"head_groups": 2, "checkpointing": "keep"},
 }

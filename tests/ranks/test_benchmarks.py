@@ -38,12 +38,10 @@ def script(*words):
 def test_a_picture_says_what_its_figures_are_of(tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path, title: titles.append(title))
-    for name in ("blocks16", "link2", "training_steps", "memory"):
+    for name in ("link2", "training_steps", "memory"):
         pictures.draw(pictures.RESULTS / name)
     pictures.for_readme(tmp_path / "readme.png")
-    for title, of in zip(
-        titles, ("Three decoder layers", "One attention layer", "LLaMA of 2 layers", "One attention layer", "CPU"), strict=True
-    ):
+    for title, of in zip(titles, ("One attention layer", "LLaMA of 2 layers", "One attention layer", "CPU"), strict=True):
         assert of in title, title
 
 
@@ -91,9 +89,9 @@ def gpu_sh(*words, **environment):
 compiled = pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
 # Of each call what has no test of its own.
 CALLS = {
-    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide sm_carveout"),
+    "1": (["contention"], {"contention.csv"}, "rehearsed, means nothing: decide max_ctas"),
     "2": (["2"], set(), "decide the transport: auto works"),
-    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide head_groups and sm_carveout, rehearsal"),
+    "3": (["emulated"], {"emulated.csv"}, "rehearsed, means nothing: decide head_groups, rehearsal"),
     "4": (["bandwidth", "memcheck", "gemm"], {"bandwidth-moves.csv", "gemm-gemm.csv"}, "short of the aim"),
 }
 
@@ -132,7 +130,7 @@ def test_the_command_for_several_gpus_rehearses_on_a_cpu_and_ends_with_one_table
         and (tmp_path / "trace.json.gz").exists()
     )
     table = ran.stdout[ran.stdout.index("| measured on") :].splitlines()
-    assert len(table) == 2 + 4 * 5  # settings; stock, three numbers of groups, a block
+    assert len(table) == 2 + 4 * 4  # settings; stock, three numbers of groups
     assert all("REHEARSED: gloo, 2 processes on a CPU, no claim about time" in row for row in table[2:])
 
 
@@ -252,19 +250,13 @@ def test_link_times_a_peer_only_if_it_computes_what_deepspeed_does(fault, tmp_pa
     assert rows["compute: VeOmni"]["median ms"] > 0
 
 
-HOST = {
-    "": ["stock", "drop-in, G = 1", "G = 1", "G = 2"],
-    "--blocks 2 4": ["stock", "G = 1", "G = 2", "block, C = 2", "block, C = 4"],
-}
-
-
-@pytest.mark.parametrize("options", [full(""), full("--blocks 2 4")])
-def test_host_times_every_variant_and_writes_it(options, tmp_path):
-    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, *options.split(), "--out", tmp_path / "host")
+@pytest.mark.full
+def test_host_times_every_variant_and_writes_it(tmp_path):
+    ran = script(BENCHMARKS / "host.py", "--steps", 2, "--groups", 1, 2, "--out", tmp_path / "host")
     assert ran.returncode == 0, ran.stderr
     with (tmp_path / "host.csv").open() as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
-    assert list(rows) == HOST[options]
+    assert list(rows) == ["stock", "drop-in, G = 1", "G = 1", "G = 2"]
     assert all(0 < int(row["min"]) <= int(row["median"]) <= int(row["max"]) for row in rows.values())
     assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]
 

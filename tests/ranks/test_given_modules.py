@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.runtime.linear import can_split, goes_by_token, parameter_of
+from ds_sp_overlap.attention.runtime.linear import can_split, parameter_of
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -222,7 +222,7 @@ def forward_of_a_class():
 
 
 def property_of_a_class():
-    return ["taken apart"] * can_split(Halved(2, 2)) + ["known"] * goes_by_token(Halved(2, 2))
+    return ["taken apart"] * can_split(Halved(2, 2))
 
 
 def replaced_forward():

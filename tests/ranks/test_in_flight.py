@@ -5,13 +5,10 @@ Each test names the guard it watches, as in `test_hazards`.
 
 import gc
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.calls import Calls
-from ds_sp_overlap.exchange.carve_out import CarveOut
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
@@ -49,7 +46,7 @@ def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
     sp_group, cpu = attend.layer.sp_group, torch.device("cpu")
-    sp_group._sides[cpu] = SideStream(streams, cpu, carve_out=sp_group.carve_out)
+    sp_group._sides[cpu] = SideStream(streams, cpu)
     return attend
 
 
@@ -139,117 +136,6 @@ def test_a_source_lives_as_long_as_it_is_read_and_no_longer():
     no_faults(2, held_until_finished)
 
 
-class Carved:
-    """torch's two functions of the SM carve-out; what was set, in order."""
-
-    def __init__(self, before=None):
-        self.said, self.now = [], before
-
-    def __call__(self, sms):
-        self.said.append(sms)
-        self.now = sms
-
-    def __enter__(self):
-        names = {"_set_sm_carveout_experimental": self, "_get_sm_carveout_experimental": lambda: self.now}
-        self.patch = mock.patch.multiple(torch._C, create=True, **names)
-        self.patch.__enter__()
-        return self
-
-    def __exit__(self, *raised):
-        self.patch.__exit__(*raised)
-
-
-def carved(rank):
-    """Products leave SMs free between the launch of the first exchange and the end of the last, and as many as before otherwise."""
-    found = []
-    for sms, before, streams in ((8, None, Backend()), (8, 3, Backend()), (0, None, Backend()), (8, None, None)):
-        shape = Shape(config={"head_groups": 2, "sm_carveout": sms})
-        attend = (
-            block_with_streams(shape, streams)
-            if streams
-            else layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-        )
-        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-        attends, local = [], attend.local_attention
-        # Ranks compare every call beside the exchanges, which takes no SMs.
-        with Carved(before) as torchs, mock.patch.object(Calls, "EVERY", 1):
-            attend.local_attention = lambda *qkv, now=torchs, local=local, to=attends: to.append(now.now) or local(*qkv)
-            y = layers.call_block(shape, attend, rank, x.requires_grad_())
-            after_forward, during = torchs.now, attends[-2:]  # behind the probe
-            y.backward(dy)
-        is_on = sms and streams
-        # o of the first group is under way while the second is attended, qkv of the second while the first is.
-        expected = ([sms, sms], before, [sms, before] * (len(torchs.said) // 2)) if is_on else ([before] * 2, before, [])
-        if (during, after_forward, torchs.said) != expected or torchs.now != before or bool(torchs.said) != bool(is_on):
-            found.append(f"{sms} {before} {bool(streams)}: {during} {after_forward} {torchs.said} {torchs.now}")
-    return found
-
-
-def test_products_leave_sms_to_exchanges_that_are_under_way_on_a_gpu():
-    no_faults(2, carved)
-
-
-def carved_and_abandoned(rank):
-    shape = Shape(config={"head_groups": 2, "sm_carveout": 8})
-
-    def broken(q, k, v):
-        raise ArithmeticError("deliberate")
-
-    attend = block_with_streams(shape, Backend(), local_attention=broken, heads_alike=True)
-    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    with Carved() as torchs:
-        refusal(layers.call_block, shape, attend, rank, x)
-        gc.collect()
-    return [] if torchs.said == [8, None] else [str(torchs.said)]
-
-
-def test_so_they_do_not_behind_an_exchange_that_was_abandoned():
-    no_faults(2, carved_and_abandoned)
-
-
-def test_two_models_with_two_carve_outs_leave_the_larger_one_and_give_both_back():
-    with Carved(3) as torchs:
-        few, many = CarveOut(4), CarveOut(8)
-        for change in (few.begin, many.begin, few.begin, few.end, few.end, many.end):
-            change()
-        assert torchs.said == [4, 8, 3]
-        for change in (many.begin, few.begin, many.end, few.end):
-            change()
-        assert torchs.said[3:] == [8, 4, 3]
-
-
-def margins(rank):
-    """``sm_margin`` of the calls of a local attention that has the parameter, with and without the key, and of one that has it not."""
-    found = []
-    for config in ({"sm_carveout": 6}, {}):
-        shape, calls = Shape(config={"head_groups": 2, **config}), []
-        with_margin = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-        local = with_margin.local_attention
-
-        def flash_attn_func(q, k, v, sm_margin=0, local=local, calls=calls):
-            calls.append(sm_margin)
-            return local(q, k, v)
-
-        with_margin.local_attention = flash_attn_func
-        without = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-        x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-        same = torch.equal(layers.call_block(shape, with_margin, rank, x), layers.call_block(shape, without, rank, x))
-        if not same or calls[-2:] != [config.get("sm_carveout", 0)] * 2:
-            found.append(f"{config}: {same} {calls}")
-    return found
-
-
-def test_a_local_attention_with_a_margin_leaves_as_many_sms_as_products():
-    with Carved():
-        no_faults(2, margins)
-
-
-def test_a_torch_without_a_carve_out_refuses_the_key(monkeypatch):
-    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental", raising=False)
-    with pytest.raises(ValueError, match="sp_overlap.sm_carveout: 77, but torch .* has no SM carve-out"):
-        SPGroup(None, sm_carveout=77)
-
-
 def in_flight():
     gc.collect()
     return [o for o in gc.get_objects() if type(o) is InFlight]
@@ -330,7 +216,6 @@ WATCHED = [
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
     Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
     Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
-    Watched(Guard("given back", without="pass"), carved),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
     Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
 ]

@@ -84,62 +84,38 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
 #     weights       slices of Wq in one dgrad and of Wo in one product, for each group
 #     joins         one for each tensor that is packed or unpacked; dk and dv of heads that several ranks need take a sum and a copy;
 #                   nothing packs what a GEMM writes as it travels (slices of weights), or what arrives as it is read
-#     activations   none in a layer; of a block of three layers, chunks of tokens: cut, joined for wgrads of all chunks
+#     activations   none
 #
 # None of them grows with the number of ranks, nor do the bytes that they write: those of weights in units of Wq, the others in units of
 # a rank's q. KV heads that ranks share are packed once for each of them.
 BUDGET = {
-    ("layer", 1, "fewer"): ((0, 10, 0), (0, 6.5, 0)),
-    ("layer", 1, "as many"): ((0, 8, 0), (0, 6, 0)),
-    ("layer", 1, "more"): ((0, 8, 0), (0, 8, 0)),
-    ("layer", 2, "fewer"): ((4, 10, 0), (2, 4.5, 0)),
-    ("layer", 2, "as many"): ((4, 8, 0), (2, 4, 0)),
-    ("layer", 2, "more"): ((0, 18, 0), (0, 11, 0)),
-    # Four chunks, three layers: for each 6 exchanges of q, k, v, o, do and their gradients, of 4 chunks. The sums of the first
-    # layer's dWq, dWk and dWv are in fp32, and are cast once. Half of the activations' bytes are operands of the MLP's wgrads.
-    ("block", 4, "fewer"): ((3, 192, 80), (1.5, 37.5, 59.75)),
-    ("block", 4, "as many"): ((3, 144, 80), (2, 36, 60.75)),
-    ("block", 4, "more"): ((3, 144, 80), (3, 48, 62.75)),
+    (1, "fewer"): ((0, 10, 0), (0, 6.5, 0)),
+    (1, "as many"): ((0, 8, 0), (0, 6, 0)),
+    (1, "more"): ((0, 8, 0), (0, 8, 0)),
+    (2, "fewer"): ((4, 10, 0), (2, 4.5, 0)),
+    (2, "as many"): ((4, 8, 0), (2, 4, 0)),
+    (2, "more"): ((0, 18, 0), (0, 11, 0)),
 }
-# As ("block", 4, "fewer"), where two ranks share each query head: q goes to every other rank, so that q, k and v are packed, and their
-# gradients unpacked, each by itself.
-BUDGET_OF_SHARES = (3, 384, 83)
 
 
-QUICK = [(*case, size) for case in BUDGET for size in (8, 64) if size == 8 or case[0] == "layer"]
-SLOW = [full(*case, size) for case in BUDGET for size in (16, 64) if (*case, size) not in QUICK]
-
-
-@pytest.mark.parametrize("form,parts,kv,size", [*QUICK, *SLOW])
-def test_a_step_launches_and_copies_what_its_budget_says(form, parts, kv, size):
+@pytest.mark.parametrize("groups,kv", BUDGET)
+@pytest.mark.parametrize("size", [8, full(16), 64])
+def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
     """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
     heads = {"fewer": size // 2, "as many": size, "more": 2 * size}
     shape = dict(size=size, heads=2 * size, kv_heads=heads[kv], head_dim=4, dtype=torch.bfloat16)
-    if form == "layer":
-        counts = launches.of_layer(head_groups=parts, **shape)
-    else:
-        counts = launches.of_block(chunks=parts, head_groups=1, **shape)
+    counts = launches.of_layer(head_groups=groups, **shape)
     width, kinds = 4 * shape["heads"], ("weights", "joins", "activations")
-    q = (4 if form == "layer" else 8) * width * 2
+    q = 4 * width * 2
     launched = tuple(counts.launched[kind] for kind in kinds)
     written = tuple(counts.written[kind] / unit for kind, unit in zip(kinds, (width * width * 2, q, q)))
-    assert (launched, written) == BUDGET[form, parts, kv]
+    assert (launched, written) == BUDGET[groups, kv]
 
 
-@pytest.mark.parametrize("size", [16, full(64)])
-def test_a_block_of_ranks_that_share_heads_launches_what_its_budget_says(size):
-    counts = launches.of_block(size, size // 2, size // 8, chunks=4, head_groups=1, head_dim=4, dtype=torch.bfloat16)
-    assert tuple(counts.launched[kind] for kind in ("weights", "joins", "activations")) == BUDGET_OF_SHARES
-
-
-@pytest.mark.parametrize("form", ["layer", "block"])
-def test_a_pack_copies_no_more_bytes_than_travel(form):
+def test_a_pack_copies_no_more_bytes_than_travel():
     """Each of eight exchanges is packed and unpacked once at most; dk and dv are summed in fp32 first."""
-    heads, kv_heads, head_dim = 32, 8, 16
-    if form == "layer":
-        layers, tokens, counts = 1, 4, launches.of_layer(16, heads, kv_heads, dtype=torch.bfloat16, head_groups=1)
-    else:
-        layers, tokens, counts = 3, 8, launches.of_block(16, heads, kv_heads, 4, dtype=torch.bfloat16, head_groups=1)
+    heads, kv_heads, head_dim, tokens = 32, 8, 16, 4
+    counts = launches.of_layer(16, heads, kv_heads, dtype=torch.bfloat16, head_groups=1)
     each_way = 2 * (heads + 16) * tokens * head_dim * torch.bfloat16.itemsize  # q, k, v and o; a KV head travels to each rank
     in_fp32 = 2 * kv_heads * tokens * head_dim * torch.float32.itemsize  # dk and dv
-    assert counts.written["joins"] <= layers * (2 * 2 * each_way + in_fp32)
+    assert counts.written["joins"] <= 2 * 2 * each_way + in_fp32

@@ -8,8 +8,7 @@ import contextlib
 import pytest
 
 from ds_sp_overlap.exchange import relayed, sp_group
-from tests.harness import blocks, dropin, layers
-from tests.harness.blocks import Blocks
+from tests.harness import dropin, layers
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.layers import Shape
@@ -106,16 +105,6 @@ def test_the_drop_in_equals_the_reference():
         for batch_first in (True, False)
     ]
     no_faults(4, faults_in_nodes, singles([(NODES[0], case) for case in cases]), dropin.faults_of_all)
-
-
-def test_a_chain_equals_the_whole_sequence():
-    shapes = [
-        Blocks(heads, kv_heads, 4, 2, lengths, chunks=chunks, recompute=recompute, config={"head_groups": groups, **ONCE})
-        for heads, kv_heads, groups in ((4, 1, 1), (8, 2, 2))
-        for lengths, chunks in (((4, 4, 4, 4), 2), ((2, 1, 2, 3), 2))
-        for recompute in ("none", "all", "but attention")
-    ]
-    no_faults(4, faults_in_nodes, singles([(NODES[0], shape) for shape in shapes]), blocks.faults_of_all)
 
 
 def test_nothing_is_read_before_it_arrived():

@@ -1,23 +1,21 @@
 """A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
 
-import functools
 import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_chunks, by_head_groups, by_window, draw, order, simulate, without_o
+from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_window, draw, order, simulate, without_o
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import on_ranks
 from tests.harness.schedules import merged_last, step_of
 from tests.harness.transports import Recording
 
 
 def run_by(rank, function, groups, kv_heads):
-    """Faults of a block that runs by it, on this rank; and what it recorded, forward and backward."""
+    """Faults of a layer that runs by it, on this rank; and what it recorded, forward and backward."""
     shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
     mover, block = Recording(), layers.block
 
@@ -68,72 +66,6 @@ def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_
         assert found == [] and log == order(made, made.forward) + order(made, made.backward)
 
 
-def in_chunks(kinds, wgrad_last=True, recompute="none"):
-    return by_chunks(kinds, 3, recompute)
-
-
-@pytest.mark.parametrize("recompute", ["none", "all", "but attention"])
-@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
-def test_a_schedule_in_chunks_of_tokens_is_run_and_recorded(kv_heads, kinds, recompute):
-    made = without_o(in_chunks(kinds, recompute=recompute)).chain(1)
-    function = functools.partial(in_chunks, recompute=recompute)
-    for found, log in on_ranks(2, run_by, function, 2, kv_heads):
-        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
-
-
-def replaced_forward(rank):
-    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule, layer.o_proj.forward = in_chunks, lambda x: x
-    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-
-
-def test_it_is_refused_where_a_module_does_not_go_chunk_by_chunk():
-    for kind, said in on_ranks(2, replaced_forward):
-        assert kind == "ValueError" and "schedule= makes a Block" in said and "has a forward or a hook of its own" in said
-
-
-class OfAllTokens(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * x.detach().abs().max()
-
-
-def projected_together(rank):
-    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule, layer.o_proj.__class__ = in_chunks, OfAllTokens
-    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-
-
-def test_it_is_refused_where_a_projection_may_mix_tokens():
-    for kind, said in on_ranks(2, projected_together):
-        assert kind == "ValueError" and "OfAllTokens is no plain linear layer, and may mix tokens" in said
-
-
-def not_refused(rank):
-    return [] if projected_together(rank) is not None else ["it ran"]
-
-
-WATCHED = [Watched(Guard("no tokens meet in a projection", without="if False:"), not_refused)]
-
-
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
-
-
-def output_without_its_bias(rank):
-    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule, layer.plain = (
-        in_chunks,
-        {torch.nn.Linear.forward: lambda module: True if module is layer.o_proj else None},
-    )
-    return refusal(layers.call_block, Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-
-
-def test_it_is_refused_where_the_output_projection_returns_its_bias_beside_its_output():
-    for kind, said in on_ranks(2, output_without_its_bias):
-        assert kind == "ValueError" and "its output projection returns its bias beside its output" in said
-
-
 def whole_projections(rank):
     shape = Shape(config={"head_groups": 2, "projections": False})
     layer = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
@@ -158,8 +90,8 @@ WRONG = {
         lambda kinds: by_window(kinds, (1, 1), 1),
         "schedule= makes a Windowed whose KV heads are used last by the groups (1, 1), but here they are by (0, 1)",
     ),
-    "of a block that recomputes something else": (
-        lambda kinds: replace(by_chunks(kinds, 2), recompute=by_chunks(kinds, 2).segment),
+    "of a window that recomputes something else": (
+        lambda kinds: replace(windowed(kinds), recompute=windowed(kinds).forward[:1]),
         "schedule, recompute: ",
     ),
 }

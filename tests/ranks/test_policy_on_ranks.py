@@ -1,14 +1,11 @@
 """The policy on several ranks: all choose the same, and trying changes nothing. Time is scripted (`harness.policies`)."""
 
 import gc
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap.autotune import choices
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF
 from ds_sp_overlap.exchange.sp_group import SPGroup
@@ -91,10 +88,10 @@ def test_with_a_fixed_setting_nothing_is_tried(config, groups):
         assert ran == [groups] * 12 and asked == [] and said == []
 
 
-def right_in_every_step(rank, use, config):
+def right_in_every_step(rank, use):
     """Faults of a block against the reference, in each of 20 steps in which the candidates take turns."""
-    shape = Shape(heads=8, kv_heads=4, config=config)
-    found, attend, layer = [], None, layers.projections(shape)
+    shape, found = Shape(heads=8, kv_heads=4), []
+    layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD)
     attend.layer.policy.inform = lambda line: None
     sgd, ran = torch.optim.SGD(layer.parameters(), lr=0.0), set()
@@ -134,7 +131,7 @@ USES = {"plain": layers.backward, "reentrant": checkpointed(True), "non-reentran
 
 
 def right(rank, name):
-    return right_in_every_step(rank, USES[name], {})
+    return right_in_every_step(rank, USES[name])
 
 
 def another_optimizer_before_backward(rank):
@@ -147,7 +144,7 @@ def another_optimizer_before_backward(rank):
         return {"output": y, "dx": x.grad}
 
     try:
-        return right_in_every_step(rank, use, {})[0]
+        return right_in_every_step(rank, use)[0]
     except torch.utils.checkpoint.CheckpointError as error:
         return [str(error)]
 
@@ -441,78 +438,6 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
         assert off["losses"] <= 1e-5 and off["norms"] <= 1e-4 and off["gradients"] <= 1e-4, off  # 18 steps in fp32
         assert {candidate for _, candidate in ran} == {1, 2, 4} and len({c for s, c in ran if s == 1}) == 2
         assert ran == every[0][1] and ran[-1][1] == 2, "every rank runs the same"
-
-
-# Where memory counts.
-
-
-def right_with_windows(rank, name, config):
-    """As `right`, tried as if the sequence were long; how many exchanges of q there were in the last step."""
-    use = USES[name]
-    lengths = (6,) * torch.distributed.get_world_size()
-    shape = Shape(heads=16, kv_heads=8, lengths=lengths, config={"memory": "auto", **config})
-    layer, whole, mover, found = layers.projections(shape), layers.projections(shape), Recording(), []
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
-    if attend.layer.policy is not None:
-        attend.layer.policy.inform = lambda line: None
-    sgd = torch.optim.SGD(layer.parameters(), lr=0.0)
-    x, dy = layers.whole_inputs(shape)
-    expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
-    # By rank 0 alone another would be kept.
-    costs = {1: 2.0, 2: 1.0, 4: 1.5, 8: 1.5, (8, 2): 1.009, (8, 1): 1.2 if rank else 1.005, (4, 1): 1.5, (4, 2): 1.5, (2, 1): 1.5}
-    as_it_is = choices.candidates_of
-    as_long = lambda layer, *given, **named: as_it_is(replace(layer, seq=2**22), *given, **named)
-    with mock.patch.object(choices, "candidates_of", as_long), scripted(costs) as log:
-        for _ in range(20):
-            sgd.zero_grad()
-            mover.log.clear()
-            local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
-            got = use(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy)
-            pairs = {name: (got[name].detach(), layers.my_slice(shape, rank, expected[name].detach())) for name in expected}
-            found += layers.faults(1e-12, **pairs)
-            sgd.step()
-    return found, [candidate for _, candidate in log], sum(what.startswith(">q") for what in mover.log)
-
-
-WINDOWS = {(2, 1), (4, 1), (4, 2), (8, 1), (8, 2)}
-
-
-@pytest.mark.parametrize(
-    "size, name, config",
-    [
-        (2, "plain", {}),
-        full(2, "reentrant", {}),
-        (2, "non-reentrant", {}),
-        full(2, "accumulated", {}),
-        (4, "plain", {"shares": 2}),
-        full(4, "non-reentrant", {"shares": 2}),
-    ],
-)
-def test_of_windows_the_one_that_holds_least_is_kept_on_all_ranks_and_every_step_is_right(size, name, config):
-    every = on_ranks(size, right_with_windows, name, config)
-    _, ran, sent = every[0]
-    assert every == [([], ran, sent)] * size
-    # Before the first optimizer step what holds least of those that are predicted to be fast; at last what does of those that were.
-    assert (ran[0], ran[-1]) == ((8, 2), (8, 2)) and set(ran) == {1, 2, 4} | WINDOWS
-    assert sent == 8 * {"plain": 2, "accumulated": 4}.get(name, 3), "q of eight groups, and once more in backward"
-
-
-def test_without_steps_to_try_in_what_is_predicted_is_taken():
-    for found, ran, sent in on_ranks(2, right_with_windows, "plain", {"policy": {"warmup_steps": 0}}):
-        assert found == [] and ran == [] and sent > 8, "in a window"
-
-
-@pytest.mark.parametrize("config", [{"head_groups": 2}, {"window": 1}, {"projections": False}], ids=str)
-def test_what_is_given_beside_stays(config):
-    for found, ran, sent in on_ranks(2, right_with_windows, "plain", config):
-        groups = {candidate if isinstance(candidate, int) else candidate[0] for candidate in ran}
-        windows = {candidate for candidate in ran if isinstance(candidate, tuple)}
-        assert found == []
-        if "head_groups" in config:
-            assert groups == {2} and windows == {(2, 1)}
-        else:
-            assert windows == set() and groups == ({1, 2, 4, 8} if "window" in config else {1, 2, 4})
-        assert (sent == 2 * 2) == ("window" in config), "G = 2 is kept: in a window, or sent once"
 
 
 # Guards.

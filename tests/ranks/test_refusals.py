@@ -514,8 +514,8 @@ CONFIG_REFUSED = [
     (
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
-        "scope, token_chunks, shares, kv_once_per_node, window, memory, checkpointing, projections, "
-        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, sm_carveout, on_unsupported, documents, policy, timeline, check",
+        "shares, kv_once_per_node, window, checkpointing, projections, "
+        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
@@ -524,11 +524,6 @@ CONFIG_REFUSED = [
     ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
     ({"head_group": None}, "head_group: unknown key"),
-    ({"scope": "model"}, 'sp_overlap.scope must be "auto", "layer" or "block", got \'model\''),
-    ({"scope": True}, 'sp_overlap.scope must be "auto", "layer" or "block", got True'),
-    ({"token_chunks": 0}, 'sp_overlap.token_chunks must be "auto" or at least 1, got 0'),
-    ({"token_chunks": 2.0}, 'sp_overlap.token_chunks must be a whole number of at least 1, or "auto", got 2.0'),
-    ({"token_chunks": "4"}, "sp_overlap.token_chunks must be a whole number of at least 1, or \"auto\", got '4'"),
     ({"timeline": {"path": None}}, "sp_overlap.timeline.path must be the path of a folder, got None"),
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
     ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
@@ -597,10 +592,7 @@ def test_good_configs_are_read():
 
 @pytest.mark.parametrize("unsaid", [None, "auto"])
 def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
-    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid)
-    for other in "scope", "memory":  # another default
-        keys[other] = None
-        assert getattr(SpOverlapConfig.parse({other: "auto"}), other) == "auto"
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"memory": None}
     assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
     nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
     assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
@@ -609,12 +601,6 @@ def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
 @pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
 def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
     assert SpOverlapConfig().groups_for(heads, size) == groups
-
-
-@pytest.mark.parametrize("lengths,chunks", [((64, 64), 4), ((64, 3), 3), ((1, 64), 1), ((0, 5), 1)])
-def test_auto_is_four_chunks_or_as_many_as_a_rank_has_tokens(lengths, chunks):
-    assert SpOverlapConfig(scope="block").chunks_for(lengths) == chunks
-    assert SpOverlapConfig(token_chunks=8).chunks_for(lengths) == 8
 
 
 def test_head_groups_out_of_range_is_refused_in_the_words_of_the_house():

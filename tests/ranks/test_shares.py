@@ -18,9 +18,8 @@ from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.schedule import by_head_groups, order
-from tests.harness import blocks, dropin, layers, reference, transports
-from tests.harness.blocks import Blocks
-from tests.harness.cases import full, pairs, singles
+from tests.harness import dropin, layers, reference, transports
+from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
@@ -95,7 +94,7 @@ def shares_of_calls(rank, heads):
     return found
 
 
-# Attention that is not run again in backward; windows and blocks.
+# Attention that is not run again in backward; windows.
 
 
 class Fused(torch.autograd.Function):
@@ -184,31 +183,6 @@ def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
     """Each range of queries is attended once, also where o of all ranges was joined by then."""
     shapes = [shape for ranks, shape in WINDOWED if ranks == size]
     no_faults(size, kept, (pairs if size == 2 else singles)(shapes))
-
-
-CHAINS = [
-    (size, Blocks(heads, kv_heads, 4, batch, lengths, first, chunks=chunks, recompute=recompute, config=config))
-    for size, heads, kv_heads, lengths, first, config in CASES
-    if size <= 4 or first and lengths == LENGTHS[size][1]  # a chain on 8 ranks takes half a second
-    for batch, chunks in ((1, 2), (2, 3))
-    for recompute in ("none", "all", "but attention")
-]
-
-
-def blocks_of(rank, shapes):
-    """Of chains whose attention is `Flash`."""
-    block = layers.block
-
-    def made(shape, layer, group, transport=None):
-        return block(shape, layer, group, transport, local_attention=Flash(shape.batch_first), heads_alike=True)
-
-    with mock.patch.object(layers, "block", made):
-        return blocks.faults_of_all(rank, shapes)
-
-
-@pytest.mark.parametrize("size", [2, 4, full(6), 8])
-def test_a_block_equals_the_reference(size):
-    no_faults(size, blocks_of, singles([shape for ranks, shape in CHAINS if ranks == size]))
 
 
 # Other uses.

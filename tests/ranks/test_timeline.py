@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import json
 import logging
 import re
@@ -20,10 +19,9 @@ from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling import timeline
 from ds_sp_overlap.profiling.timed import TimedCall
 from ds_sp_overlap.profiling.timeline import Row, Timeline, Track, computing
-from ds_sp_overlap.schedule import by_chunks, by_head_groups, by_window, without_o
+from ds_sp_overlap.schedule import by_head_groups, by_window, without_o
 from ds_sp_overlap.tools import cli, picture
-from tests.harness import blocks, layers, models
-from tests.harness.blocks import LAYERS, Blocks
+from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.ranks import on_ranks, refusal, soon
@@ -123,47 +121,6 @@ def test_the_compute_row_is_the_one_that_the_schedule_plays(window, groups, size
         assert [names["forward"], names["backward"]] == played(schedule_of(groups, window))
 
 
-def rows_of_a_chain(rank, chunks, recompute, folder):
-    """Rows of two steps of three layers in a chain, and whether the recording was over with them."""
-    config = {"head_groups": 2, "timeline": {"path": folder, "steps": [0, 1]}}
-    shape = Blocks(4, 4, lengths=(8, 8), chunks=chunks, recompute=recompute, config=config)
-    model = blocks.Model(shape)
-    blocks.enchain(model, shape, rank, torch.distributed.group.WORLD)
-    for number, layer in enumerate(model.layers):
-        _, block = layer.run.args
-        block.attention.layer.where = f"layers.{number}"
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    lines = timeline._open[folder]
-    for _ in range(2):
-        model(x).backward(dy)
-        rows = [tuple(row) for row in lines.rows()]
-        sgd.step()
-    model(x)
-    return rows, lines.steps is None
-
-
-@pytest.mark.parametrize("chunks,recompute", [(2, "none"), (4, "none"), (2, "all"), (3, "but attention")])
-def test_the_compute_row_of_a_chain_is_the_one_that_its_schedule_plays(chunks, recompute, tmp_path):
-    """But for what has no exchange of the chain in front of it or behind it: its very first and its very last steps."""
-    made = by_chunks(("qkv", "qkv"), chunks, recompute)
-    alone = [rows[1:-1] * LAYERS for rows in played(made.chain(1))]  # nothing is started ahead in the first step
-    together = [rows[1:-1] for rows in played(made.chain(LAYERS))]
-    for rows, is_over in on_ranks(2, rows_of_a_chain, chunks, recompute, str(tmp_path)):
-        computed = sorted((row for row in (Row(*row) for row in rows) if row.kind == "compute"), key=lambda row: row.begin)
-        for step, (forward, backward) in enumerate((alone, together)):
-            assert [name for name, _ in groupby(row.what for row in computed if row.step == step)] == forward + backward
-        assert is_over
-
-
-def test_a_layer_that_ran_by_itself_and_in_a_block_is_named_as_either():
-    alone, block = by_head_groups(("qkv",)), by_chunks(("qkv",), 1)
-    schedules = {(0, "layer", False): alone, (0, "layer", True): block}
-    stops = [("wait", "v"), ("issue", "o"), ("wait", "qkv.0"), ("issue", "o.0")]
-    rows = [Row(0, "layer", what, kind, 2 * at, 2 * at + 1) for at, (kind, what) in enumerate(stops)]
-    assert [(row.what, row.begin) for row in computing(rows, 0, schedules)] == [("attention", 1), ("attention", 5)]
-
-
 def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_window():
     """q, k and v are exchanged in both: the row that is named by its stops is not confused."""
     for kinds in (("qkv",) * 4, ("qkv", "q", "qkv", "q"), ("qkv", "q", "q", "q")):
@@ -177,21 +134,9 @@ def test_what_lies_between_two_stops_is_the_same_in_forward_and_backward_of_a_wi
                     assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
 
 
-def test_so_it_is_of_a_block_and_of_what_it_recomputes():
-    options = itertools.product(
-        (("qkv",), ("qkv", "q", "qkv")), (1, 2, 3), ("none", "all", "but attention"), (False, True), (False, True)
-    )
-    for kinds, chunks, recompute, follows, is_followed in options:
-        made = by_chunks(kinds, chunks, recompute).chain(1, follows, is_followed)
-        exchanged = {made.name(step) for step in (*made.forward, *made.backward) if step.on_wire}
-        forward, backward = (timeline._between(made, program, exchanged) for program in (made.forward, made.backward))
-        shared = {stops for stops in forward.keys() & backward.keys() if stops[1] != "]"}
-        assert {stops: forward[stops] for stops in shared} == {stops: backward[stops] for stops in shared}
-
-
 def test_what_a_kept_window_recomputes_is_named():
     rows = [Row(0, "layer", "layer", "forward", 0, 2)]  # no exchange in it
-    computed = computing(rows, 0, {(0, "layer", False): by_window(("qkv", "qkv"), (0, 1), 1)})
+    computed = computing(rows, 0, {(0, "layer"): by_window(("qkv", "qkv"), (0, 1), 1)})
     assert [(row.what, row.begin, row.end) for row in computed] == [("Wo0, Wo1", 0, 2)]
 
 
@@ -384,7 +329,7 @@ def test_what_overlaps_is_drawn_in_lanes_of_its_own():
 def test_nothing_is_computed_between_layers():
     rows = [Row(0, f"layers.{i}", f"layers.{i}", "forward", 10 * i, 10 * i + 5) for i in range(2)]
     rows += [Row(0, f"layers.{i}", "q", "issue", 10 * i + 3, 10 * i + 3) for i in range(2)]
-    schedules = {(0, f"layers.{i}", False): by_head_groups(("qkv",)) for i in range(2)}
+    schedules = {(0, f"layers.{i}"): by_head_groups(("qkv",)) for i in range(2)}
     assert [(row.layer, row.what, row.begin, row.end) for row in computing(rows, 0, schedules)] == [
         ("layers.0", "Wq", 0, 3),
         ("layers.1", "Wq", 10, 13),

@@ -195,7 +195,6 @@ def test_a_copy_engine_gives_the_rest_to_such_a_communicator():
     ({"cga_cluster_size": 9}, 'sp_overlap.cga_cluster_size must be a whole number from 0 to 8, or "auto", got 9'),
     ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
     ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
-    ({"sm_carveout": -1}, "sp_overlap.sm_carveout must be a whole number of at least 0, got -1"),
 ])  # fmt: skip
 def test_blocks_that_no_communicator_has_are_refused(section, message):
     with pytest.raises(ValueError, match=re.escape(message)):

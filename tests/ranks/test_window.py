@@ -565,7 +565,7 @@ def test_what_attention_learns_without_being_given_it_is_refused_on_every_rank(l
         )
 
 
-@pytest.mark.parametrize("section", [{"window": 1}, {"checkpointing": "keep"}, {"memory": "auto"}], ids=str)
+@pytest.mark.parametrize("section", [{"window": 1}, {"checkpointing": "keep"}], ids=str)
 def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
     make = functools.partial(
         ds_sp_overlap.SelfAttention, local_attention=reference.attention, num_heads=4, head_dim=8, schedule=merged_last,
@@ -573,7 +573,7 @@ def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
     )  # fmt: skip
     make(config={})
     with pytest.raises(
-        ValueError, match="^attention: schedule= beside sp_overlap.window, checkpointing or memory: .* leave out one of the two"
+        ValueError, match="^attention: schedule= beside sp_overlap.window or checkpointing: .* leave out one of the two"
     ):
         make(config=section)
 

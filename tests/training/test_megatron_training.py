@@ -100,24 +100,6 @@ def test_grouped_queries_against_the_unsharded_model(run, sp, kv_heads):
     assert got.sent_bytes["async"] == 50 * LAYERS * 2 * travelling * one
 
 
-BLOCKS = {
-    "plain": {},
-    "llama": {
-        "more": tuple("--disable-bias-linear --normalization rmsnorm --swiglu --untie-embeddings-and-output-weights".split()) + ROPE
-    },
-    "accumulation": {"accumulation": 2},
-    "zero 3": {"stage": 3},
-    "evaluation": {"more": ("--eval-interval", "3", "--eval-iters", "2")},
-}
-
-
-@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
-def test_blocks_train_as_stock_does(run, stock, options):
-    got = run(section={"scope": "block", "head_groups": 1, "token_chunks": 4}, steps=10, **options)
-    assert excess(got, stock(steps=10, **options), ROPE[0] in options.get("more", ())) == {}
-    assert "block of 2 layers, C = 4" in got.output and "in no block" not in got.output
-
-
 # Ways in.
 
 
@@ -178,15 +160,6 @@ def test_with(stock, overlapped, options):
     expected, got = stock(steps=10, **options), overlapped(steps=10, **options)
     assert excess(got, expected, ROPE[0] in options.get("more", ())) == {}
     assert set(got.exchanges) == {"async"}
-
-
-@pytest.mark.parametrize("options", [WITH["checkpoint activations"], WITH["full recompute"]], ids=["deepspeed's", "full recompute"])
-@pytest.mark.parametrize("checkpointing", ["recompute", "keep"])
-def test_a_block_does_the_checkpointing_of_its_layers(run, stock, options, checkpointing):
-    section = {"scope": "block", "head_groups": 1, "token_chunks": 4, "checkpointing": checkpointing}
-    got = run(section=section, steps=10, **options)
-    assert excess(got, stock(steps=10, **options)) == {}
-    assert got.exchanges == {"async": 10 * LAYERS * 4 * 5}  # of a chunk: qkv, o, do, dqkv, and qkv once more
 
 
 def test_dropout_draws_what_stock_draws(stock, overlapped):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_sp_overlap.autotune.costs import LayerShape, Sizes
 from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
 from ds_sp_overlap.tools.planner.fits import STATES, Model, Way, held_by_model, longest
 from ds_sp_overlap.tools.planner.plan import BASELINE
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_sp_overlap.autotune.costs import Costs, LayerShape, Rates
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.schedule import Op, schedule_of
 from ds_sp_overlap.tools.cli import main
+from ds_sp_overlap.tools.planner.costs import Costs, LayerShape, Rates
 from ds_sp_overlap.tools.planner.gpu.constants import gpu
 from ds_sp_overlap.tools.planner.gpu.deadlocks import search
 from ds_sp_overlap.tools.planner.gpu.expected import expect, without_gate
@@ -29,13 +29,13 @@ def paper(figures=(), **use):
     return gpu("h100", **use).given("by hand", **{**FIGURES, **dict(figures)})
 
 
-def product(tiles, us, stream=COMPUTE, beside=True):
-    return Gemm(stream, tiles, 1, us, 1, beside)
+def product(tiles, us, stream=COMPUTE):
+    return Gemm(stream, tiles, 1, us, 1)
 
 
 def attention(tiles, us, backward=False):
     """2.5 times ``us`` in backward."""
-    return Attention(COMPUTE, 1, 1, tiles, us, backward, True)
+    return Attention(COMPUTE, 1, 1, tiles, us, backward)
 
 
 def exchange(us, name="q", stream=TRANSFER):
@@ -55,20 +55,16 @@ def test_tiles_are_dealt_out_to_the_sms():
     assert play(paper(), [Move(COMPUTE, "copy_", 16000)]).us == 16
 
 
-def test_a_product_beside_an_exchange_takes_two_waves_and_a_carve_out_gives_one_back():
+def test_a_product_beside_an_exchange_takes_two_waves():
     """Twelve tiles on four SMs take 30; three blocks have an SM, the fourth gets one when they are over."""
-    launches = [exchange(100), product(12, 10)]
-    assert times(play(paper(), launches))["Gemm"] == (0, 60)
-    # Three blocks of four tiles.
-    assert times(play(paper(carve_out=1), launches))["Gemm"] == (0, 40)
-    assert times(play(paper(carve_out=1), [product(12, 10, beside=False)]))["Gemm"] == (0, 30)
+    assert times(play(paper(), [product(12, 10)]))["Gemm"] == (0, 30)
+    assert times(play(paper(), [exchange(100), product(12, 10)]))["Gemm"] == (0, 60)
 
 
 def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_another_one():
     """40 tiles of 10: three SMs until 10, then the SM of the first exchange as well, and one tile is left at 100."""
     launches = [exchange(10, "q0"), exchange(10, "q1"), attention(40, 10)]
     assert times(play(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
-    assert times(play(paper(margin=1), launches)) == {"q0": (0, 10), "q1": (10, 20), "Attention": (0, 140)}
 
 
 def test_backward_of_attention_gives_its_sms_to_what_is_more_urgent():
@@ -176,8 +172,8 @@ def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
     program = (*schedule.forward, *schedule.backward)
     sent = [(schedule.name(step), costs.ms(step)) for step in program if step.op is Op.START]
     assert [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)] == sent
-    beside = [each.beside for each in launches if isinstance(each, Gemm)]
-    assert beside[:2] == [False, True]  # nothing is under way yet; q is, under the projection of k
+    begin = [type(each) for each in launches if isinstance(each, Gemm | Transfer)][:3]
+    assert begin == [Gemm, Transfer, Gemm]  # q is under way under the projection of k
     flops = sum(2 * each.m * each.n * each.k * each.batch for each in launches if isinstance(each, Gemm))
     attended = sum(
         each.seq**2 * each.heads * each.head_dim * (5 if each.backward else 2) for each in launches if isinstance(each, Attention)
@@ -211,16 +207,11 @@ def products(launches):
 
 
 @pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize("chunks", [0, 4])
-def test_whole_layers_launch_their_products_and_in_a_block_those_of_the_mlp_hide_exchanges(chunks, shares):
-    launches, tokens = record(replace(WHOLE, shares=shares), 1, chunks), LAYER.seq // LAYER.sp_size
+def test_whole_layers_launch_their_products_and_exchanges(shares):
+    launches, tokens = record(replace(WHOLE, shares=shares), 1), LAYER.seq // LAYER.sp_size
     weights = LAYERS * (256 * (2 * 512 + 2 * 256) + 3 * 256 * 768)  # q and o, k and v, MLP
     assert sum(2 * each.m * each.n * each.k * each.batch for each in products(launches)) == 3 * 2 * tokens * weights
-    of_mlp = [each for each in products(launches) if 768 in (each.m, each.n, each.k)]
-    beside = {each.beside for each in of_mlp}
-    assert beside == ({True, False} if chunks else {False})
-    sent = [each.name for each in launches if isinstance(each, Transfer)]
-    assert len(sent) == LAYERS * (4 * chunks if chunks else 8)  # qkv together in a block
+    assert sum(isinstance(each, Transfer) for each in launches) == LAYERS * 8
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -238,13 +229,12 @@ def test_ranks_that_share_heads_attend_with_as_many_queries_and_keys_as_others(g
 
 
 def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persistent_attention():
-    """Llama-8B on eight GPUs over a card: an attention takes the SMs that exchanges give back, with a margin or without one."""
+    """Llama-8B on eight GPUs over a card: an attention takes the SMs that exchanges give back."""
     layer = LayerShape(width=4096, heads=32, kv_heads=8, head_dim=128, seq=65536, sp_size=8)
     first = SpOverlapConfig().groups_for(layer.heads, layer.sp_size)
     on_paper = gpu("h100").given("test", wire_gbs=45)
     found = {groups: expect(record(layer, groups), on_paper) for groups in (1, 2, 4)}
-    for way in ("step", "and margin 16"):
-        assert min(found, key=lambda groups: found[groups][way]) == first == 2
+    assert min(found, key=lambda groups: found[groups]["step"]) == first == 2
 
 
 PLAN = "plan --hidden 256 --heads 16 --kv-heads 8 --seq 2048 --sp 4"
@@ -257,10 +247,10 @@ def test_the_command_prints_what_it_expects_with_the_source_of_each_figure(capsy
     assert "wire_gbs = 45: given" in out and "launch_us = 6: assumed" in out and "G = 4" in out
 
 
-def test_with_an_mlp_it_expects_whole_layers_and_a_block(capsys):
+def test_with_an_mlp_it_expects_whole_layers(capsys):
     assert main(f"{PLAN} --intermediate 512 --shares 2 --gpu h100 --bandwidth 45".split()) == 0
     out = capsys.readouterr().out
-    assert "3 layers with MLP, one behind the other" in out and "block, C = 4" in out and "G = 4" in out
+    assert "3 layers with MLP, one behind the other" in out and "G = 4" in out
 
 
 def test_measured_figures_win_over_the_table(capsys, tmp_path):

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from ds_sp_overlap import SelfAttention
-from ds_sp_overlap.attention.runtime.stacks import Stack
-from ds_sp_overlap.attention.runtime.waiting import Operands
 
 HEADS, HEAD_DIM, WIDTH, TOKENS = 8, 16, 128, 256
 # The parts are rounded once each, as is the plain layer's one gradient, and then their sum once: sqrt(2) times the error if the
@@ -72,22 +70,3 @@ def test_dx_under_autocast_is_rounded_no_more_for_more_groups(config):
 def test_gradients_of_norms_are_summed_over_groups_in_fp32(config):
     (_, noise), (_, error) = (errors(gradients(torch.bfloat16, False, each), EXACT) for each in (None, config))
     assert 1e-4 < error < ROUNDED_TWICE * noise
-
-
-@pytest.mark.parametrize("expert", [None, 0], ids=["grouped", "one by one"])
-def test_gradients_of_experts_that_can_not_wait_are_summed_in_fp32(expert):
-    weight, tokens, chunks = nn.Parameter(torch.zeros(1, 32, 32, dtype=torch.bfloat16)), 32, 8
-    made = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(chunks * tokens, 32, generator=made).bfloat16() for _ in range(2))
-    exact, found, sums = left.double().t() @ right.double(), [], []
-    for count in (1, chunks):
-        stack = Stack(weight, "layers.0")
-        for each, other in zip(left.chunk(count), right.chunk(count), strict=True):
-            offs = torch.tensor([len(each)], dtype=torch.int32) if expert is None else None
-            stack.add(Operands(each, other, expert, offs))
-        sums.append(stack.sum is not None and len(stack.chunks) < count)
-        (dw,) = stack.summed()
-        assert dw.dtype == torch.bfloat16
-        found += errors([dw[0]], [exact])
-    assert sums == [True, True]  # none of them waited for all
-    assert 1e-4 < found[1] < ROUNDED_TWICE * found[0]

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.autotune.costs import LayerShape, Sizes
-from ds_sp_overlap.schedule import MLP, Tensor, by_head_groups, by_window
+from ds_sp_overlap.schedule import MLP, by_head_groups, by_window
+from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
+from ds_sp_overlap.tools.planner.memory import Tensor
 from tests.harness.cases import examples
 
 # One head a rank: q, k, v, o of it, local or global, are 8 bytes each; so is x, and a weight. The log-sum-exp is 16.

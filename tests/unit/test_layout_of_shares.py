@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.geometry import Geometry, shares_for
 from ds_sp_overlap.exchange.joined import join, split
-from ds_sp_overlap.exchange.layout import Patches, chunk_of
+from ds_sp_overlap.exchange.layout import Patches
 from ds_sp_overlap.exchange.runs import runs_of
 from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
@@ -50,12 +50,9 @@ def cut(x, dim, ranges):
     return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, start, stop - start) for start, stop in ranges)], dim)
 
 
-def local(geometry, kind, group, chunk, chunks):
-    (first, _), (start, stop) = (
-        geometry.chunk_tokens(0, 1)[geometry.sp_rank],
-        chunk_of(geometry.seq_lens[geometry.sp_rank], chunk, chunks),
-    )
-    mine = whole(geometry, kind).narrow(geometry.seq_dim, first + start, stop - start)
+def local(geometry, kind, group):
+    rank, lengths = geometry.sp_rank, geometry.seq_lens
+    mine = whole(geometry, kind).narrow(geometry.seq_dim, sum(lengths[:rank]), lengths[rank])
     return cut(mine, 2, geometry.heads_of(kind, group)).contiguous()
 
 
@@ -76,17 +73,14 @@ def exchanged(layouts, sent, outs):
 
 
 @few
-@given(ranks=geometries(), chunks=st.integers(1, 3), kinds=st.sampled_from(["q", "k", "qkv"]))
-def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, chunks, kinds):
+@given(ranks=geometries(), kinds=st.sampled_from(["q", "k", "qkv"]))
+def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, kinds):
     for group in range(ranks[0].groups):
         if not set(kinds) <= set(ranks[0].kinds[group]):
             continue
-        asked, outs = (tuple(kinds), group, (DIM,) * len(kinds)), None
-        for chunk in range(chunks):
-            layouts = [rank.exchange(*asked, chunk, chunks) for rank in ranks]
-            sent = [[local(rank, kind, group, chunk, chunks) for kind in kinds] for rank in ranks]
-            outs = outs or [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
-            exchanged(layouts, sent, outs)
+        layouts = [rank.exchange(tuple(kinds), group, (DIM,) * len(kinds)) for rank in ranks]
+        outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
+        exchanged(layouts, [[local(rank, kind, group) for kind in kinds] for rank in ranks], outs)
         for rank, got in zip(ranks, outs):
             for kind, x in zip(kinds, got):
                 assert torch.equal(x, received(rank, kind, group))
@@ -106,7 +100,7 @@ def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joi
                 heads = [head for ends in rank.heads_of(kind, group) for head in range(*ends)]
                 copies = [sum(start <= head < stop for start, stop in ranges) for head in heads]
                 times = torch.tensor(copies if kind != "q" else [1] * len(heads)).view(-1, 1)
-                assert torch.equal(x, local(rank, kind, group, 0, 1) * times)
+                assert torch.equal(x, local(rank, kind, group) * times)
 
 
 def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice():

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.autotune.policy import Policy
-from ds_sp_overlap.autotune.trial import BLOCK, LAYER, OFF, candidates_for, merged
+from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling.timed import Timed, TimedCall
@@ -237,31 +237,6 @@ def test_one_shape_is_asked_for_once_and_a_new_one_anew():
             model.step(x, other)
         assert len(model.said) == before + 1
     assert model.chosen() == [2] * 4
-
-
-def test_layers_in_a_row_are_timed_when_their_g_is_chosen_for_each_kind_of_inputs():
-    model, costs = Model(2, COSTS), {LAYER: 3.0, BLOCK: 2.0}
-
-    def step(geometry):
-        """What the layers ran as; and whether their G was chosen."""
-        trial = model.policy.trial_of_block("layers.0", torch.ones(1, 4, 4), geometry.seq_lens)
-        ran = LAYER if trial is None else trial.candidate(0)
-        if trial is not None:
-            x = torch.ones(2, requires_grad=True)
-            followed(model.policy, trial, ran, 16, lambda x: Tick.apply(x, model.clock, costs[ran]), x).sum().backward()
-        found = ran, trial is None
-        model.step(geometry=geometry) if ran == LAYER else optimizer_step()
-        return found
-
-    model.step(geometry=Geometry(2, 0, (64, 64), 1, 8, 8, 2))  # of a kind that never comes again, whose G is never chosen
-    for geometry in (GEOMETRY, Geometry(2, 0, (16, 16), 1, 8, 8, 2)):
-        before = len(model.said)
-        steps = [step(geometry) for _ in range(45)]
-        waited = [waits for _, waits in steps].index(False)
-        assert 16 <= waited <= 20 and not any(waits for _, waits in steps[waited:])
-        assert {ran for ran, _ in steps[waited:]} == {LAYER, BLOCK} and steps[-1] == (BLOCK, False)
-        assert len(model.said) == before + 2 and "layers one by one 6.00 ms, block 4.00 ms, forward" in model.said[-1]
-        assert "a layer, forward" in model.said[-2]
 
 
 def test_a_step_counts_once_however_often_optimizers_step_and_never_during_backward():

@@ -14,18 +14,17 @@ from tests.harness.cases import full
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
 LEVELS = (
-    ("warn", "config", "schedule", "rotary", "integrations.after_import"),
+    ("warn", "schedule", "rotary", "integrations.after_import"),
+    ("config",),
     ("relayout", "profiling"),
     ("exchange",),
     ("autotune",),
     ("attention.memory",),
     ("attention.runtime",),
     ("attention",),
-    ("chain",),
     ("integrations.rebinding",),
     ("integrations.layers", "integrations.inspect", "integrations.sequence"),
-    ("integrations.chains", "integrations.distributed_attention"),
-    ("integrations.find_chains",),
+    ("integrations.distributed_attention",),
     ("integrations.transformers", "integrations.megatron"),
     ("integrations", "integrations.registry"),
     ("integrations.deepspeed",),
@@ -174,7 +173,7 @@ def test_importing_the_package_loads_itself_alone():
 
 
 def test_enable_a_layer_and_the_drop_in_load_no_framework_and_no_tool(loaded_beside_torch):
-    new, _ = loaded_beside_torch("from ds_sp_overlap import *", "import ds_sp_overlap.chain.block")
+    new, _ = loaded_beside_torch("from ds_sp_overlap import *")
     assert "ds_sp_overlap.integrations.registry" in new
     assert [module for module in new if module.startswith("ds_sp_overlap.tools")] == []
     assert roots(new).isdisjoint(FRAMEWORKS | {"matplotlib"})

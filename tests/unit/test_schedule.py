@@ -10,23 +10,7 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.schedule import (
-    Block,
-    Op,
-    Schedule,
-    Step,
-    block,
-    by_chunks,
-    by_head_groups,
-    by_window,
-    check,
-    draw,
-    order,
-    periods,
-    simulate,
-    window,
-    without_o,
-)
+from ds_sp_overlap.schedule import Op, Schedule, Step, by_head_groups, by_window, check, draw, order, simulate, window, without_o
 from tests.harness.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -44,12 +28,11 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
 
 
 def refuses_a_step_missing_or_twice(made, kinds, data):
-    """In either program. A block's backward is compared with its forward, so that either may be named."""
+    """In either program."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
-    named = "(forward|backward)" if isinstance(made, Block) else which
-    said = f"^schedule, {named}: (project|MLP|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
+    said = f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
     for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
         with pytest.raises(ValueError, match=said):
             check(replace(made, **{which: changed}), kinds)
@@ -117,75 +100,6 @@ def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others
     if kinds != others:
         with pytest.raises(ValueError, match="^schedule, forward: "):
             check(by_head_groups(others), kinds)
-
-
-# By chunks of tokens.
-
-chunks = st.integers(1, 5)
-
-
-RECOMPUTES = "none", "all", "but attention"
-recomputes = st.sampled_from(RECOMPUTES)
-
-
-@settings(deadline=None)
-@given(kinds=kinds, chunks=chunks, recompute=recomputes)
-def test_every_number_of_chunks_makes_a_block_that_holds(kinds, chunks, recompute):
-    made = by_chunks(kinds, chunks, recompute)
-    assert check(made, kinds).chunks == chunks and check(without_o(made), kinds)
-    assert set(made.recompute) <= set(made.forward) and bool(made.recompute) == (recompute != "none")
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTES[1:])
-def test_a_block_that_recomputes_something_else_is_refused(recompute):
-    made = by_chunks(("qkv", "q"), 2, recompute)
-    for at in range(len(made.recompute)):
-        with pytest.raises(ValueError, match="^schedule, recompute: "):
-            check(replace(made, recompute=made.recompute[:at] + made.recompute[at + 1 :]), ("qkv", "q"))
-    if recompute == "but attention":
-        with pytest.raises(ValueError, match="o travels beside do, but attention is not saved"):
-            check(replace(made, recompute=by_chunks(("qkv", "q"), 2, "all").recompute), ("qkv", "q"))
-
-
-@settings(deadline=None)
-@given(kinds=kinds, chunks=chunks)
-def test_what_a_period_of_a_block_waits_for_are_steps_of_the_block_that_come_before(kinds, chunks):
-    """In a chain of two: the period from one attention to the next is in it as a whole."""
-    block = by_chunks(kinds, chunks)
-    for needs, program in zip(periods(kinds, chunks), (block.forward, block.backward), strict=True):
-        assert needs.keys() <= set(program)
-        twice = [*program, *program]
-        for step, before in needs.items():
-            last = len(twice) - 1 - twice[::-1].index(step)
-            assert all(other in twice[:last] for other in before)
-
-
-@settings(deadline=None)
-@given(kinds=kinds, chunks=chunks, recompute=recomputes, data=st.data())
-def test_a_block_with_a_step_missing_or_twice_is_refused(kinds, chunks, recompute, data):
-    refuses_a_step_missing_or_twice(by_chunks(kinds, chunks, recompute), kinds, data)
-
-
-# Of two groups, the second of which brings no KV head, in two chunks.
-REFUSED_OF_A_BLOCK = {
-    "attended before a chunk is there": ("forward", "attend o 0", "finish qkv 0.1", "attend o 0 comes before finish qkv 0.1"),
-    "o started before it is made": ("forward", "start o 1", "attend o 1", "start o 1 comes before attend o 1"),
-    "merged before a group is there": ("forward", "merge o 0.1", "finish o 1.1", "merge o 0.1 comes before finish o 1.1"),
-    "the MLP before its input": ("forward", "MLP MLP 0.1", "merge o 0.1", "MLP MLP 0.1 comes before merge o 0.1"),
-    "projected before the MLP": ("forward", "project qkv 0.1", "MLP MLP 0.1", "project qkv 0.1 comes before MLP MLP 0.1"),
-    "started before it is made": ("forward", "start q 1", "project qkv 0", "start q 1 comes before project qkv 0"),
-    "o of a later group first": ("forward", "finish o 1", "finish o 0", "finish o 1 comes before finish o 0"),
-    "o of two chunks at once": ("forward", "finish o 0.1", "merge o 0", "finish o 0.1 comes before start qkv 0"),
-    "o before all of it was started": ("forward", "finish o 0", "start o 1.1", "finish o 0 comes before start o 1.1"),
-    "two groups at once": ("forward", "finish q 1", "start o 0.1", "finish q 1 comes before start o 0.1"),
-    "chunks in another order than autograd's": ("backward", "finish dq 1", "dgrad qkv 0.1", "finish dq 1 comes before start do 0.1"),
-    "a wgrad before all chunks are there": ("backward", "wgrad MLP 0", "dgrad MLP 0", "wgrad MLP 0 comes before dgrad MLP 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED_OF_A_BLOCK)
-def test_an_order_in_which_a_block_cannot_be_run_is_refused(name):
-    refuses(by_chunks(("qkv", "q"), 2), ("qkv", "q"), *REFUSED_OF_A_BLOCK[name])
 
 
 # By a window of groups.
@@ -345,20 +259,10 @@ def pieces(drawing, columns=112):
 
 
 def test_the_drawing_of_a_window_is_printed_from_its_schedule():
-    held_by(window.__doc__, by_window(("qkv",) * 4, (0, 1, 2, 3), 2), 120, 112)
-
-
-def test_the_drawing_of_a_chain_is_printed_from_its_schedule():
-    held_by(block.__doc__, by_chunks(("qkv",), 2).chain(2), 120, 112)
-    held_by(block.__doc__, by_chunks(("qkv",), 2, "but attention").chain(1), None, 112)
-
-
-def held_by(text, made, *columns):
-    for name, program, wide in zip(("forward", "backward"), (made.forward, made.backward), columns):
-        if wide is None:
-            continue
+    made = by_window(("qkv",) * 4, (0, 1, 2, 3), 2)
+    for name, program, wide in (("forward", made.forward, 120), ("backward", made.backward, 112)):
         drawing = "\n\n".join(pieces(draw(made, program), wide))
-        assert f"    {name}\n{drawing}\n" in text, drawing
+        assert f"    {name}\n{drawing}\n" in window.__doc__, drawing
 
 
 def test_a_drawing_has_every_exchange_once_behind_what_made_it():

@@ -231,7 +231,6 @@ def current_pass(where: str) -> CheckpointPass | None:
             "this layer has nowhere to keep it; use torch.utils.checkpoint.checkpoint(..., "
             "use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) (transformers: "
             "gradient_checkpointing_enable({\"use_reentrant\": False}); DeepSpeed's and Megatron's "
-            "checkpointing has none, but Megatron's layers keep it with sp_overlap.scope "
-            '"block"), or set sp_overlap.checkpointing to "recompute"'
+            'checkpointing has none), or set sp_overlap.checkpointing to "recompute"'
         )
     return checkpoint

@@ -199,7 +199,7 @@ class Attended:
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
                 "was changed or replaced between forward and backward, which computes this "
                 "attention once more; give each forward a tensor of its own, or hold all head "
-                'groups (leave out sp_overlap.window, checkpointing and memory "auto")'
+                "groups (leave out sp_overlap.window and checkpointing)"
             )
         sources, edges = _sources(heads, needs_grad)
         # In place of the hooks of a checkpoint or an offload around this layer.

@@ -84,9 +84,7 @@ class Call:
         exchange = self.exchanges[step.exchange] = self.exchange(step, dims)
         return exchange
 
-    def exchange(
-        self, step: Step, head_dims: tuple[int, ...], make: Callable[..., Exchange] = Exchange
-    ) -> Exchange:
+    def exchange(self, step: Step, head_dims: tuple[int, ...]) -> Exchange:
         """Make the exchange that a step starts or finishes, and do not start it.
 
         For a step of gradients this is the exchange of the values, which carries the gradients in
@@ -95,22 +93,21 @@ class Call:
         Args:
             step: The start or the finish.
             head_dims: ``d`` of each tensor that travels.
-            make: Makes the exchange, where it travels in one leg.
         """
         geometry, schedule, kinds = self.geometry, self.schedule, step.tensors
-        name, group, chunks = schedule.names_of_values[step.exchange], step.group, schedule.chunks
+        name, group = schedule.names_of_values[step.exchange], step.group
         if step.beside:
             # o and do are values that go to attention, as q does.
             name, kinds = schedule.name(step), ("q", "q")
         by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
-        layout = geometry.exchange(kinds, group, head_dims, step.chunk, chunks, by_rank)
+        layout = geometry.exchange(kinds, group, head_dims, by_rank)
         tables = self.rope_tables if kinds in (("q",), ("k",)) else None
         of_call = self.sp_group, layout, self.where, name, self.checked, tables
         legs = None
         if geometry.nodes is not None:
             # k and v may travel in two legs, once to each node.
-            legs = legs_of(geometry, step.tensors, group, head_dims, step.chunk, chunks)
-        return make(*of_call) if legs is None else relayed(legs, *of_call)
+            legs = legs_of(geometry, step.tensors, group, head_dims)
+        return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

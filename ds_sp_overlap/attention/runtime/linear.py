@@ -66,22 +66,6 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     return is_plain or sharded.is_gathered(module)
 
 
-def goes_by_token(module: nn.Module, plain: Plain = PLAIN) -> bool:
-    """Return whether ``module`` is a plain linear layer, which computes each token by itself.
-
-    Unlike `can_split`, without regard to hooks, and to where FSDP keeps the weight.
-
-    Args:
-        module: The module.
-        plain: Known forwards of plain linear layers.
-    """
-    return (
-        type(module).forward in plain
-        and sharded.has_plain_parameters(module)
-        and not _hides_parameters(module)
-    )
-
-
 def _hides_parameters(module: nn.Module) -> bool:
     """Return whether the class of a linear layer puts something in front of a parameter.
 
@@ -120,49 +104,31 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
     )
 
 
-# Takes a hook; returns whether the hook does nothing for now.
-Idle = Callable[[Any], bool]
-
-
-def _never(hook: Any) -> bool:
-    return False
-
-
-def can_call_through(module: nn.Module, idle: Idle = _never) -> bool:
+def can_call_through(module: nn.Module) -> bool:
     """Return whether `call_through` may call a module without anybody noticing.
 
     The module is then called with other inputs, for another output.
-
-    Args:
-        module: The module.
-        idle: Tells which hooks do nothing for now.
     """
     is_replaced = "forward" in vars(module) or module._compiled_call_impl is not None
     if is_replaced:  # guard: a replaced forward runs
         return False
     if type(module).__call__ not in _CALLS:  # guard: a call of its own runs
         return False
-    return hooks_are_harmless(module, idle=idle)
+    return hooks_are_harmless(module)
 
 
-def hooks_are_harmless(module: nn.Module, *more: str, idle: Idle = _never) -> bool:
-    """Return whether all hooks on a module's call, and on every module's call, are harmless.
-
-    Args:
-        module: The module.
-        *more: Beginnings of modules' names, beside those of `harmless`.
-        idle: Tells which hooks do nothing for now, and are not looked at.
-    """
+def hooks_are_harmless(module: nn.Module) -> bool:
+    """Return whether all hooks on a module's call, and on every module's call, are harmless."""
     for hooks in _hooks(module):
         for hook in hooks.values():
-            if not idle(hook) and not is_harmless(hook, *more):  # guard: only harmless hooks
+            if not _is_harmless(hook):  # guard: only harmless hooks
                 return False
     return True
 
 
-def is_harmless(hook: Any, *more: str) -> bool:
-    """Return whether a hook's module has a name that begins as one of `harmless` or of ``more``."""
-    return (getattr(hook, "__module__", "") or "").startswith((*harmless, *more))
+def _is_harmless(hook: Any) -> bool:
+    """Return whether a hook's module has a name that begins as one of `harmless`."""
+    return (getattr(hook, "__module__", "") or "").startswith(tuple(harmless))
 
 
 def _hooks(module: nn.Module) -> list[dict]:

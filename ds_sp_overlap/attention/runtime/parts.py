@@ -1,7 +1,7 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
 
-For heads (`recorded`), q, k and v of a fused projection (`input_modules`), chunks of tokens
-(`chain.block`), and weights of latents (`latent`) and of delta nets (`delta_net`). Tests compare
+For heads (`recorded`), q, k and v of a fused projection (`input_modules`), and weights of latents
+(`latent`) and of delta nets (`delta_net`). Tests compare
 the gradients of these layers (tests/ranks/test_gradients.py and others).
 """
 

@@ -7,8 +7,7 @@ that autograd differentiates.
 Note [Two ways to differentiate]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A layer is differentiated in one of two ways. Its modules and its schedule decide which one when a
-call begins. In a chain (``chain.block``) autograd differentiates every chunk, and a
-`RecomputeRegion` reruns what was not saved.
+call begins.
 
 By autograd (`Recorded`). Exchanges and local attention are nodes of autograd. Autograd runs the
 nodes backward in the reverse order of their creation. `schedule.check` requires this order of the

@@ -8,12 +8,8 @@ inside the call a plain parameter. Backward gathers the unit again when the outp
 its gradient; the unit's gradients are reduced, and its parameters let go of, as soon as the inputs
 of the call have theirs. So whatever uses a unit's parameters must lie between inputs and output.
 
-Calls of projections, norms and MLPs are kept (Note [Calls of modules] in `linear`), so a unit may
-be any of them, or a module around the layer. In a chain, the layer in front uses the norm and the
-projections of its successor before the successor is called. If the successor is a unit, the layer
-in front enters it (`enter`): the hooks for the begin of the successor's call run then, with the
-inputs of the segment instead of the hidden states. When the successor is called itself, FSDP sees
-that the call has begun.
+Calls of projections are kept (Note [Calls of modules] in `linear`), so a unit may be any of them,
+or a module around the layer.
 """
 
 from __future__ import annotations
@@ -85,34 +81,3 @@ def has_plain_parameters(module: nn.Module) -> bool:
         type(part) in (nn.Parameter, Tensor) and not hasattr(part, "fsdp_post_all_gather")
         for part in parts
     )
-
-
-def cast_alike(one: Any, other: Any) -> bool:
-    """Return whether FSDP casts parameters and inputs of two layers alike.
-
-    Only then may the layer in front `enter` its successor, with inputs of the layer's own dtype.
-
-    Args:
-        one: The unit of the layer in front; None if it is no unit.
-        other: The unit of its successor. None, which casts nothing, goes with any ``one``.
-    """
-    return other is None or (
-        one is not None and one._get_fsdp_state()._mp_policy == other._get_fsdp_state()._mp_policy
-    )
-
-
-def enter(unit: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Run FSDP's hooks for the begin of a unit's call, see Note [Units of FSDP2].
-
-    Args:
-        unit: A unit, whose call follows.
-        inputs: The inputs of the segment, through which its backward goes last; the layer in front
-            is a unit that casts alike (`cast_alike`).
-
-    Returns:
-        The inputs to compute with: FSDP ties the end of the unit's backward to them.
-    """
-    for hook in unit._forward_pre_hooks.values():
-        if hook.__module__.startswith(FSDP):
-            inputs, _ = hook(unit, inputs, {})
-    return inputs

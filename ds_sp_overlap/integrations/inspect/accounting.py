@@ -188,21 +188,18 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, constants) and not isinstance(value, Size)
 
 
-def forward_of(kind: type, beside: str | None = None) -> Callable:
+def forward_of(kind: type) -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
     A decorator that only renames the argument of a KV cache is taken off.
-
-    Args:
-        kind: The class.
-        beside: The name of a module whose decorators are taken off as well.
 
     Raises:
         Unknown: if the forward is wrapped by torch, for instance by ``no_grad``.
     """
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    while (where := defined_in(forward)) == beside or renames_cache(forward):
+    while renames_cache(forward):
         forward = forward.__wrapped__
+    where = defined_in(forward)
     is_function = isinstance(forward, types.FunctionType)
     # A Python function that any other module put around the forward is accounted for with it.
     if not is_function or where.split(".")[0] == "torch":  # guard: what torch does around it

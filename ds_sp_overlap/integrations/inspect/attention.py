@@ -20,7 +20,7 @@ from .probe import ProbeSchedule
 from .rotary_function import globals_of, rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
 from .tensor_parallel import out_features
-from .tokenwise import TRANSFORMERS, fixed_state, has_own_call, probe_tokenwise
+from .tokenwise import fixed_state, has_own_call, probe_tokenwise
 
 
 @dataclass(frozen=True)
@@ -526,9 +526,8 @@ class _Interpreter:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")
             # Once for all of q, k and v that go through the norm.
             if output.name not in self.used:
-                trace.loaded_globals += probe_tokenwise(
-                    output.name, norm, size[0], TRANSFORMERS, norm=True
-                )  # guard: a norm of each head by itself
+                loaded = probe_tokenwise(output.name, norm, size[0], norm=True)
+                trace.loaded_globals += loaded  # guard: a norm of each head by itself
             self.used.add(output.name)
             return output.name, before
         return None, heads

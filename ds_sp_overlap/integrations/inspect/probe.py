@@ -3,21 +3,18 @@
 A reading tells what a forward computes; a probe is the second witness. In the first call of one
 layer of each kind, before anything is exchanged, q, k, v and the output are computed by the layer's
 own forward and by the driver, from the hidden states, tables and weights of the call. Both are
-differentiated. For a decoder layer the hidden states that it returns are compared in the same way,
-with a made-up attention.
+differentiated.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...chain.block_layer import BlockLayer
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
 from .isolated import isolated
@@ -165,101 +162,6 @@ def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]])
         if own is not None and own.numel() and own.is_floating_point() and not own.is_meta:
             is_seen = is_seen and bool(own.detach().isfinite().any())
     return "" if is_seen else UNSEEN
-
-
-def difference_of_block(
-    module: Any,
-    forward: Callable,
-    layer: BlockLayer,
-    attention: str,
-    arguments: dict[str, Any],
-    attention_arguments: dict[str, Any],
-    lengths: Sequence[int],
-    token_dim: int,
-    unused: Collection[str],
-) -> str:
-    """Compare a decoder layer's own forward with the `BlockLayer` that a chain would run.
-
-    Nothing is exchanged. Both run with an attention that reverses the last dim of its input. Output
-    and gradient of the hidden states are compared, and the arguments that the attention is given.
-    `ChainedLayer.probe` calls this, during a forward of the model.
-
-    Args:
-        module: The decoder layer.
-        forward: The forward of its class, unbound.
-        layer: What the chain would run.
-        attention: The name of the attention in the decoder layer.
-        arguments: The arguments of the decoder layer by name.
-        attention_arguments: The arguments of its attention by name, without hidden states.
-        lengths: [P]. Local sequence length of every rank, in tokens.
-        token_dim: The dim of hidden states that counts tokens.
-        unused: Names of arguments that the attention does not depend on; they are not compared.
-
-    Returns:
-        The first difference, in words, or `UNSEEN`; empty if there is none.
-    """
-    parts = min(2, *lengths)
-    own_attention_arguments: dict[str, Any] = {}
-    child = getattr(module, attention)
-    # Behind self and hidden states.
-    names = list(inspect.signature(type(child).forward).parameters)[2:]
-
-    def attend(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Stand in for the attention: note its arguments, and reverse the last dim."""
-        own_attention_arguments.update(zip(names, args), **kwargs)
-        return hidden_states.flip(-1), None
-
-    def in_parts(x: Tensor) -> list[Tensor]:
-        """Return the even tokens and the odd tokens; a single token is one part."""
-        x = x.movedim(token_dim, 0)
-        return [x[part::parts].movedim(0, token_dim) for part in range(parts)]
-
-    with isolated(module, arguments["hidden_states"]) as leaf:
-        # `rebind` has set the attribute ``forward``: the attention is overlapped.
-        forward_before, vars(child)["forward"] = vars(child)["forward"], attend
-        try:
-            own = forward(module, **{**arguments, "hidden_states": leaf})
-        finally:
-            vars(child)["forward"] = forward_before
-        own = own[0] if isinstance(own, tuple) else own
-        # The `BlockLayer` runs on the even tokens, then on the odd ones, so that a difference shows
-        # if tokens meet in the MLP.
-        own, pieces = torch.cat(in_parts(own), token_dim), []
-        for h in in_parts(leaf):
-            r = h + layer.norm_in(h).flip(-1)
-            pieces.append(_add_residual(r, layer.mlp(layer.norm_mid(r))))
-        driven = torch.cat(pieces, token_dim)
-        pairs = [("output", own, driven)]
-        if leaf.requires_grad:
-            dy, options = torch.randn_like(own), dict(allow_unused=True, materialize_grads=True)
-            (dx_own,) = torch.autograd.grad(own, leaf, dy, **options)
-            (dx_driven,) = torch.autograd.grad(driven, leaf, dy, **options)
-            pairs.append(("gradient of the hidden states", dx_own, dx_driven))
-    compared = (own_attention_arguments.keys() | attention_arguments.keys()).difference(unused)
-    for name in sorted(compared):
-        if not equal(own_attention_arguments.get(name), attention_arguments.get(name)):
-            return f"{attention} is given another {name}"
-    return _first_difference((name, *_without_outliers(a, b)) for name, a, b in pairs)
-
-
-def _add_residual(residual: Tensor, output: Any) -> Tensor:
-    """Add to ``residual`` the output of an MLP, and the bias that it may return besides."""
-    output, bias = output if isinstance(output, tuple) else (output, None)
-    return residual + output if bias is None else residual + (output + bias)
-
-
-def _without_outliers(own: Tensor, driven: Tensor) -> tuple[Tensor, Tensor]:
-    """Remove the sixteenth of the tokens that differ most, from both tensors.
-
-    Tensors of different shapes, or without numbers, are returned as they are.
-    """
-    if own.shape != driven.shape or own.is_meta:
-        return own, driven
-    own, driven = own.flatten(0, 1), driven.flatten(0, 1)
-    by_difference = (own - driven).detach().double().norm(dim=-1).argsort()
-    # Rounding may send a token to another expert, which is no fault.
-    most = by_difference[: len(own) - len(own) // 16]
-    return own[most], driven[most]
 
 
 def equal(x: Any, y: Any) -> bool:

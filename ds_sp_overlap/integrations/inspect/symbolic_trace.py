@@ -3,8 +3,8 @@
 The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
 Stand-ins for projections, norms, rotary functions and the attention function return new labels.
 Only operations that move numbers are allowed (`accounting`), so the places where the labels end up
-tell how they were moved. The trace computes with no weight and calls no module. Other readings use
-its stand-ins too (`decoder_layer`, `megatron.reading`).
+tell how they were moved. The trace computes with no weight and calls no module. `megatron.reading`
+uses its stand-ins too.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def is_identity(name: str, module: Any, trace: Any) -> bool:
     Args:
         name: The name of the child.
         module: The child.
-        trace: The running trace, or run, of this file, `decoder_layer` or `megatron.reading`.
+        trace: The running trace of this file, or run of `megatron.reading`.
     """
     if has_own_call(module):
         trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")

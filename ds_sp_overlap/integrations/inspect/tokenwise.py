@@ -1,7 +1,7 @@
-"""Probes norms, MLPs and projections: checks that each is a function of one token at a time.
+"""Probes norms and MLPs: checks that each is a function of one token at a time.
 
-A copy of the module with random weights runs on all tokens at once, then on the tokens in parts, as
-a chain runs chunks of tokens. Outputs and gradients must agree. See Note [Alike tokens].
+A copy of the module with random weights runs on all tokens at once, then on the tokens in parts.
+Outputs and gradients must agree. See Note [Alike tokens].
 
 Note [Alike tokens]
 ~~~~~~~~~~~~~~~~~~~
@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import types
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,43 +32,8 @@ CROWD = 32
 TOKENS = SEQ + CROWD
 # The most numbers in a parameter that the copy of a module may have.
 MOST = 2**26
-
-
-@dataclass(frozen=True)
-class Form:
-    """Describes how the layers of a framework are written.
-
-    Attributes:
-        size: Returns m of the attention module that it is called with.
-        is_linear: Returns whether a module computes ``x w^T + b`` and nothing else.
-        token_dim: The dim of hidden states that counts tokens.
-        biases: Whether attentions, MLPs and linear layers return ``(output, bias)``. The bias is
-            yet to be added, or None.
-        absent: Names of arguments that are None wherever a layer runs in a chain.
-        accounted: Whether to account for code of norms, MLPs and projections that is neither
-            torch's nor transformers'.
-        replacement: Returns what replaces a global of the framework's code, from the run, the
-            global's name and its value; None if all globals stay.
-    """
-
-    size: Callable[[Any], int]
-    is_linear: Callable[[nn.Module], bool]
-    token_dim: int
-    biases: bool
-    absent: tuple[str, ...]
-    accounted: bool = True
-    replacement: Callable[[Any, str, Any], Any] | None = None
-
-
 # The attributes that every module has.
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
-TRANSFORMERS = Form(
-    size=lambda attention: attention.config.hidden_size,
-    is_linear=lambda module: own_class(type(module)) is nn.Linear,
-    token_dim=1,
-    biases=False,
-    absent=(),
-)
 
 
 class _TokenwiseAccounting(Accounting):
@@ -128,22 +92,17 @@ class _TokenwiseAccounting(Accounting):
 
 
 class _RankOneLinear(nn.Module):
-    """Stands for a linear layer, with a random weight ``out into^T`` of rank 1.
+    """Stands for a linear layer, with a random weight ``out into^T`` of rank 1."""
 
-    Attributes:
-        calls: How often it was called, by which `_run` notices a recomputation in backward.
-    """
-
-    def __init__(self, linear: Any, form: Form, generator: torch.Generator, dtype: torch.dtype):
+    def __init__(self, linear: nn.Module, generator: torch.Generator, dtype: torch.dtype):
         super().__init__()
-        sizes = getattr(linear.weight, "ds_shape", linear.weight.shape)
+        sizes = _shapes(linear)["weight"]
         self.out_features, self.in_features = sizes
         self.out, self.into = (
             torch.randn(size, generator=generator, dtype=dtype) for size in sizes
         )
         self.into /= self.in_features**0.5
-        self.bias, self.calls = None if linear.bias is None else self.out.flip(0), 0
-        self.biases, self.skip_bias_add = form.biases, getattr(linear, "skip_bias_add", False)
+        self.bias = None if linear.bias is None else self.out.flip(0)
 
     @property
     def weight(self) -> Tensor:
@@ -151,32 +110,10 @@ class _RankOneLinear(nn.Module):
         with torch._C.DisableTorchFunction():
             return torch.outer(self.out, self.into)
 
-    def forward(self, x: Tensor) -> Any:
-        """Return what the linear layer would: y, or (y, bias) in Megatron's form."""
-        self.calls += 1
+    def forward(self, x: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             y = (x @ self.into)[..., None] * self.out
-        if self.skip_bias_add:
-            return y, self.bias
-        y = y if self.bias is None else y + self.bias
-        return (y, None) if self.biases else y
-
-
-def signature(module: nn.Module) -> tuple:
-    """Describe a module so that modules with equal signatures compute the same.
-
-    The signature has the name, type, attributes, parameter shapes and buffer names of each part.
-    """
-    parts = []
-    for name, part in module.named_modules():
-        attributes = []
-        for key, value in vars(part).items():
-            if key not in _MODULE_ATTRIBUTES:
-                # Objects that are no constants count as equal only if they are the same.
-                attributes.append((key, value if is_plain(value) else id(value)))
-        shapes, buffers = tuple(_shapes(part).items()), tuple(part._buffers)
-        parts.append((name, own_class(type(part)), tuple(attributes), shapes, buffers))
-    return tuple(parts)
+        return y if self.bias is None else y + self.bias
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -188,17 +125,17 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _random_copy(
-    module: nn.Module, form: Form, training: bool, generator: torch.Generator, dtype: torch.dtype
+    module: nn.Module, training: bool, generator: torch.Generator, dtype: torch.dtype
 ) -> nn.Module:
     """Copy a module, with random numbers in parameters, buffers and linear layers, without hooks.
 
-    Experts of the copy are narrow inside. Dropouts, which drop nothing, become identities.
+    Dropouts, which drop nothing, become identities.
 
     Raises:
         Unknown: if a parameter of the copy would have more than `MOST` numbers.
     """
-    if form.is_linear(module):
-        return _RankOneLinear(module, form, generator, dtype)
+    if own_class(type(module)) is nn.Linear:
+        return _RankOneLinear(module, generator, dtype)
     # `probe_tokenwise` has refused dropouts that drop, and each call looks at the probability again
     # (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
@@ -208,7 +145,7 @@ def _random_copy(
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     # Parameters, buffers and children that are None stay None.
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)
-    for name, shape in _narrow_shapes(module).items():
+    for name, shape in _shapes(module).items():
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
         numbers = torch.randn(shape, generator=generator, dtype=dtype)
@@ -225,37 +162,13 @@ def _random_copy(
             buffers[name] = x.clone()
     children: dict[str, Any] = dict.fromkeys(module._modules)
     for name, child in module.named_children():
-        children[name] = _random_copy(child, form, training, generator, dtype=dtype)
+        children[name] = _random_copy(child, training, generator, dtype)
     own = dict(_parameters=parameters, _buffers=buffers, _modules=children, training=training)
     vars(copy).update({**vars(module), **hooks, **own})
     return copy
 
 
-def _narrow_shapes(module: Any) -> dict[str, torch.Size]:
-    """Return the shapes of a module's own parameters; of experts, with few numbers inside."""
-    shapes = _shapes(module)
-    # The attributes that transformers' `use_experts_implementation` gives to experts.
-    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
-        return shapes
-    # The dim of each parameter that counts the numbers inside an expert. Weights are [experts, out,
-    # in], or [experts, in, out] if they are transposed; biases are [experts, out].
-    inside: dict[str, int] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 3:
-            inside[name] = -1 if ("down" in name) != module.is_transposed else -2
-        elif "down" not in name:
-            inside[name] = -1
-    unit = math.gcd(*(shapes[name][dim] for name, dim in inside.items()))
-    narrow = {name: list(shape) for name, shape in shapes.items()}
-    for name, dim in inside.items():
-        # Grouped products want rows of 16 bytes, which are 4 numbers of fp32.
-        narrow[name][dim] = 4 * narrow[name][dim] // unit
-    return {name: torch.Size(shape) for name, shape in narrow.items()}
-
-
-def probe_tokenwise(
-    name: str, module: nn.Module, size: int, form: Form, norm: bool, resizes: bool = False
-) -> list[LoadedGlobal]:
+def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list[LoadedGlobal]:
     """Check that ``module`` is a function of one token [.., size] at a time.
 
     Called when a layer is read: in `enable`, or again after a change. A random copy runs on the
@@ -265,15 +178,12 @@ def probe_tokenwise(
         name: Its name, for errors.
         module: The module.
         size: The size of a token.
-        form: How the layers of its framework are written.
         norm: Whether the module must be a norm, which has only parameters of its own. Other
             modules may consist of linear layers, of modules without parameters, and of
             transformers' modules.
-        resizes: Whether it may return tokens of another size, as projections do.
 
     Returns:
-        The globals that its code loaded; empty if all its code is torch's and transformers', or
-        the form doesn't account for code.
+        The globals that its code loaded; empty if all its code is torch's and transformers'.
 
     Raises:
         Unknown: if it is no such function. Code of somebody's own may raise anything else.
@@ -281,35 +191,32 @@ def probe_tokenwise(
     where = f"{name} ({type(module).__name__})"
     if norm and [*module.children(), *module.buffers()]:
         raise Unknown(f"{where} has more than parameters")
-    has_own_code = _check_parts(name, module, form, norm)
-    # Grouped products of experts do not exist in fp64.
-    has_experts = any(hasattr(part, "_apply_gate") for part in module.modules())
-    dtype = torch.float32 if has_experts else torch.float64
+    has_own_code = _check_parts(name, module, norm)
+    dtype = torch.float64
     loaded_globals: list[LoadedGlobal] = []
     for training in (True, False):
         generator, random_state = torch.Generator().manual_seed(0), torch.get_rng_state()
-        copy, dim = _random_copy(module, form, training, generator, dtype=dtype), form.token_dim
+        copy = _random_copy(module, training, generator, dtype)
         x = torch.randn(BATCH, TOKENS if norm else SEQ, size, generator=generator, dtype=dtype)
         if not norm:  # see Note [Alike tokens]
             noise = torch.randn(BATCH, CROWD, size, generator=generator, dtype=dtype)
             x = torch.cat((x, x[:1, :1] + 0.01 * noise), 1)
-        x = x.movedim(1, dim)
-        # The parts of the tokens. One part has no tokens, as a rank's chunk may have none.
+        # The parts of the tokens. One part has no tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
-        biases = form.biases and not norm
-        accounts = form.accounted and has_own_code  # guard: code of one's own is accounted for
-        accounting = _TokenwiseAccounting(x.shape[:-1]) if accounts else None
+        accounting = None
+        if has_own_code:  # guard: code of one's own is accounted for
+            accounting = _TokenwiseAccounting(x.shape[:-1])
         # A module that stores something between calls is no function of its tokens alone.
         before = _state(copy)
-        whole, whole_gradients = _run(where, copy, x, biases, resizes, accounting=accounting)
+        whole, whole_gradients = _run(where, copy, x, accounting)
         if accounting is not None:
             loaded_globals += accounting.loaded_globals  # guard: globals of a module too
-        parts = [_run(where, copy, part, biases, resizes) for part in x.split(cuts, dim)]
+        parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         if not _is_same_state(before, _state(copy)):
             raise Unknown(f"{where} remembers something of its tokens")
-        pairs = [(torch.cat([y for y, _ in parts], dim), whole)]
+        pairs = [(torch.cat([y for y, _ in parts], 1), whole)]
         for index, expected in enumerate(whole_gradients):
             actual: Any = sum(gradients[index] for _, gradients in parts)
             pairs.append((actual, expected))
@@ -320,7 +227,7 @@ def probe_tokenwise(
     return loaded_globals
 
 
-def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
+def _check_parts(name: str, module: nn.Module, norm: bool) -> bool:
     """Check the types and parameters of a module's parts.
 
     Arguments are those of `probe_tokenwise`.
@@ -336,12 +243,15 @@ def _check_parts(name: str, module: nn.Module, form: Form, norm: bool) -> bool:
         where = f"{path} ({type(part).__name__})"
         if has_own_call(part):
             raise Unknown(f"{where} has a __call__ of its own")
+        # transformers' `use_experts_implementation` gives this method to experts.
+        if hasattr(part, "_apply_gate"):
+            raise Unknown(f"{where} is a mixture of experts")
         has_own_code = has_own_code or not _is_library_code(part)
         if norm:
             continue
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         plain = all(type(x) in (nn.Parameter, nn.Buffer, Tensor) for x in own)
-        is_linear = form.is_linear(part) and has_plain_parameters(part)
+        is_linear = own_class(type(part)) is nn.Linear and has_plain_parameters(part)
         if own and not is_linear and not (_is_transformers(part) and plain):
             raise Unknown(f"{where} is no plain linear layer, and no activation")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
@@ -415,13 +325,11 @@ def _is_transformers(part: nn.Module) -> bool:
 
 
 def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """Return a copy of the attributes and buffers of all parts but stand-ins of linear layers."""
+    """Return a copy of the attributes and buffers of all parts."""
     states = []
     for part in copy.modules():
-        # The stand-ins count their calls.
-        if not isinstance(part, _RankOneLinear):
-            buffers = [x.clone() for x in part.buffers(recurse=False)]
-            states.append((dict(vars(part)), buffers))
+        buffers = [x.clone() for x in part.buffers(recurse=False)]
+        states.append((dict(vars(part)), buffers))
     return states
 
 
@@ -441,35 +349,24 @@ def _is_same_state(before: list, after: list) -> bool:
 
 
 def _run(
-    where: str,
-    copy: nn.Module,
-    x: Tensor,
-    biases: bool,
-    resizes: bool,
-    accounting: Accounting | None = None,
+    where: str, copy: nn.Module, x: Tensor, accounting: Accounting | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a module forward and backward on some tokens.
 
     Args:
         where: The module's name, for errors.
         copy: The module, from `_random_copy`.
-        x: [b, s, m] or [s, b, m]. The tokens.
-        biases: Whether it may return ``(output, bias)``.
-        resizes: Whether it may return tokens of another size, n.
+        x: [b, s, m]. The tokens.
         accounting: Accounts for its forward; may be None.
 
     Returns:
-        The output and the gradient of the tokens, joined in the last dim: [.., n + m]. The
+        The output and the gradient of the tokens, joined in the last dim: [b, s, 2 m]. The
         gradients of the parameters.
 
     Raises:
-        Unknown: if its forward is unknown, returns anything else, or is recomputed in backward.
+        Unknown: if its forward is unknown, or returns anything else.
     """
-    linear = [part for part in copy.modules() if isinstance(part, _RankOneLinear)]
-    parameters = []
-    for part in copy.modules():
-        if not isinstance(part, _RankOneLinear):
-            parameters += [p for p in part._parameters.values() if p is not None]
+    parameters = list(copy.parameters())
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         # The forward may change its input in place, which a leaf would not allow.
@@ -479,17 +376,11 @@ def _run(
                 y = type(copy).forward(copy, hidden)
         except Unknown as error:
             raise Unknown(f"{where}: {error}") from None
-        if biases and isinstance(y, tuple) and len(y) == 2:
-            y = y[0] if y[1] is None else y[0] + y[1]
-    kept = x.dim() - 1 if resizes else x.dim()
-    if not isinstance(y, Tensor) or y.dim() != x.dim() or y.shape[:kept] != x.shape[:kept]:
+    if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")
     if not y.numel() and not y.requires_grad:  # without tokens
         return torch.cat((y, x.detach()), -1), [torch.zeros_like(p) for p in parameters]
-    calls = [part.calls for part in linear]
     dx, *gradients = torch.autograd.grad(
         y, [x, *parameters], torch.ones_like(y), allow_unused=True, materialize_grads=True
     )
-    if calls != [part.calls for part in linear]:
-        raise Unknown(f"{where} is computed again in backward")
     return torch.cat((y.detach(), dx), -1), gradients

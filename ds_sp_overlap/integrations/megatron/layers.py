@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,12 @@ from ...attention.arguments import ForAllHeads
 from ...attention.runtime.linear import Plain, hooks_are_harmless
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
-from ..chains import ChainedLayer, ForwardPasses
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
-from ..find_chains import find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.probe import refuse_difference
-from ..layers import FoundLayer, HostModule, OverlapSettings
+from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
-from .decoder_layer import ParallelTransformerLayer, TranslateArguments, hosts_of, stack_of
 from .probe import difference
 from .reading import AttentionReader
 
@@ -137,23 +134,9 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-class _Driven(NamedTuple):
-    """A layer that is driven whole.
-
-    Attributes:
-        block: What drives it.
-        forward: Takes the place of the layer's forward.
-        translate: Checks the arguments of the layer, and translates them into keywords of the
-            block's call. ``forward`` calls it for a layer by itself, a `ParallelTransformerLayer`
-            for a layer in a chain.
-    """
-
-    block: SelfAttention
-    forward: Callable
-    translate: TranslateArguments
-
-
-def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSettings) -> _Driven:
+def _drive(
+    name: str, module: Any, reader: AttentionReader, settings: OverlapSettings
+) -> tuple[SelfAttention, Callable]:
     """Make the `SelfAttention` that drives a layer, and a forward for the layer that calls it.
 
     The caller rebinds the layer's forward.
@@ -190,56 +173,6 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         heads_alike=False,
     )
 
-    def translate(arguments: dict[str, Any], shared: dict) -> dict[str, Any]:
-        """Check the arguments, and return keywords of ``block``.
-
-        Collective where a probe is due, and for an error in the layer's first call.
-
-        Args:
-            arguments: The layer's arguments by name. ``hidden_states`` are [s/P, b, m].
-            shared: Holds the tables that layers of one forward of the model share.
-
-        Raises:
-            RuntimeError: on all ranks, if a probe finds a difference; on this rank, if the layer
-                has changed since `enable`.
-            ValueError: for arguments that can't work. In the layer's first call, every fault of one
-                rank is this error on all ranks.
-        """
-        hidden, mask = arguments["hidden_states"], arguments.get("attention_mask")
-        rotary = arguments.get("rotary_pos_emb")
-        error: Exception | None = None
-        try:
-            reader.current(module)
-            _refuse_others(name, module, linear)
-            if arguments.get("inference_params") is not None:
-                raise ValueError(
-                    "generation with a KV cache does not work on a sequence that is split over "
-                    "ranks; call ds_sp_overlap.disable(model) and generate without sequence "
-                    "parallelism"
-                )
-            local_seq = len(hidden)
-            _check_mask(None if module.use_flash_attn else mask, sp_group.size * local_seq)
-            # The layers of a model share the tables that are made from the same objects.
-            key: Any = id(rotary)
-            if isinstance(rotary, (tuple, list)):
-                key = (*map(id, rotary), local_seq, hidden.dtype)
-            if key not in shared:
-                tables = _local_tables(
-                    rotary, sp_group.rank, local_seq, sp_size=sp_group.size, dtype=hidden.dtype
-                )
-                # With rotary itself, which must not be freed while its id is a key.
-                shared[key] = rotary, tables
-        except (RuntimeError, ValueError) as raised:
-            error = raised
-        # An error waits for the probe, for which the other ranks wait. If the layer's own forward
-        # refuses these arguments, there is nothing to compare.
-        comparable = error is None and not reader.reading.refuses
-        _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
-        if error is not None:
-            block.layer.refuse(error)
-        # [b or 1, 1, s, s]; b may be the number of heads.
-        return dict(position_embeddings=shared[key][1], mask=ForAllHeads(mask))
-
     def forward(
         hidden_states,
         attention_mask=None,
@@ -249,26 +182,63 @@ def _drive(name: str, module: Any, reader: AttentionReader, settings: OverlapSet
         # Megatron-DeepSpeed passes this at first, and calls again without it after a TypeError.
         cpu_offloading=False,
     ):
-        """Attend over the global sequence; takes the place of the layer's forward. Collective."""
+        """Attend over the global sequence; takes the place of the layer's forward. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if a probe finds a difference; on this rank, if the layer
+                has changed since `enable`.
+            ValueError: for arguments that can't work. In the layer's first call, every fault of one
+                rank is this error on all ranks.
+        """
         arguments = dict(
             hidden_states=hidden_states, attention_mask=attention_mask,
             encoder_output=encoder_output, inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
-        keywords = translate(arguments, {})
+        local_seq = len(hidden_states)
+        tables: tuple[Tensor, ...] = ()
+        error: Exception | None = None
+        try:
+            reader.current(module)
+            _refuse_others(name, module, linear)
+            if inference_params is not None:
+                raise ValueError(
+                    "generation with a KV cache does not work on a sequence that is split over "
+                    "ranks; call ds_sp_overlap.disable(model) and generate without sequence "
+                    "parallelism"
+                )
+            if not module.use_flash_attn:
+                _check_mask(attention_mask, sp_group.size * local_seq)
+            tables = _local_tables(
+                rotary_pos_emb,
+                sp_group.rank,
+                local_seq,
+                sp_size=sp_group.size,
+                dtype=hidden_states.dtype,
+            )
+        except (RuntimeError, ValueError) as raised:
+            error = raised
+        # An error waits for the probe, for which the other ranks wait. If the layer's own forward
+        # refuses these arguments, there is nothing to compare.
+        comparable = error is None and not reader.reading.refuses
+        _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
+        if error is not None:
+            block.layer.refuse(error)
 
         def baseline_attention(x):
             """Run the layer's own forward, as the policy's candidate "off"."""
             return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
 
         baseline = baseline_attention if settings.policy and baseline_is_right else None
+        # [b or 1, 1, s, s]; b may be the number of heads.
+        mask = ForAllHeads(attention_mask)
         try:
-            return block(hidden_states, baseline=baseline, **keywords)
+            return block(hidden_states, baseline=baseline, position_embeddings=tables, mask=mask)
         except TypeError as error:
             # HEAD would call again after a TypeError, on this rank alone.
             raise RuntimeError(f"{name}: {error}") from error
 
-    return _Driven(block, forward, translate)
+    return block, forward
 
 
 def _refuse_others(name: str, module: Any, linear: dict[str, nn.Module]) -> None:
@@ -352,11 +322,6 @@ def _plain(linears: list[nn.Module]) -> Plain:
     return plain
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of Megatron that computes x w^T + b only."""
-    return bool(_plain([module]))
-
-
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is a ``ParallelAttention``, which calls DeepSpeed's ``dist_attn``."""
     children = dict(module.named_children())
@@ -392,10 +357,8 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     return "", True
 
 
-def find_layers(
-    model: nn.Module, settings: OverlapSettings
-) -> tuple[list[FoundLayer], list[HostModule]]:
-    """Find the ``ParallelAttention`` layers of a model, and the modules around them.
+def find_layers(model: nn.Module, settings: OverlapSettings) -> list[FoundLayer]:
+    """Find the ``ParallelAttention`` layers of a model.
 
     `enable` calls this for every model, and nothing is rebound yet.
 
@@ -405,17 +368,14 @@ def find_layers(
 
     Returns:
         The layers, each of which is driven whole, overlapped at its ``dist_attn`` alone, or left as
-        it is; and the decoder layers and stacks whose forward must be rebound for chains. Both are
-        empty for a model of another framework.
+        it is; empty for a model of another framework.
 
     Raises:
         ValueError: if ``head_groups`` or ``shares`` is out of range.
     """
-    layers, modules = [], dict(model.named_modules())
-    forward_passes = ForwardPasses(settings.config)
-    wanted: dict[str, Callable[[], ChainedLayer]] = {}
+    layers: list[FoundLayer] = []
     known: list[Reader] = []
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if not _is_attention(module):
             continue
         inside = (module.dist_attn,)
@@ -442,22 +402,9 @@ def find_layers(
         # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
-        driven = _drive(name, module, reader, settings)
+        block, forward = _drive(name, module, reader, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
-        got, lacks = settings.of_driven(driven.block, linear, groups)
-        bind = functools.partial(rebind, module, driven.forward)
+        got, lacks = settings.of_driven(block, linear, groups)
+        bind = functools.partial(rebind, module, forward)
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
-        parent, _, child = name.rpartition(".")
-        wanted[name] = functools.partial(
-            ParallelTransformerLayer,
-            parent,
-            modules[parent],
-            child,
-            attention=driven.block,
-            translate=driven.translate,
-            stack=stack_of(parent, modules),
-            is_linear=_is_plain,
-            forward_passes=forward_passes,
-        )
-    chains = find_chains(modules, wanted, layers, settings)
-    return layers, hosts_of(chains, forward_passes, settings.sp_group.size)
+    return layers

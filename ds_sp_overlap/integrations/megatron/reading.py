@@ -129,7 +129,7 @@ class _Run:
     takes_parameters = False
 
     def __init__(self, module: Any, case: Case, projections: tuple[str, ...], refuses: bool):
-        self.module, self.training, self.dtype = module, case.training, case.dtype
+        self.module, self.training = module, case.training
         self.projections, self._label_count = projections, 0
         self.lookups: list[Lookup] = [_class_lookup(module, name) for name in RUNS]
         self.heads, self.head_dim = (

@@ -103,7 +103,7 @@ class GlobalSequence:
         mask: [b, s]. True for tokens that are not padding; None if no rank was given a mask.
         device: Holds the tensors.
         where: The name of the model, for errors.
-        fallbacks: The names of the layers that fall back on any rank (`ForwardPasses`).
+        fallbacks: The names of the layers that fall back on any rank (`Forwards`).
 
     Attributes:
         largest_position: Of all ranks, by which a rotary embedding chooses its frequencies

@@ -7,11 +7,10 @@ function and is given q, k and v that the layer has projected and rotated itself
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...attention.arguments import PerHead, takes
+from ...attention.arguments import PerHead
 from ...attention.call_geometry import shares_of
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
@@ -116,30 +115,6 @@ def _aligns_top_left() -> bool:
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
-@contextlib.contextmanager
-def _leaving_sms(name: str, sms: int) -> Iterator[None]:
-    """Have transformers' flash attention leave SMs free for exchanges while the body runs.
-
-    Only flash-attn 3 can, by its keyword ``sm_margin``; for others nothing changes. transformers
-    does not pass this keyword on, so it is bound to the kernels' functions in transformers' file.
-
-    Args:
-        name: The attention implementation, whose functions transformers loads.
-        sms: The number of SMs to leave free.
-    """
-    library = sys.modules["transformers.modeling_flash_attention_utils"]
-    library.lazy_import_flash_attention(name)
-    names = "_flash_fn", "_flash_varlen_fn"
-    functions = {each: getattr(library, each) for each in names}
-    try:
-        for each, function in functions.items():
-            if takes(function, "sm_margin"):
-                setattr(library, each, functools.partial(function, sm_margin=sms))
-        yield
-    finally:
-        vars(library).update(functions)
-
-
 def _joined(x: Tensor, first: list[int]) -> Tensor:
     """Join the rows of ``x`` [b, s, h, d] into one row [1, n, h, d].
 
@@ -164,7 +139,6 @@ def local_attention(
     sequence: GlobalSequence,
     pattern: Pattern,
     queries: Range | None = None,
-    sm_margin: int = 0,
     **options: Any,
 ) -> Tensor:
     """Attend over the whole sequence with some heads, by the layer's own attention function.
@@ -180,7 +154,6 @@ def local_attention(
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
         queries: The range of tokens whose queries ``q`` holds; None for all tokens.
-        sm_margin: SMs that flash-attn 3 leaves free.
         options: Further keywords of the attention function.
 
     Returns:
@@ -191,7 +164,6 @@ def local_attention(
             of queries.
     """
     name, function = _core(module)
-    leaves_sms = sm_margin > 0 and _takes_edges(function)
     if queries is not None:
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
@@ -205,8 +177,7 @@ def local_attention(
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
         """Call the layer's attention function, which takes [b, h, n, d]."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        with _leaving_sms(name, sm_margin) if leaves_sms else contextlib.nullcontext():
-            return function(module, q, k, v, mask, **{**options, **more})[0]
+        return function(module, q, k, v, mask, **{**options, **more})[0]
 
     def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend by sdpa within a document, whose last tokens are the queries."""

@@ -113,7 +113,8 @@ def is_checkpointed(module: nn.Module) -> bool:
 def can_keep(model: nn.Module) -> bool:
     """Return whether all checkpoints that ``model`` has now can save attention.
 
-    False for a model without checkpoints. `enable` asks, to choose "keep" for ``"memory": "auto"``.
+    False for a model without checkpoints. `enable` asks where a retired key of the section wants
+    attention to be kept.
     """
     functions = []
     for module in model.modules():
@@ -124,8 +125,6 @@ def can_keep(model: nn.Module) -> bool:
 
 def _why_not(function: Any) -> str:
     """Explain why a checkpoint function can't save attention; empty if it can.
-
-    What a chain can do in place of a checkpoint `decoder_layer` judges.
 
     The reason continues the words "is checkpointed".
     """

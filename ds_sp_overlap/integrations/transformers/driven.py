@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,46 +21,10 @@ from ..inspect.library import CACHES, is_library_function, own_class
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from ..layers import OverlapSettings
-from ..sequence.masks import Pattern
-from ..sequence.positions import GlobalSequence
 from .attention_function import baseline_applies, local_attention, why_no_share
 from .forward import Forwards
 from .modules import off_in_eval
 from .probe import difference
-
-
-class BlockArguments(NamedTuple):
-    """The arguments of a layer's call, as its `SelfAttention` takes them.
-
-    Attributes:
-        x: [b, s/P, m]. The hidden states.
-        tables: The position embeddings of this rank's tokens, as the model made them; may be None.
-        sequence: The global sequence.
-        pattern: The pattern of the layer's mask.
-        options: The keywords of `local_attention`, among them ``sequence`` and ``pattern``.
-        per_head: The keywords of `local_attention` that have a slice for each query head.
-        shares: The ranks that share query heads, r.
-    """
-
-    x: Tensor
-    tables: Any
-    sequence: GlobalSequence
-    pattern: Pattern
-    options: dict[str, Any]
-    per_head: dict[str, PerHead]
-    shares: int
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keywords of the `SelfAttention` call."""
-        # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
-        # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
-        return dict(
-            position_embeddings=self.tables,
-            sequence_lengths=self.sequence.lengths,
-            query_chunks=self.sequence.query_chunks(self.shares),
-            options=self.options,
-            **self.per_head,
-        )
 
 
 class _Children:
@@ -162,48 +126,6 @@ class Driven:
     def falls_back(self, is_so: bool) -> None:
         self.block.falls_back = is_so
 
-    def block_arguments(self, arguments: dict[str, Any]) -> BlockArguments:
-        """Translate the arguments of the layer into those of the block.
-
-        Runs in each call, by `forward` or, in a chain, by `DecoderLayer`. Collective if the layer
-        is called by itself, or its forward must be compared with the block.
-
-        Args:
-            arguments: The arguments by name. KV caches in it are set to None.
-
-        Raises:
-            ValueError: for a mask that can't be honoured (`Forwards.of`).
-            RuntimeError: on all ranks, if the comparison finds a difference on any rank.
-        """
-        # Empty ones: the model's forward refuses a cache that is in use.
-        for cache in CACHES:
-            if cache in arguments:
-                arguments[cache] = None
-        rest = {key: value for key, value in arguments.items() if key not in UNUSED}
-        x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
-        mask = rest.pop("attention_mask", None)
-        self.use()
-        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=rest)
-        reading, read_options = self.reader.reading, self.reader.options(self.module)
-        options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
-        if reading.passes_keywords:
-            options |= rest
-        # What the layer passes by itself goes before what its caller passes.
-        options |= read_options
-        if self.reader.probes.is_due(self.where, self.settings.config.check, sequence.lengths):
-            tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
-            self._refuse_difference({**arguments, **tensors})
-        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
-        return BlockArguments(
-            x,
-            tables,
-            sequence,
-            pattern=pattern,
-            options=options,
-            per_head=per_head,
-            shares=self.shares,
-        )
-
     def _refuse_difference(self, arguments: dict[str, Any]) -> None:
         """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
         # The layer's own forward may lack tables or a mask, which are among the arguments here.
@@ -230,11 +152,33 @@ class Driven:
         """Run the block in place of the layer's own forward; return y [b, s/P, m] and no weights.
 
         Collective.
+
+        Raises:
+            ValueError: for a mask that can't be honoured (`Forwards.of`).
+            RuntimeError: on all ranks, if the layer's own forward and the block differ on any rank.
         """
         if off_in_eval(self.module):
             return self._original(*args, **kwargs)
         arguments = {**dict(zip(self._names, args)), **kwargs}
-        call = self.block_arguments(arguments)
+        # Empty ones: the model's forward refuses a cache that is in use.
+        for cache in CACHES:
+            if cache in arguments:
+                arguments[cache] = None
+        rest = {key: value for key, value in arguments.items() if key not in UNUSED}
+        x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
+        mask, config = rest.pop("attention_mask", None), self.settings.config
+        self.use()
+        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=rest)
+        reading, read_options = self.reader.reading, self.reader.options(self.module)
+        options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
+        if reading.passes_keywords:
+            options |= rest
+        # What the layer passes by itself goes before what its caller passes.
+        options |= read_options
+        if self.reader.probes.is_due(self.where, config.check, sequence.lengths):
+            tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
+            self._refuse_difference({**arguments, **tensors})
+        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
 
         def baseline_attention(x: Tensor) -> Tensor:
             """Run the layer's own forward, in which stock Ulysses exchanges."""
@@ -243,14 +187,25 @@ class Driven:
         baseline = None
         if self.settings.policy and baseline_applies(
             self.module,
-            call.x,
-            call.sequence,
-            pattern=call.pattern,
+            x,
+            sequence,
+            pattern=pattern,
             sp_group=self.settings.sp_group,
             keywords=arguments,
         ):
             baseline = baseline_attention
-        return self.block(call.x, baseline=baseline, **call.keywords()), None
+        # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
+        # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
+        y = self.block(
+            x,
+            baseline=baseline,
+            position_embeddings=tables,
+            sequence_lengths=sequence.lengths,
+            query_chunks=sequence.query_chunks(self.shares),
+            options=options,
+            **per_head,
+        )
+        return y, None
 
 
 def drive(
@@ -274,9 +229,8 @@ def drive(
         return local_attention(module, q, k, v, **options, **per_head)
 
     # `shares_of` lets ranks share query heads if the attention has a parameter ``queries``.
-    def attend(q, k, v, options, queries=None, sm_margin=0, **per_head):
-        own = dict(queries=queries, sm_margin=sm_margin)
-        return local_attention(module, q, k, v, **own, **options, **per_head)
+    def attend(q, k, v, options, queries=None, **per_head):
+        return local_attention(module, q, k, v, queries=queries, **options, **per_head)
 
     norms = [getattr(module, norm) for norm in children.norms.values()]
     block = SelfAttention(

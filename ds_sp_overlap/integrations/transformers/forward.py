@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from ...attention.runtime import sharded
 from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
-from ..chains import ForwardPasses
 from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import GlobalSequence, Positions
@@ -30,7 +30,7 @@ from .modules import Watched, first_of, off_in_eval, pretrained
 _LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-class Forwards(ForwardPasses):
+class Forwards:
     """The forwards of a model, with the global sequence of each; made by `enable`.
 
     A layer's call belongs to the forward that is running, to an earlier forward if a checkpoint
@@ -42,13 +42,35 @@ class Forwards(ForwardPasses):
         attended: The names of the layers, and rotary embeddings, whose tokens of all ranks were
             asked for in the forward that is running; for `_witnessed`.
         host: The model whose forward is running, the inner one of two; None between forwards.
+        fallible: By name, the layers that fall back where a hook or an adapter stands in the way:
+            they exchange something else then, so all ranks must. Each has a method
+            ``why_fallback()``, which gives the reason on this rank; and an attribute
+            ``falls_back``, set in each forward of the model: whether it does on any rank.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
-        super().__init__(config)
         self.positions, self.masks = Positions(sp_group, config.documents), Masks()
         self.attended: set[str] = set()
         self.host: Host | None = None
+        # Weak, since tables of attention functions reach this object and must keep no model alive.
+        self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+    def fallbacks(self) -> list[str]:
+        """Return the names of the layers that fall back on this rank, in ascending order."""
+        names = []
+        for name, layer in self.fallible.items():
+            try:
+                reason = layer.why_fallback()
+            except Exception:  # of any kind: a module is gone, of which the layer's own call tells
+                reason = "it can't be looked at"
+            if reason:
+                names.append(name)
+        return sorted(names)
+
+    def fall_back(self, names: Collection[str]) -> None:
+        """Let the layers that are named fall back, and no others, until the next call of this."""
+        for name, layer in self.fallible.items():
+            layer.falls_back = name in names
 
     def of(
         self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
@@ -175,7 +197,6 @@ class Host:
             self.checkpoints.keeping(),
             positions.forward(self.name, arguments, cache, fallbacks=fallbacks) as sequence,
             _witnessed(self.forwards, self.unseen, self.watched.foreign()),
-            self.forwards.running(sequence.lengths),
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):

@@ -10,14 +10,11 @@ model that can't be served correctly is refused on all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..chains import ChainedLayer
-from ..find_chains import find_chains
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions
@@ -27,8 +24,7 @@ from ..rebinding import rebind
 from . import delta_net, latent
 from .attention_function import Dispatch, attention_of, bind_function
 from .checkpoints import Checkpoints, can_keep
-from .decoder_layer import DecoderLayer
-from .driven import Driven, drive
+from .driven import drive
 from .forward import Forwards, Host, stretched
 from .modules import (
     Watched,
@@ -118,9 +114,8 @@ def find_layers(
     """
     if attention_functions() is None:
         return [], []
-    # Under "memory": "auto" attention is kept over checkpoints, unless the section says otherwise.
-    chosen = overlap.config.model_fields_set
-    if overlap.config.memory == "auto" and "checkpointing" not in chosen and can_keep(model):
+    # A retired key asks for it.
+    if overlap.config.keeps_over_checkpoints and can_keep(model):
         config = overlap.config.model_copy(update={"checkpointing": "keep"})
         overlap = overlap._replace(config=config)
     search = _Search(model, overlap)
@@ -130,9 +125,8 @@ def find_layers(
             getattr(module, "config", None), "_attn_implementation"
         ):
             search.add_attention(name, module)
-    layers_of_chain = search.join_chains()
     search.add_delta_nets()
-    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *layers_of_chain]
+    return search.layers, [*search.hosts(), *search.rotary_embeddings()]
 
 
 class _Search:
@@ -143,7 +137,6 @@ class _Search:
         delta_nets: The gated delta nets by name, each with the name and module of the innermost
             model around it.
         layers: The layers that were found.
-        whole: The layers whose forward a `Driven` replaces, by name.
         hosted: For the name of each model around overlapped layers, these layers by name.
         unseen: The names of layers that must be seen to call their attention function.
         saving: The layers whose attention is saved over checkpoints.
@@ -160,7 +153,6 @@ class _Search:
                 if models := models_around(name, self.modules):
                     self.delta_nets[name] = models[0]
         self.layers: list[FoundLayer] = []
-        self.whole: dict[str, Driven] = {}
         self.hosted: dict[str, dict[str, nn.Module]] = {}
         self.unseen: set[str] = set()
         self.saving: set[nn.Module] = set()
@@ -241,7 +233,6 @@ class _Search:
         got, lacks = self.overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
-        self.whole[name] = driven
         if driven.block.saves_over_checkpoints():
             self.saving.add(module)
 
@@ -279,28 +270,6 @@ class _Search:
         # its attention function, where it is overlapped.
         self.unseen.add(name)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
-
-    def join_chains(self) -> list[HostModule]:
-        """Join the decoder layers around layers that are driven whole into chains.
-
-        Updates the words about these layers in ``layers``.
-
-        Returns:
-            The decoder layers, each with the binding of its forward in the chain.
-        """
-        wanted: dict[str, Callable[[], ChainedLayer]] = {}
-        for name, driven in self.whole.items():
-            parent, _, child = name.rpartition(".")
-            wanted[name] = functools.partial(
-                DecoderLayer, parent, self.modules[parent], child, driven, self.forwards
-            )
-        chains = find_chains(self.modules, wanted, self.layers, settings=self.overlap)
-        hosts = []
-        for chain in chains:
-            for chained in chain:
-                bind = functools.partial(rebind, chained.module, chained.forward)
-                hosts.append(HostModule(chained.module, bind))
-        return hosts
 
     def add_delta_nets(self) -> None:
         """Add the gated delta nets, once the models that host attention layers are known.

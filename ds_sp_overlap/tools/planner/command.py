@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ...autotune.costs import WINDOWS, LayerShape, Rates
 from ...exchange.geometry import shares_for
+from .costs import WINDOWS, LayerShape, Rates
 from .fits import Model, Way, longest
 from .gpu.constants import GPUS, Gpu, gpu
 from .plan import CLOSE, GROUPS, Plan, plan
@@ -368,8 +368,7 @@ def describe(layer: LayerShape, rates: str, result: Plan) -> str:
             "exposed ms": f"{exposed_ms:.3f}",
             "exposed": f"{simulated.exposed:.1%}",
             "saves": f"{1 - simulated.step_ms / base.step_ms:.1%}",
-            # Blocks are simulated without memory.
-            "peak MiB": f"{simulated.peak / 2**20:.1f}" if simulated.peak else "-",
+            "peak MiB": f"{simulated.peak / 2**20:.1f}",
         }
         rows.append(row)
     what = "layer with its MLP" if layer.intermediate else "attention layer"

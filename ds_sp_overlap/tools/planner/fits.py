@@ -2,7 +2,7 @@
 
 The training is ZeRO-3 in bf16 with Adam, whose states lie over the ranks of the sp group. A model
 is a number of equal layers. Loss and MLP are computed in tiles, as in Arctic long sequence
-training, and need no memory to speak of. Beside the memory of its attention (`schedule.memory`), a
+training, and need no memory to speak of. Beside the memory of its attention (`memory`), a
 layer saves four tensors of the size of x: the inputs of the layer, of attention, of the MLP's norm
 and of the MLP.
 
@@ -16,8 +16,9 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ...autotune.costs import LayerShape, Sizes
-from ...schedule import Tensor, schedule_of
+from ...schedule import schedule_of
+from .costs import LayerShape, Sizes
+from .memory import Tensor
 from .plan import BASELINE
 
 # Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.

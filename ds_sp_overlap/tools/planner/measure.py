@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...autotune.costs import LayerShape, Rates
+from .costs import LayerShape, Rates
 
 # The most tokens of attention that are timed. Beyond, its rate hardly changes, but its time does.
 LONGEST = 8192

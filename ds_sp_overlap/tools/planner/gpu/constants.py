@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....autotune.costs import Rates
+from ..costs import Rates
 from .launches import COMPUTE, Attention, Gemm, Launch, Move, Transfer
 
 
@@ -68,8 +68,6 @@ class Gpu:
     Attributes:
         known: Figures with their sources, by name.
         queues: Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS).
-        carve_out: SMs that matrix products beside an exchange leave free.
-        margin: SMs that the forward of attention leaves free (FA3's sm_margin).
         in_order: Whether collectives begin in the order in which the host launches them
             (NCCL_LAUNCH_ORDER_IMPLICIT).
         ctas: SMs of a collective by communicator; ``nccl_ctas`` where a communicator is missing.
@@ -78,8 +76,6 @@ class Gpu:
 
     known: dict[str, Known]
     queues: int = 8
-    carve_out: int = 0
-    margin: int = 0
     in_order: bool = False
     ctas: dict[str, int] = field(default_factory=dict)
     free_wire: bool = False
@@ -97,7 +93,7 @@ class Gpu:
             tile_us = 2 * tile_m * tile_n * launch.k / (per_sm * self["gemm_share"])
             # Persistent: as many blocks as SMs, the tiles dealt out beforehand (PyTorch issue
             # 143988). Each block has one turn, which takes the time of all its tiles.
-            ctas = min(tiles, sms - self.carve_out * launch.beside)
+            ctas = min(tiles, sms)
             return Grid(ctas, ctas, -(-tiles // ctas) * tile_us)
         if isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
@@ -111,7 +107,7 @@ class Gpu:
                 return Grid(tiles, tiles, tile_us)
             tile_us = flops / tiles / (per_sm * self["attention_share"])
             # FlashAttention-3's forward is persistent, and its blocks take tile after tile.
-            return Grid(min(tiles, sms - self.margin), tiles, tile_us, holds=True)
+            return Grid(min(tiles, sms), tiles, tile_us, holds=True)
         assert isinstance(launch, Move)
         # Eight turns of each SM, so that a few SMs less make it longer by their share.
         whole_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * self["memory_share"])

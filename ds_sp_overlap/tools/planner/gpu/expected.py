@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from ....autotune.costs import LayerShape
-from ....config import SpOverlapConfig
+from ..costs import LayerShape
 from .constants import Gpu
 from .deadlocks import WEIGHTS, search, with_gathers
 from .launches import GATE, Launch, Move, Record, Wait
@@ -34,14 +33,11 @@ def without_gate(launches: Sequence[Launch]) -> list[Launch]:
 def expect(launches: Sequence[Launch], gpu: Gpu) -> dict[str, float]:
     """Return the ms of a step on ``gpu``, and what they would be if one thing were different.
 
-    The keys are columns of `describe`. "and margin" comes on top of the carve-out before it.
+    The keys are columns of `describe`.
     """
-    ctas = int(gpu["nccl_ctas"])
     ways = {
         "step": gpu,
         "free wire": replace(gpu, free_wire=True),
-        f"carve-out {ctas}": replace(gpu, carve_out=ctas),
-        f"and margin {ctas}": replace(gpu, carve_out=ctas, margin=ctas),
         "one queue": replace(gpu, queues=1),
     }
     found = {name: play(way, launches).us / 1e3 for name, way in ways.items()}
@@ -56,8 +52,6 @@ def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
     last = recorded[f"G = {groups[-1]}"]
     what = "attention layer"
     if layer.intermediate:
-        chunks = SpOverlapConfig().chunks_for()
-        recorded[f"block, C = {chunks}"] = record(layer, 1, chunks)
         what = f"{LAYERS} layers with MLP, one behind the other"
     found = {way: expect(launches, gpu) for way, launches in recorded.items()}
     rows = []
@@ -85,10 +79,9 @@ def describe(layer: LayerShape, gpu: Gpu, groups: Sequence[int]) -> str:
             f"two communicators (exchanges and gathers of weights, {int(gpu['nccl_ctas'])} and "
             f"{OTHER_CTAS} SMs), two ranks, {len(SEEDS)} random delays: "
             + (f"DEADLOCK with seeds {list(stuck)}: {stuck}" if stuck else "no deadlock"),
-            "columns: step as it is; wire that costs nothing; products beside exchanges leave SMs "
-            "free, and attention too; CUDA_DEVICE_MAX_CONNECTIONS=1; compute that does not wait "
-            "for the launch of exchanges; time at which the host is done; time in which the GPU "
-            "waits for the host",
+            "columns: step as it is; wire that costs nothing; CUDA_DEVICE_MAX_CONNECTIONS=1; "
+            "compute that does not wait for the launch of exchanges; time at which the host is "
+            "done; time in which the GPU waits for the host",
             f"figures:\n{figures}",
         )
     )

@@ -9,18 +9,13 @@ COMPUTE, TRANSFER, GATE = "compute", "transfer", "gate"
 
 
 class Gemm(NamedTuple):
-    """A matrix product: ``batch`` products [m, k] x [k, n].
-
-    Attributes:
-        beside: Whether the host has launched an exchange that compute has not waited for.
-    """
+    """A matrix product: ``batch`` products [m, k] x [k, n]."""
 
     stream: str
     m: int
     n: int
     k: int
     batch: int
-    beside: bool
 
 
 class Attention(NamedTuple):
@@ -37,7 +32,6 @@ class Attention(NamedTuple):
     heads: int
     head_dim: int
     backward: bool
-    beside: bool
 
 
 class Move(NamedTuple):

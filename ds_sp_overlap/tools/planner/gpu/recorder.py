@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ....attention.self_attention import SelfAttention
-from ....autotune.costs import LayerShape
-from ....chain.block_layer import BlockLayer
-from ....chain.chain import Chain
 from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
 from ....exchange.streams import SideStream
 from ....exchange.transport import DONE, Done
+from ..costs import LayerShape
 from .launches import (
     COMPUTE,
     GATE,
@@ -43,7 +41,7 @@ from .launches import (
     Wait,
 )
 
-# Layers that are recorded where there is an MLP: enough for a block to have a middle.
+# Layers that are recorded where there is an MLP: a first, a middle and a last one.
 LAYERS = 3
 # Operators whose last two arguments are multiplied.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -85,8 +83,6 @@ class Recorder(TorchDispatchMode):
             (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
         )
         self._events = 0
-        # Marks of the transfer stream that compute has not waited for.
-        self._under_way: set[int] = set()
 
     # The interface of torch.cuda.
 
@@ -112,13 +108,9 @@ class Recorder(TorchDispatchMode):
         self._events += 1
         event.number = self._events
         self.launches.append(Record(stream, event.number))
-        if stream.startswith(TRANSFER):
-            self._under_way.add(event.number)
 
     def wait(self, stream: str, event: _Event) -> None:
         self.launches.append(Wait(stream, event.number))
-        if stream == COMPUTE:
-            self._under_way.discard(event.number)
 
     # A transport.
 
@@ -151,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
     def _kernel(self, name: str, args: Any, returned: Any) -> None:
         """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
-        on, beside = self.current.name, bool(self._under_way)
+        on = self.current.name
         # Each tensor once: an operator that works in place returns one of its arguments.
         tensors = {}
         for each in tree_leaves((args, returned)):
@@ -160,16 +152,14 @@ class Recorder(TorchDispatchMode):
         if name.removesuffix("_") in PRODUCTS:
             a, b = args[-2:]
             batch = a.shape[0] if a.dim() == 3 else 1
-            self.launches.append(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch, beside))
+            self.launches.append(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch))
         elif n_bytes := sum(x.numel() * x.element_size() for x in tensors.values()):
             self.launches.append(Move(on, name, n_bytes))
 
     def attention(self, q: Tensor, keys: int, backward: bool) -> None:
         """Record one launch for attention of q, [s, b, h, d], whose last query sees ``keys``."""
         seq, batch, heads, head_dim = q.shape
-        beside = bool(self._under_way)
-        of_heads = batch * heads, head_dim
-        self.launches.append(Attention(COMPUTE, seq, keys, *of_heads, backward, beside))
+        self.launches.append(Attention(COMPUTE, seq, keys, batch * heads, head_dim, backward))
 
 
 def _to_meta(value: Any) -> Any:
@@ -200,11 +190,18 @@ class _Attend(torch.autograd.Function):
         return (*(torch.empty_like(each) for each in inputs), None, None)
 
 
-class _Norm(nn.Module):
-    """Stands for a norm, which is one kernel in forward and one in backward."""
+class _Residual(nn.Module):
+    """Adds what a module makes of the normed x to x.
+
+    ``neg`` stands for the norm: one kernel in forward and one in backward.
+    """
+
+    def __init__(self, of: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.of = of
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.neg(x)
+        return x + self.of(torch.neg(x))
 
 
 class _MLP(nn.Module):
@@ -233,15 +230,13 @@ class _Alone(SPGroup):
         return [what] * self.size
 
 
-def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
+def record(layer: LayerShape, groups: int) -> list[Launch]:
     """Return the launches of forward and backward on rank 0.
 
     Args:
         layer: Shape of the layer. Without an MLP one attention layer runs; with one, `LAYERS`
             whole layers, one behind the other.
         groups: Head groups, G.
-        chunks: Chunks of tokens, C, in which layers with an MLP run as a chain; 0 for layers one by
-            one.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
@@ -274,32 +269,17 @@ def record(layer: LayerShape, groups: int, chunks: int = 0) -> list[Launch]:
         made.layer.sp_group = sp_group
         return made
 
-    def whole(at: int) -> BlockLayer:
-        """Make a layer with norms and MLP."""
+    forward: Callable[[Tensor], Tensor] = attention(0)
+    if layer.intermediate:
         wide = layer.width, layer.intermediate
-        mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
-        return BlockLayer(attention(at), _Norm(), _Norm(), mlp)
-
-    def run(x: Tensor) -> Tensor:
-        """Run the layers as a chain, or one by one."""
-        if chunks:
-            chain = Chain(chunks)
-            for one, successor in zip(layers, [*layers[1:], None]):
-                x = chain.run(one, successor, x)
-            return x
-        for one in layers:
-            x = x + one.attention(one.norm_in(x))
-            x = x + one.mlp(one.norm_mid(x))
-        return x
-
-    forward = run if layer.intermediate else attention(0)
-    layers = [whole(at) for at in range(LAYERS)] if layer.intermediate else []
+        layers = []
+        for at in range(LAYERS):
+            mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
+            layers += [_Residual(attention(at)), _Residual(mlp)]
+        forward = nn.Sequential(*layers)
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
     with recorder:
-        # In the first forward of a block the ranks compare, and nothing starts ahead.
-        for _ in range(2 if chunks else 1):
-            recorder.launches.clear()
-            x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            y = forward(x)
-            y.backward(torch.empty_like(y))
+        x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        y = forward(x)
+        y.backward(torch.empty_like(y))
     return recorder.launches

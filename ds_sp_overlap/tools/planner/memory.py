@@ -23,8 +23,7 @@ itself. rows exist only in a window.
 
 Gradients have the same roles in the other direction: ``dgrad o`` makes local do, ``attend do``
 makes global dq. x, dy and the weights are not counted, since they exist before. Left out are inputs
-of norms, KV heads that are repeated for attention, and what a checkpoint runs again. A `Block` has
-other steps, which nothing here knows.
+of norms, KV heads that are repeated for attention, and what a checkpoint runs again.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from .steps import MLP, QKV, O, Op, Schedule, Step
-from .window import Windowed
+from ...schedule import MLP, QKV, O, Op, Schedule, Step, Windowed
 
 
 class Tensor(NamedTuple):
@@ -72,7 +70,7 @@ def memory_bytes(
     """Return the most bytes in memory during each step, without running any.
 
     Args:
-        schedule: The schedule; no `Block`.
+        schedule: The schedule.
         size_bytes: Bytes of a tensor. 0 for a send buffer if the transfer reads the source where it
             is, and for a receive buffer if the transfer writes to the target.
         kv_groups_of: For a group, the groups with which the KV heads travelled that it attends to.

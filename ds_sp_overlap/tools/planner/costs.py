@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ..exchange.geometry import Geometry
-from ..exchange.layout import Layout
-from ..schedule import (
-    MLP,
-    O,
-    Op,
-    Schedule,
-    Simulation,
-    Step,
-    Tensor,
-    memory_bytes,
-    simulate,
-)
+from ...exchange.geometry import Geometry
+from ...exchange.layout import Layout
+from ...schedule import MLP, O, Op, Schedule, Simulation, Step, simulate
+from .memory import Tensor, memory_bytes
 
 
 @dataclass(frozen=True)
@@ -33,8 +24,8 @@ class LayerShape:
         sp_size: ``P``.
         batch: ``b``.
         element_bytes: Bytes of an element that is exchanged.
-        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing
-            but in a block; 0: the attention layer alone.
+        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
+            0: the attention layer alone.
         shares: Ranks that share their query heads, ``r``.
 
     Raises:
@@ -116,8 +107,8 @@ class Sizes:
         return memory_bytes(schedule, cache(self.size), kv_groups_of, is_baseline)
 
     def size(self, tensor: Tensor) -> int:
-        """Return the bytes of a tensor on rank 0, whose role is one of the table in
-        `schedule.memory`; 0 for roles that take no memory.
+        """Return the bytes of a tensor on rank 0, whose role is one of the table in `memory`; 0
+        for roles that take no memory.
         """
         role, name, group, _, exchange = tensor
         layer = self.layer
@@ -230,6 +221,5 @@ class Costs(Sizes):
         return simulate(schedule, program, self.ms, self.memory_bytes(schedule, is_baseline))
 
 
-# The windows (G, W) that training may time (`choices`), and that `plan` shows. Windows of more
-# groups save little memory.
+# The windows (G, W) that `plan` shows. Windows of more groups save little memory.
 WINDOWS = ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2))

@@ -1,1 +1,0 @@
-"""Decoder layers as one chain, whose exchanges hide behind the MLPs between their attentions."""

@@ -1,0 +1,193 @@
+"""Norms and MLPs, tried out with random weights: functions of one token at a time, or not known, and never mistaken."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint  # noqa: F401, of the forwards below
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
+
+CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4)
+FORWARD = """
+def forward(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+"""
+
+
+def mlp(*changes):
+    """Of a class of its own, with ``changes`` of its forward; its weights have no memory."""
+    source = FORWARD
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    namespace = {}
+    exec(compile(source, "<forward>", "exec"), {**globals()}, namespace)
+    with torch.device("meta"):
+        return type("MLP", (LlamaMLP,), {"forward": namespace["forward"], "__module__": __name__})(CONFIG)
+
+
+def norm(forward):
+    return type("Norm", (LlamaRMSNorm,), {"forward": forward, "__module__": __name__})(24)
+
+
+def probe(module, is_norm=False):
+    return probe_tokenwise("mlp", module, 24, is_norm)
+
+
+class Meeting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy + dy.mean(1, keepdim=True)
+
+
+WHOLE = "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+WRONG = {
+    "tokens that meet": ("self.gate_proj(x)", "self.gate_proj(x - x.mean(1, keepdim=True))", "mlp .MLP.: its forward computes over more than a token: mean"),
+    "the token before": ("self.gate_proj(x)", "self.gate_proj(x + x.roll(1, 1))", "not known here: roll"),
+    "a random number": ("self.gate_proj(x)", "self.gate_proj(x) + 0 * torch.rand(1, device=x.device)", "calls torch.rand"),
+    "a random number in training": ("self.gate_proj(x)", "self.gate_proj(x) + (torch.rand(1) if self.training else 0)", "calls torch.rand"),
+    "a pair": (WHOLE, WHOLE + ", x", "doesn't return hidden states alone"),
+    "tokens that meet in backward": ("self.gate_proj(x)", "self.gate_proj(Meeting.apply(x))", "uses the global Meeting"),
+    "a checkpoint": (WHOLE, WHOLE.replace("self.down_proj(", "checkpoint(self.down_proj, ").replace("up_proj(x))", "up_proj(x), use_reentrant=False)"), "calls torch._compile"),
+    "sizes by the count of tokens": ("self.gate_proj(x)", "self.gate_proj(x / x.shape[1])", "makes something else of some|computes with a size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_mlp_that_is_no_function_of_a_token_is_not_known(what):
+    old, new, message = WRONG[what]
+    with pytest.raises(Unknown, match=message):
+        probe(mlp((old, new)))
+
+
+RIGHT = {
+    "as it is": (),
+    "a linear layer twice": (("self.up_proj(x)", "self.up_proj(x) * self.up_proj(x)"),),
+    "a linear layer less": ((" * self.up_proj(x)", ""),),
+    "a weight by itself": (("self.up_proj(x)", "nn.functional.linear(x, self.up_proj.weight, self.up_proj.bias)"),),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_an_mlp_may_be_any_function_of_a_token(what):
+    assert not any(loaded.has_changed() for loaded in probe(mlp(*RIGHT[what])))
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        return x
+
+
+class Adapted(nn.Linear):
+    pass
+
+
+class Quantised(nn.Parameter):
+    """Is a weight that some library multiplies in its own way."""
+
+
+def quantised():
+    linear = nn.Linear(24, 40)
+    linear.weight = Quantised(linear.weight.data)
+    return linear
+
+
+CHILDREN = {
+    "a linear layer with a weight of another type": ("up_proj", quantised()),
+    "an activation with a buffer": ("act_fn", Remembering()),
+    "an activation with a parameter": ("act_fn", nn.PReLU()),
+    "another linear layer": ("up_proj", Adapted(24, 40, device="meta")),
+}
+
+
+@pytest.mark.parametrize("what", CHILDREN)
+def test_an_mlp_with_other_children_is_not_known(what):
+    name, child = CHILDREN[what]
+    module = mlp()
+    setattr(module, name, child)
+    with pytest.raises(Unknown, match=f"mlp.{name} .{type(child).__name__}. is no plain linear layer, and no activation"):
+        probe(module)
+
+
+def test_an_mlp_may_have_adapters():
+    module = nn.ModuleDict({"mlp": mlp()})
+    get_peft_model(module, LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], lora_dropout=0.0))
+    assert type(module.mlp.up_proj) is not nn.Linear
+    probe(module.mlp)
+    module = nn.ModuleDict({"mlp": mlp()})
+    get_peft_model(module, LoraConfig(target_modules=["up_proj"], lora_dropout=0.1))
+    with pytest.raises(Unknown, match="mlp.up_proj.lora_dropout.default .Dropout. drops out"):
+        probe(module.mlp)
+
+
+def test_dropout_counts_where_it_drops():
+    module = mlp(("self.up_proj(x)", "self.drop(self.up_proj(x))"))
+    module.drop = nn.Dropout(0.0)
+    probe(module)
+    before = fixed_state(module)
+    module.drop.p = 0.1
+    assert fixed_state(module) != before
+    with pytest.raises(Unknown, match="mlp.drop .Dropout. drops out"):
+        probe(module)
+
+
+def test_an_mlp_or_a_norm_with_a_parameter_or_buffer_is_not_known():
+    module = mlp()
+    module.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(Unknown, match="mlp .MLP. is no plain linear layer"):
+        probe(module)
+    module = LlamaRMSNorm(24)
+    probe(module, is_norm=True)
+    module.register_buffer("mean", torch.zeros(24))
+    with pytest.raises(Unknown, match="mlp .LlamaRMSNorm. has more than parameters"):
+        probe(module, is_norm=True)
+
+
+def test_a_norm_over_tokens_is_not_known():
+    with pytest.raises(Unknown, match="mlp .Norm.: its forward computes over more than a token"):
+        probe(norm(lambda self, x: (x - x.mean(1, keepdim=True)) * self.weight), is_norm=True)
+
+
+def test_weights_that_zero_3_took_into_parts_are_not_needed():
+    module = LlamaRMSNorm(24)
+    module.weight = nn.Parameter(torch.empty(0))
+    module.weight.ds_shape = torch.Size((24,))
+    probe(module, is_norm=True)
+
+
+def test_no_hook_is_called_and_nothing_is_left_changed():
+    module, called = mlp(), []
+    for part in module.modules():
+        part.register_forward_pre_hook(lambda *_: called.append(True))
+    before = [(dict(vars(part)), part.training) for part in module.modules()]
+    drawn = torch.get_rng_state()
+    probe(module)
+    assert [(dict(vars(part)), part.training) for part in module.modules()] == before and not called
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kind", [LlamaMLP, LlamaRMSNorm])
+def test_a_class_of_the_library_with_a_forward_of_somebody_else_is_accounted_for(kind, monkeypatch):
+    own = kind.forward
+
+    def by_length(self, x):
+        x = own(self, x)
+        return x - x.mean(1, keepdim=True) if x.shape[1] > 1000 else x
+
+    module = LlamaMLP(CONFIG) if kind is LlamaMLP else LlamaRMSNorm(24)
+    probe(module, is_norm=kind is LlamaRMSNorm)
+    monkeypatch.setattr(kind, "forward", by_length)
+    with pytest.raises(Unknown, match="size of its tensors"):
+        probe(module, is_norm=kind is LlamaRMSNorm)

@@ -568,11 +568,7 @@ def beside_replicas(rank, section):
     return max(errors), list(ran), {layer.got for layer in report.layers}
 
 
-@pytest.mark.parametrize(
-    "section",
-    [{"shares": 2}, full({})],
-    ids=str,
-)
+@pytest.mark.parametrize("section", [{"shares": 2}, full({})], ids=str)
 def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
     every = on_ranks(4, beside_replicas, section)
     for error, ran, got in every:
@@ -583,13 +579,7 @@ def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
     assert candidates[-1] == 2 and set(candidates) == {1, 2, 4}, candidates
 
 
-WATCHED = [
-    Watched(
-        Guard("no MoE drops sp ranks' tokens", without="if False:"),
-        dropped_tokens,
-        4,
-    ),
-]
+WATCHED = [Watched(Guard("no MoE drops sp ranks' tokens", without="if False:"), dropped_tokens, 4)]
 
 
 @pytest.mark.parametrize("watched", WATCHED, ids=str)

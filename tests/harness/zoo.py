@@ -515,7 +515,6 @@ PLACES = {
     "norm": {"y = self.weight * y": "y"},
     "q norm": {"y = self.weight * y": "y"},
 }
-POINTWISE = {"mlp", "norm", "q norm"}  # called as modules: what works number by number in them is right, whatever it is
 
 
 def inserted(of, place, x, operation):

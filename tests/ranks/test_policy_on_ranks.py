@@ -444,21 +444,10 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 
 WATCHED = [
     Watched(Guard("stays for its backward", without="if not self._due or self.over:"), another_optimizer_before_backward),
-    Watched(
-        Guard("the slowest rank counts", without="slowest = [min(times) for times in zip(*complete)]"),
-        choices_differ,
-    ),
+    Watched(Guard("the slowest rank counts", without="slowest = [min(times) for times in zip(*complete)]"), choices_differ),
     Watched(Guard("replicas choose together", without="if False:"), replicas_differ, 4),
-    Watched(
-        Guard("their lengths differ", without="if True:"),
-        replicas_differ,
-        4,
-    ),
-    Watched(
-        Guard("no stock", without="candidates = candidates_for(most, off)"),
-        replicas_differ_where_one_could_run_stock,
-        4,
-    ),
+    Watched(Guard("their lengths differ", without="if True:"), replicas_differ, 4),
+    Watched(Guard("no stock", without="candidates = candidates_for(most, off)"), replicas_differ_where_one_could_run_stock, 4),
 ]
 
 

@@ -282,13 +282,10 @@ def test_the_hook_goes_with_the_policy():
 
 WATCHED = [
     Watched(
-        Guard(
-            "evaluations favour none",
-            without="calls, gradients = len(own_forwards), len(own_backwards)",
-        ),
+        Guard("evaluations favour none", without="calls, gradients = len(own_forwards), len(own_backwards)"),
         evaluations_decide,
         ranks=0,
-    ),
+    )
 ]
 
 

@@ -18,7 +18,6 @@ from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader, Source
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
-from ds_sp_overlap.integrations.megatron import traced_globals
 from ds_sp_overlap.rotary import rotate
 from tests.harness.cases import since_transformers
 from tests.harness.guards import Guard, Watched, must_notice
@@ -383,16 +382,6 @@ class Cached(Plain):
 
 def test_what_somebody_decorates_is_known_by_no_digest():
     assert digest(Plain, "expand_kv") != "" and digest(Decorated, "expand_kv") == "" and digest(Cached, "expand_kv") == ""
-
-
-def test_a_function_of_megatron_that_would_cut_the_graph_is_not_read_as_the_identity():
-    def fail(reason):
-        raise Unknown(reason)
-
-    run, x = types.SimpleNamespace(fail=fail), torch.ones(2)
-    assert traced_globals._viewless(run, inp=x, requires_grad=True, keep_graph=True) is x
-    with pytest.raises(Unknown, match="without keep_graph=True"):
-        traced_globals._viewless(run, inp=x, requires_grad=True, keep_graph=False)
 
 
 def test_a_parameter_that_is_one_is_no_constant_one():

@@ -167,7 +167,7 @@ def test_importing_the_package_loads_itself_alone():
     new, _ = loaded_by("import ds_sp_overlap")
     assert {name for name in roots(new) if not name.startswith("_")} == {"ds_sp_overlap"}
     assert {name.removeprefix("ds_sp_overlap.") for name in new if name.startswith("ds_sp_overlap.")} == {
-        "attention", "exchange", "exchange.launch_order", "integrations", "integrations.after_import", "integrations.deepspeed", "integrations.deepspeed.accelerate",
+        "exchange", "exchange.launch_order", "integrations", "integrations.after_import", "integrations.deepspeed", "integrations.deepspeed.accelerate",
         "integrations.megatron", "integrations.megatron.bridge", "profiling",
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ def test_a_program_is_right_or_refused(name):
 
 
 def test_there_are_many_programs():
-    assert len(PROGRAMS) >= 240 and len(SOME) >= 55 and len(OPERATIONS) >= 80
+    assert len(PROGRAMS) >= 220 and len(SOME) >= 55 and len(OPERATIONS) >= 80
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -98,7 +98,7 @@ WATCHED = [
     Watched(Guard("keywords are passed on", without=NEVER), unless("a keyword that is dropped", OWN), ranks=0),
     Watched(Guard("all that learns is known", without=NEVER), unless("a parameter that waits", OWN), ranks=0),
     Watched(Guard("a norm of each head by itself", without="pass"), unless("a norm of heads over heads at times", OWN), ranks=0),
-    Watched(Guard("code of one's own is accounted for", without="accounts = False"), unless("tokens that meet in an MLP of 40"), ranks=0),
+    Watched(Guard("code of one's own is accounted for", without=NEVER), unless("tokens that meet in an MLP of 40"), ranks=0),
     Watched(Guard("globals of a module too", without="pass"), unless("sorted by a global, in an MLP"), ranks=0),
     Watched(Guard("whatever it may look at", without=NEVER), unless("sorted, in an MLP"), ranks=0),
     Watched(Guard("joined dims too", without="if count not in self.sizes:"), unless("by joined dims, of q"), ranks=0),

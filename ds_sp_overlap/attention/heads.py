@@ -32,6 +32,7 @@ from .arguments import modules_of, named, slice_per_head, tensors_of
 from .memory.forward_state import Random, in_modes
 from .memory.recompute import join_pieces
 from .runtime.execution import Call, pieces_of_queries, with_head_dim, with_kv
+from .unobserved import unobserved
 
 
 class Local(NamedTuple):
@@ -91,14 +92,9 @@ def probe_heads(call: Call, local: Local, device: torch.device) -> tuple[str, li
         None where there is a reason, and where KV heads don't divide by the ranks, so that ranks
         can't be compared.
     """
-    devices = [] if device.type == "cpu" else [device]
-    kind, modules = device.type if devices else "cuda", modules_of(local.attend)
-    with (  # guard: takes no random numbers
-        torch.no_grad(),
-        torch.random.fork_rng(devices, device_type=kind),
-        # In training mode, dropout would differ in every call.
-        in_modes(modules, [False] * len(modules)),
-    ):
+    modules = modules_of(local.attend)
+    # In training mode, dropout would differ in every call.
+    with unobserved(modules, device), in_modes(modules, [False] * len(modules)):
         try:
             before = Random.now(device)
             difference, norms = _difference(call, local, device)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .modes import outside_modes
+
 
 class Calls:
     """Counts the calls of layers over one sp group in this process, and compares them over ranks.
@@ -67,6 +69,11 @@ class Calls:
         self.names.append(name)  # guard: calls are told by name
         if len(self.names) < self.EVERY:
             return
+        self._compare(sp_group, name, device)
+
+    @outside_modes()
+    def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
+        """Read the last comparison and begin the next; as `count`, whose arguments it shares."""
         earlier, alike = self.asked
         # Nothing is asked any more, should what follows raise.
         self.asked = [], lambda: True

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..rotary import rotate
 from .joined import blocks_of
 from .layout import Layout, Patches, Side
+from .modes import outside_modes
 from .sp_group import SPGroup
 
 
@@ -31,6 +32,7 @@ class Expected(NamedTuple):
     atol: Tensor
 
 
+@outside_modes()
 def plain_exchange(
     sp_group: SPGroup,
     layout: Layout,
@@ -103,6 +105,7 @@ def plain_exchange(
     return Expected(out.to(x.device, x.dtype), atol.to(x.device))
 
 
+@outside_modes()
 def compare(
     sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool, target: Side
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..profiling.timeline import Timeline
 from .calls import Calls
 from .copy_engines import CopyEngine
+from .modes import outside_modes
 from .streams import HostStream, SideStream
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
@@ -101,6 +102,7 @@ class SPGroup:
         """The ranks of the world that are in the group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
+    @outside_modes()
     def prepare(self) -> None:
         """Prepare the transport, the first time; later calls do nothing.
 
@@ -137,6 +139,7 @@ class SPGroup:
             f"look for the first error on the other ranks: {error}"
         )
 
+    @outside_modes()
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
         """Return ``what`` of every rank, in rank order; slow, since it pickles. Collective.
 
@@ -152,6 +155,7 @@ class SPGroup:
                 raise self.failed(where, "the comparison of the ranks", error) from error
         return every
 
+    @outside_modes()
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
         """Compare ``describe()`` over the ranks, before they launch anything that depends on it.
 

@@ -119,19 +119,19 @@ def can_call_through(module: nn.Module) -> bool:
 
 def hooks_are_harmless(module: nn.Module) -> bool:
     """Return whether all hooks on a module's call, and on every module's call, are harmless."""
-    for hooks in _hooks(module):
+    for hooks in hooks_of(module):
         for hook in hooks.values():
-            if not _is_harmless(hook):  # guard: only harmless hooks
+            if not is_harmless(hook):  # guard: only harmless hooks
                 return False
     return True
 
 
-def _is_harmless(hook: Any) -> bool:
+def is_harmless(hook: Any) -> bool:
     """Return whether a hook's module has a name that begins as one of `harmless`."""
     return (getattr(hook, "__module__", "") or "").startswith(tuple(harmless))
 
 
-def _hooks(module: nn.Module) -> list[dict]:
+def hooks_of(module: nn.Module) -> list[dict]:
     """Return the hooks that a call of ``module`` runs, its own and every module's.
 
     Returns:
@@ -163,7 +163,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         The result of ``body``, as the hooks have changed it.
     """
     for index, first in enumerate(modules):
-        if _hooks(first) or type(first).__call__ not in _CALLS:
+        if hooks_of(first) or type(first).__call__ not in _CALLS:
             rest = modules[index + 1 :]
             break
     else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.unobserved import unobserved
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
 from .library import own_class
 from .probe import ProbeSchedule
@@ -198,7 +199,7 @@ class Reader:
         if has_own_call(module):
             raise Unknown("it has a __call__ of its own")
         try:
-            with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(()):
+            with unobserved((), torch.device("cpu")), torch.device("cpu"):
                 return self.read(module, training)
         except Unknown:
             raise

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.unobserved import unobserved
+from ...exchange.modes import outside_modes
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
-from .isolated import isolated
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -57,6 +58,7 @@ class ProbeSchedule:
         return self.calls == 1 or check and self.calls % EVERY == 0
 
 
+@outside_modes()
 def refuse_difference(
     probes: ProbeSchedule,
     where: str,
@@ -118,36 +120,32 @@ def difference(
     Returns:
         The first difference, in words; empty if there is none.
     """
-    names = list(names)
-    with isolated(module, x) as leaf:
-        o, own = run_own(leaf)
-        driven = run_driven(leaf, o)
-        # Behind q, k and v comes what the layer returns.
-        if len(own) != len(driven):
-            return f"it returns {len(own) - 3} tensors, not {len(driven) - 3}"
-        names = names[: len(driven)]
-        if leaf.requires_grad:
-            for name, a, b in zip(names, own, driven):
-                if a.requires_grad != b.requires_grad:
-                    return f"{name} has a gradient in one of the two alone"
-            trained = _unhooked_parameters(module)
-            dys = [torch.randn_like(y) for y in own if y.requires_grad]
-            # The gradients go to the end of both lists, to be compared like the tensors.
-            for tensors in (own, driven):
-                ys = [y for y in tensors if y.requires_grad]
+    results: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
+    for runs_own in (True, False):
+        with unobserved(module.modules(), x.device, backward=not x.is_inference()):
+            leaf = x.detach().requires_grad_(torch.is_grad_enabled())
+            if runs_own:
+                o, tensors = run_own(leaf)
+                dys = [torch.randn_like(y) for y in tensors]
+            else:
+                tensors = run_driven(leaf, o)
+            trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            gradients: Sequence[Tensor | None] = ()
+            if leaf.requires_grad:
+                ys, of_ys = zip(*[(y, dy) for y, dy in zip(tensors, dys) if y.requires_grad])
                 inputs = [leaf, *trained.values()]
-                tensors += torch.autograd.grad(ys, inputs, dys, allow_unused=True)
-            names += ["gradient of the hidden states", *(f"gradient of {name}" for name in trained)]
-    return _first_difference(zip(names, own, driven))
-
-
-def _unhooked_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module, by name, whose gradient triggers no hook."""
-    unhooked: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.is_leaf and not parameter._backward_hooks:
-            unhooked[name] = parameter
-    return unhooked
+                gradients = torch.autograd.grad(ys, inputs, of_ys, allow_unused=True)
+            results.append((tensors, gradients))
+    (own, gradients_of_own), (driven, gradients_of_driven) = results
+    # Behind q, k and v comes what the layer returns.
+    if len(own) != len(driven):
+        return f"it returns {len(own) - 3} tensors, not {len(driven) - 3}"
+    for name, a, b in zip(names, own, driven):
+        if a.requires_grad != b.requires_grad:
+            return f"{name} has a gradient in one of the two alone"
+    of = ["gradient of the hidden states", *(f"gradient of {name}" for name in trained)]
+    tensors_of_both = [*zip(names, own, driven), *zip(of, gradients_of_own, gradients_of_driven)]
+    return _first_difference(tensors_of_both)
 
 
 def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:

@@ -1,0 +1,286 @@
+"""What the package tries out, and what the ranks compare, is seen by nobody: the second forward looks like the first.
+
+Whatever a user puts around a model is put there: hooks on modules, on all modules, on parameters and on saved tensors, modes of
+dispatch and of functions, selective checkpoints, norms of weights and observers that remember what they saw.
+"""
+
+import contextlib
+import functools
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+
+import ds_sp_overlap
+from ds_sp_overlap.integrations.inspect import probe
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import FP64, batches, outcome, sequence_parallel_model, tiny, worst
+from tests.harness.ranks import on_ranks
+
+# Weights large enough to matter, and products of one shape alone, which one can take for another.
+LLAMA = dict(dtype=torch.float64, initializer_range=0.3, kv_heads=4, intermediate_size=32)
+SECTIONS = [{"head_groups": 1}, {"head_groups": 2, "check": True}]
+
+
+class Operations(TorchDispatchMode):
+    """Appends to ``seen`` each operation."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.seen.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Appends to ``seen`` each function of torch."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def observed(model):
+    """Yield, for each kind of observer, what it sees while the body runs."""
+    seen = {kind: [] for kind in ("operations", "functions", "saved", "hooks", "every module", "parameters")}
+
+    def note(kind, *words):
+        seen[kind].append(" ".join(map(str, words)))
+
+    def packed(x):
+        note("saved", list(x.shape))
+        return x
+
+    def within(forward, *args, **kwargs):
+        """Run a layer in modes. Around the model they would see the ranks exchange positions, of whose number they learn first."""
+        with Operations(seen["operations"]), Functions(seen["functions"]):
+            return forward(*args, **kwargs)
+
+    handles = []
+    for layer in model.model.layers:
+        layer.forward = functools.partial(within, layer.forward)
+    for name, part in model.named_modules():
+        if name.endswith(("q_proj", "o_proj")):
+            handles += [
+                part.register_forward_pre_hook(
+                    lambda _, args, name=name: note("hooks", name, float(args[0].detach().square().sum()))
+                ),
+                part.register_forward_hook(lambda _, args, y, name=name: note("hooks", name, float(y.detach().square().sum()))),
+                part.register_full_backward_hook(lambda _, dx, dy, name=name: note("hooks", name, float(dy[0].square().sum()))),
+            ]
+    for name, p in model.named_parameters():
+        handles.append(p.register_hook(lambda dw, name=name: note("parameters", name)))
+        handles.append(p.register_post_accumulate_grad_hook(lambda p, name=name: note("parameters", name)))
+    everywhere = "forward_pre_hook", "forward_hook", "full_backward_hook"
+    for kind in everywhere:
+        register = getattr(nn_module, f"register_module_{kind}")
+        handles.append(register(lambda part, *_, kind=kind: note("every module", kind, type(part).__name__)))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x):
+            yield seen
+    finally:
+        for layer in model.model.layers:
+            del layer.forward
+        for handle in handles:
+            handle.remove()
+
+
+def seen_by_observers(rank, section):
+    """What observers see of the first three forwards, and of their backwards; and the random numbers drawn behind each."""
+    tokens, found = batches(1)[0], []
+    with sequence_parallel_model(2, **LLAMA) as (model, group), mock.patch.object(probe, "EVERY", 3):
+        ds_sp_overlap.enable(model, section, group)
+        for _ in range(3):
+            torch.manual_seed(1)
+            with observed(model) as seen:
+                outcome(model, tokens, rank, 2, None)
+            found.append({**seen, "random": torch.rand(2).tolist()})
+    return found
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_observers_see_of_the_first_forward_what_they_see_of_the_second(section):
+    for first, second, third in on_ranks(2, seen_by_observers, section):
+        assert all(second.values())
+        for kind, expected in second.items():
+            for found in (first[kind], third[kind]):
+                more = {str(word): n for word, n in (Counter(found) - Counter(expected)).items()}
+                assert found == expected, f"{kind}: {len(found)}, not {len(expected)}; {more}"
+
+
+def squares(rank, section):
+    """The calls of a hook on the first layer's output projection in the first forward, and the sum of squares of what it was given."""
+    tokens, found = batches(1)[0], []
+    with sequence_parallel_model(2, **LLAMA) as (model, group):
+        if section is not None:
+            ds_sp_overlap.enable(model, section, group)
+        hook = lambda _, args: found.append(float(args[0].square().sum()))  # noqa: E731
+        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(hook)
+        outcome(model, tokens, rank, 2, group)
+    return found
+
+
+def test_a_hook_for_calibration_sees_attention_and_no_made_up_numbers():
+    for expected, found in zip(on_ranks(2, squares, None), on_ranks(2, squares, {"head_groups": 2}), strict=True):
+        assert len(found) == len(expected) == 1 and abs(found[0] - expected[0]) < FP64 * expected[0]
+
+
+# State.
+
+
+class Observer(nn.Linear):
+    """Remembers the largest number that it returned, as observers of quantisation do; its calls, its first one, its last output."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.calls = getattr(self, "calls", 0) + 1
+        self.shapes.append(list(y.shape))
+        self.last = y
+        if self.first is None:
+            self.first = torch.tensor(self.calls)
+        self.largest.copy_(torch.maximum(self.largest, y.detach().abs().max()))
+        return y
+
+
+def observing(projection):
+    projection.__class__, projection.shapes = Observer, []
+    projection.register_buffer("first", None)
+    projection.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+
+def spectral(projection):
+    torch.manual_seed(2)
+    nn.utils.parametrizations.spectral_norm(projection)
+
+
+def spectral_by_a_hook(projection):
+    torch.manual_seed(2)
+    nn.utils.spectral_norm(projection)
+
+
+REMEMBERS = [observing, spectral, spectral_by_a_hook, nn.utils.parametrizations.weight_norm]
+
+
+def remembering(rank, prepare, names, section):
+    """The worst error of three forwards and backwards against the whole sequence, and what else the modules remember."""
+
+    def prepared(model):
+        for layer in model.model.layers:
+            for name in names:
+                prepare(getattr(layer.self_attn, name))
+        return model.train()
+
+    tokens, errors = batches(1)[0], []
+    whole = prepared(tiny(**LLAMA))
+    expected = [outcome(whole, tokens, 0, 1, None) for _ in range(3)]
+    with sequence_parallel_model(2, **LLAMA) as (model, group):
+        prepared(model)
+        if section is not None:
+            ds_sp_overlap.enable(model, section, group)
+        errors += [worst(outcome(model, tokens, rank, 2, group), of_whole) for of_whole in expected]
+        states = [dict(model.named_buffers()), dict(whole.named_buffers())]
+        # The largest number of all ranks.
+        for name, x in states[0].items():
+            if name.endswith("largest"):
+                torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group=group)
+        assert states[0].keys() == states[1].keys()
+        errors += [float((x - states[1][name]).abs().max()) for name, x in states[0].items() if x.numel()]
+        attentions = [layer.self_attn for layer in model.model.layers]
+        observers = [getattr(attention, name) for attention in attentions for name in names]
+        calls = [(x.calls, len(x.shapes), x.last.shape[1]) for x in observers if isinstance(x, Observer)]
+    return max(errors), set(calls)
+
+
+@pytest.mark.parametrize("names", [["q_proj"], ["v_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids="-".join)
+@pytest.mark.parametrize("prepare", REMEMBERS, ids=lambda prepare: prepare.__name__)
+def test_modules_that_remember_what_they_saw_saw_the_forwards_alone(prepare, names):
+    for error, calls in on_ranks(2, remembering, prepare, names, {"head_groups": 2}):
+        assert error < FP64 and calls == ({(3, 3, 16)} if prepare is observing else set())
+
+
+# Selective checkpoints.
+
+
+def saves(operations, context, operation, *args, **kwargs):
+    is_saved = operation in operations
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selected(rank, section, operations, steps=12):
+    """The worst error of some steps, in the eighth of which the ranks compare their calls, in a checkpoint that saves the results of ``operations``."""
+    tokens, errors = batches(1)[0], []
+    policy = functools.partial(saves, [getattr(torch.ops.aten, name).default for name in operations])
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    whole = outcome(tiny(**LLAMA), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **LLAMA) as (model, group):
+        ds_sp_overlap.enable(model, section, group)
+        model.train().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        for _ in range(steps):
+            errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+    return max(errors)
+
+
+@pytest.mark.parametrize("operations", [[], ["mm"], ["mul", "silu", "add"]], ids="-".join)
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_selective_checkpoints_give_the_gradients_of_the_whole_sequence(section, operations):
+    assert max(on_ranks(2, selected, section, operations)) < FP64
+
+
+def run_again(rank, section):
+    """For each layer and step, the operations of a checkpointed layer that forward and recomputation do not share."""
+    tokens, seen = batches(1)[0], []
+
+    def contexts():
+        seen.append(([], []))
+        return Operations(seen[-1][0]), Operations(seen[-1][1])
+
+    with sequence_parallel_model(2, **LLAMA) as (model, group), set_checkpoint_early_stop(False):
+        ds_sp_overlap.enable(model, section, group)
+        model.train().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        for _ in range(12):
+            outcome(model, tokens, rank, 2, group)
+    return [
+        (index, Counter(one) - Counter(two), Counter(two) - Counter(one)) for index, (one, two) in enumerate(seen) if one != two
+    ]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_a_checkpoint_runs_in_backward_what_it_ran_in_forward(section):
+    assert on_ranks(2, run_again, section) == [[], []]
+
+
+# Guards.
+
+
+def traces(rank):
+    error, calls = remembering(rank, observing, ["o_proj"], {"head_groups": 2})
+    return [] if error < FP64 and calls == {(3, 3, 16)} else [f"{error}, {calls}"]
+
+
+def takes_products_of_another(rank):
+    error = selected(rank, {"head_groups": 1}, ["mm"], steps=1)
+    return [] if error < FP64 else [error]
+
+
+WATCHED = [
+    Watched(Guard("the probe leaves no trace", without="pass"), traces),
+    Watched(Guard("no mode sees it", without="operations = []"), takes_products_of_another),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -82,6 +82,9 @@ class SpOverlapConfig(_Section):
         checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
             o and the log-sum-exp, so that neither attention nor its exchanges run again before
             backward; "offload" keeps them in host memory.
+        tiles: Run norms and dense MLPs of decoder layers that many tokens at a time, forward and
+            backward. "auto": as many as keep a tile's temporaries below half of the layer's input.
+            null: whole.
         projections: Compute q, k, v and the output projection part by part under the exchanges;
             False: call them whole.
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
@@ -114,6 +117,7 @@ class SpOverlapConfig(_Section):
     window: int | None = None
     memory: Literal["auto"] | None = None
     checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
+    tiles: Literal["auto"] | int | None = None
     projections: bool = True
     wgrad: bool = True
     kernels: Literal["auto", "compiled", "torch"] = "auto"
@@ -206,12 +210,10 @@ class SpOverlapConfig(_Section):
             # A key of several types has a fault for each of them; it is named once.
             faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
             raise ValueError("; ".join(faults)) from None
-        for key in ("head_groups", "shares"):
+        for key in ("head_groups", "shares", "window", "tiles"):
             count = getattr(config, key)
-            if count != "auto" and count < 1:
-                raise ValueError(f'sp_overlap.{key} must be "auto" or at least 1, got {count}')
-        if config.window is not None and config.window < 1:
-            raise ValueError(f"sp_overlap.window must be {_VALID['window']}, got {config.window}")
+            if isinstance(count, int) and count < 1:
+                raise ValueError(f"sp_overlap.{key} must be {_VALID[key]}, got {count}")
         cls._check_numbers(config)
         if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
             raise ValueError(
@@ -293,6 +295,7 @@ _VALID = {
     ),
     **dict.fromkeys(("head_groups", "shares"), 'a whole number of at least 1, or "auto"'),
     "window": "null or a whole number of at least 1",
+    "tiles": 'null, a whole number of at least 1, or "auto"',
     "checkpointing": '"recompute", "keep" or "offload"',
     "kernels": '"auto", "compiled" or "torch"',
     "transport": '"auto", "c10d" or "copy_engine"',

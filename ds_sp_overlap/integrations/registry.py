@@ -29,6 +29,7 @@ from .inspect.tensor_parallel import refuse_shared_ranks
 from .layers import FoundLayer, HostModule, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
+from .tiles import find_tiles
 from .transformers import layers as transformers
 
 # Note [Errors before the first collective]
@@ -46,12 +47,14 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
+        tiles: Lines about the norms and MLPs that run in tiles, and those that don't.
         note: Why there are no layers; empty where there are some.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
     sp_size: int = 1
     note: str = ""
+    tiles: str = ""
 
     def __str__(self) -> str:
         """Return the report as text; neighbours that are described alike share an entry."""
@@ -69,6 +72,8 @@ class Report:
                 name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
             lines += [f"  {name}", *_wrapped(f"overlapped: {got or 'nothing'}")]
             lines += _wrapped(f"why not more: {lacks}") if lacks else []
+        for line in self.tiles.splitlines():
+            lines += [text[2:] for text in _wrapped(line)]
         if overlapped and (warning := one_queue()):
             lines.append(warning)
         return "\n".join(lines)
@@ -141,9 +146,10 @@ def enable(
     overlap = OverlapSettings(sp_group, config, policy)
     layers: list[FoundLayer] = []
     hosts: list[HostModule] = []
+    tiles: list[str] = []
 
     def find_and_describe() -> str:
-        """Fill ``layers`` and ``hosts``; return the text that must be the same on all ranks."""
+        """Fill the lists above; return the text that must be the same on all ranks."""
         ops.check_usable(config.kernels)
         if timeline is not None:
             timeline.check()
@@ -151,7 +157,11 @@ def enable(
         sharded.look_for_units(model)
         layers[:], hosts[:] = _find_layers(model, overlap)
         _refuse_unusable(model, layers, config)
-        return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}"
+        if config.tiles is not None:
+            tiled, lines = find_tiles(model, layers, config.tiles)
+            hosts.extend(tiled)
+            tiles[:] = [lines]
+        return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}; {tiles}"
 
     try:
         # See Note [Errors before the first collective].
@@ -168,7 +178,7 @@ def enable(
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
-    return Report(layers, sp_group.size)
+    return Report(layers, sp_group.size, tiles="\n".join(tiles))
 
 
 def find_group(model: nn.Module) -> Any:

@@ -24,6 +24,7 @@ LEVELS = (
     ("attention",),
     ("integrations.rebinding",),
     ("integrations.layers", "integrations.inspect", "integrations.sequence"),
+    ("integrations.tiles",),
     ("integrations.distributed_attention",),
     ("integrations.transformers", "integrations.megatron"),
     ("integrations", "integrations.registry"),

@@ -32,8 +32,8 @@ CROWD = 32
 TOKENS = SEQ + CROWD
 # The most numbers in a parameter that the copy of a module may have.
 MOST = 2**26
-# The attributes that every module has.
-_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+# The attributes that every module has, and the forward that `rebinding` gives to a module.
+_MODULE_ATTRIBUTES = {*vars(nn.Module()), "forward"}
 
 
 class _TokenwiseAccounting(Accounting):

@@ -1,0 +1,156 @@
+"""Runs a norm or an MLP tile by tile, so that only one tile's temporaries are alive at a time.
+
+Note [Tiles]
+~~~~~~~~~~~~
+A norm in bf16 holds up to 14 times its input in temporaries, an MLP a multiple of its inner width.
+Both compute each token by itself, so forward runs one tile of tokens after the other, and backward
+runs each tile again and differentiates it::
+
+    x ──► _Saved ──► _Tiles ──► y       forward:  y[tile] = f(x[tile]), without a graph
+          saves x                       backward: dx[tile], dw += of f(x[tile]), with a graph
+          and weights
+
+`_Saved` stands in front, because a non-reentrant checkpoint recomputes a layer only until it has
+what was saved: the tiles at the end of a layer do not run once more for it.
+
+The modules with weights are entered once, around the nodes (`call_through`), so that ZeRO-3 and
+FSDP2 gather there as ever. The tiles run on copies of the modules, without hooks, over detached
+weights: a weight's gradient is summed here and reaches the weight through autograd once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory.forward_state import autocast_of
+from .linear import call_through, without_hooks
+
+
+def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
+    """Return what the forward of ``module`` returns for ``x``, computed tile by tile.
+
+    Args:
+        module: A function of one token at a time, whose call is under way: its own hooks have run.
+        x: [.., m]. The tokens.
+        tokens: The most tokens in a tile.
+
+    Returns:
+        [.., m]. In the dtype that the module computes, which autocast may decide.
+    """
+    with_weights = [part for part in module.modules() if part._parameters and part is not module]
+
+    def run(x: Tensor) -> Tensor:
+        # Whole inside of the calls.
+        weights = list(module.parameters())
+        # A checkpoint sees no more than what `_Saved` saves.
+        saved: list[Any] = []
+        hidden = _Saved.apply(saved, x, *weights)
+        return _Tiles.apply(module, tokens, saved, x.requires_grad, hidden, *weights)
+
+    return call_through(with_weights, run, x)
+
+
+def _over(module: nn.Module, weights: Mapping[nn.Parameter, Tensor]) -> Any:
+    """Return a copy of a module over other weights, in which no call runs a hook."""
+    copy = without_hooks(module)
+    own, children = {}, {}
+    for name, parameter in module._parameters.items():
+        own[name] = parameter if parameter is None else weights[parameter]
+    for name, child in module._modules.items():
+        children[name] = child if child is None else _over(child, weights)
+    vars(copy).update(_parameters=own, _modules=children)
+    return copy
+
+
+class _Saved(torch.autograd.Function):
+    """Saves the input and the weights of `_Tiles`, in front of it; see Note [Tiles]."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: list[Any], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights)
+        saved.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple:
+        return None, dx, *(None for _ in ctx.needs_input_grad[2:])
+
+
+class _Tiles(torch.autograd.Function):
+    """Runs a module tile by tile; see Note [Tiles].
+
+    forward: y[tile] = f(x[tile], w)
+    backward: dx[tile], dw[tile] = vjp of f at x[tile]; dw = sum over tiles, in fp32 at least
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: nn.Module,
+        tokens: int,
+        saved: list[Any],
+        wants_dx: bool,
+        x: Tensor,
+        *weights: nn.Parameter,
+    ) -> Tensor:
+        # Backward finds the module as it is now: its modes, and which adapters are active.
+        ctx.copy = _over(module, dict(zip(weights, weights)))
+        ctx.tokens, ctx.saved, ctx.wants_dx = tokens, saved, wants_dx
+        ctx.autocast = autocast_of(x.device)
+        # Of detached weights autocast stores no casts, which would come without a gradient.
+        detached = {weight: weight.detach() for weight in weights}
+        copy, rows = _over(module, detached), x.flatten(0, -2)
+        y: Any = None
+        for start in range(0, max(len(rows), 1), tokens):
+            tile = _call(copy, rows[start : start + tokens])
+            if y is None:
+                y = tile.new_empty(len(rows), tile.shape[-1])
+            y[start : start + tokens] = tile
+            del tile
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"sp_overlap.tiles: {type(ctx.copy).__name__} has no second derivative in tiles, "
+                'and create_graph is True; take "tiles" out of the section'
+            )
+        x, *weights = ctx.saved[0].saved_tensors
+        leaves = []
+        for weight, wanted in zip(weights, ctx.needs_input_grad[5:]):
+            leaves.append(weight.detach().requires_grad_(wanted))
+        copy = _over(ctx.copy, dict(zip(ctx.copy.parameters(), leaves)))
+        sources = [leaf for leaf in leaves if leaf.requires_grad]
+        sums: dict[Tensor, Tensor] = {}
+        rows, dy = x.flatten(0, -2), dy.flatten(0, -2)
+        dx = torch.empty_like(rows) if ctx.wants_dx else None
+        for start in range(0, max(len(rows), 1), ctx.tokens):
+            tile = slice(start, start + ctx.tokens)
+            inputs = rows[tile].detach().requires_grad_(ctx.wants_dx)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast, cache_enabled=False):
+                y = _call(copy, inputs)
+            wanted = [*sources, inputs] if ctx.wants_dx else sources
+            gradients = list(torch.autograd.grad(y, wanted, dy[tile], allow_unused=True))
+            del y
+            if dx is not None:
+                dx[tile] = gradients.pop()
+            for leaf, dw in zip(sources, gradients):
+                if dw is not None:  # a weight that is used
+                    if leaf not in sums:
+                        wide = torch.promote_types(dw.dtype, torch.float32)
+                        sums[leaf] = torch.zeros_like(dw, dtype=wide)
+                    sums[leaf] += dw
+            del gradients
+        dws = [sums[leaf].to(leaf.dtype) if leaf in sums else None for leaf in leaves]
+        return None, None, None, None, None if dx is None else dx.view_as(x), *dws
+
+
+def _call(copy: nn.Module, rows: Tensor) -> Tensor:
+    """Run the forward of a copied module on some tokens, [tokens, m]."""
+    return type(copy).forward(copy, rows[None])[0]

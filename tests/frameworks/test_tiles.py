@@ -1,0 +1,201 @@
+"""Models whose norms and MLPs run in tiles (``"tiles"``): equal to the whole sequence in fp64, trained alike, and said in the report."""
+
+import contextlib
+import functools
+
+import peft
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+import ds_sp_overlap
+from ds_sp_overlap.integrations import tiles
+from tests.harness.cases import full
+from tests.harness.models import EXACT, FP64, batches, cut, ds_config, outcome, sequence_parallel_model, tiny, train_run, worst
+from tests.harness.ranks import on_ranks
+from tests.harness.reference import relative_error
+
+SECTION = {"head_groups": 2, "tiles": 5}  # of the 16 tokens of a rank
+GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+MODELS = {
+    "llama": {},
+    "qwen3": dict(family="qwen3"),
+    "gemma3_text": dict(family="gemma3_text", head_dim=8),
+    "olmo2": dict(family="olmo2"),
+    "gpt2": dict(family="gpt2", kv_heads=4, **GPT2),
+    "phi": dict(family="phi"),
+    "mixtral": dict(family="mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"),
+}
+
+IN_FP32 = ("gemma3_text", "olmo2")
+
+
+@contextlib.contextmanager
+def counting():
+    """The modules that ran in tiles, by the names of their classes."""
+    ran, run = [], tiles.run_in_tiles
+    tiles.run_in_tiles = lambda module, x, tokens: ran.append(type(module).__name__) or run(module, x, tokens)
+    try:
+        yield ran
+    finally:
+        tiles.run_in_tiles = run
+
+
+def errors_of(rank, options, ways):
+    figures, tokens = [], batches(1)[0]
+    expected = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+    for reentrant in ways:
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group), counting() as ran:
+            report = ds_sp_overlap.enable(model, SECTION)
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+                model.train()
+            found = outcome(model, tokens, rank, 2, group)
+            figures.append((worst(found, expected), len(ran), str(report)))
+            ds_sp_overlap.disable(model)
+            assert not any("forward" in vars(module) for module in model.modules()), "disabled"
+    return figures
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_every_gradient_equal_the_whole_sequences(name):
+    ways = (None, False, True) if name in ("llama", "gpt2") else (False,)
+    for figures in on_ranks(2, errors_of, MODELS[name], ways):
+        for error, ran, report in figures:
+            # Norms that compute in fp32, whatever they are given, round a tile otherwise than the whole.
+            assert error < (1e-6 if name in IN_FP32 else FP64) and ran > 4, report
+            assert "in tiles: " in report and ("is a mixture of experts (2)" in report) == (name == "mixtral")
+
+
+FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
+
+
+def lora(model):
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False))
+    model.enable_input_require_grads()
+    return model
+
+
+def checkpointed(model, reentrant, prepare=None):
+    model = model if prepare is None else prepare(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+def compared_with_stock(rank, stage, reentrant, adapters):
+    prepare = lora if adapters else None
+    if reentrant is not None:
+        prepare = functools.partial(checkpointed, reentrant=reentrant, prepare=prepare)
+    train = functools.partial(train_run, rank, 2, stage=stage, accumulation=2, steps=3, prepare=prepare, initializer_range=0.2)
+    stock = train({"head_groups": 1})
+    with counting() as ran:
+        off = train({"head_groups": 1, "tiles": 5}).distance(stock)
+    return off, sorted(set(ran))
+
+
+@pytest.mark.parametrize(
+    "stage, reentrant, adapters",
+    [full(0, None, False), full(1, False, False), (2, None, False), full(2, True, False)]
+    + [full(3, None, False), (3, False, False), full(3, True, False), (3, False, True)],
+)
+def test_training_under_zero_is_as_without_tiles(stage, reentrant, adapters):
+    for off, ran in on_ranks(2, compared_with_stock, stage, reentrant, adapters):
+        assert ran == ["LlamaMLP", "LlamaRMSNorm"]
+        assert all(off[what] <= FP32[what] for what in FP32), off
+
+
+def share(model, inputs):
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+
+
+def under_fsdp2(rank, units, first, reentrant):
+    whole, tokens = tiny(**EXACT), batches(2)
+    for each in tokens:
+        share(whole, cut(each, 0, 1)).backward()
+    with sequence_parallel_model(2, **EXACT) as (model, _), counting() as ran:
+        if first == "enable":
+            ds_sp_overlap.enable(model, SECTION)
+        for layer in model.model.layers:
+            for linear in [each for each in layer.modules() if isinstance(each, torch.nn.Linear)] if units == "linears" else []:
+                fully_shard(linear)
+            fully_shard(layer)
+        fully_shard(model)
+        if first != "enable":
+            ds_sp_overlap.enable(model, SECTION)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            model.train()
+        for each in tokens:
+            share(model, cut(each, rank, 2)).backward()
+        found = {name: p.grad.full_tensor() * 2 for name, p in model.named_parameters()}
+        return max(relative_error(found[name], p.grad) for name, p in whole.named_parameters()), sorted(set(ran))
+
+
+@pytest.mark.parametrize("units", ["layers", "linears"])
+@pytest.mark.parametrize("first, reentrant", [("enable", False), ("fully_shard", None), full("fully_shard", True)])
+def test_every_gradient_under_fsdp2(units, first, reentrant):
+    for error, ran in on_ranks(2, under_fsdp2, units, first, reentrant):
+        assert ran == ["LlamaMLP", "LlamaRMSNorm"] and error < 1e-12
+
+
+def changed_afterwards(rank):
+    found, tokens = [], batches(1)[0]
+    with sequence_parallel_model(2, **EXACT) as (model, group), counting() as ran:
+        report = ds_sp_overlap.enable(model, {**SECTION, "tiles": "auto"})
+        mlp = model.model.layers[0].mlp
+        handle = mlp.up_proj.register_forward_hook(lambda module, args, y: y * 2)
+        outcome(model, tokens, rank, 2, group)
+        found.append(ran.count("LlamaMLP"))
+        handle.remove()
+        ran.clear()
+        outcome(torch.compile(model, backend="eager"), tokens, rank, 2, group)
+        found.append(ran.count("LlamaMLP"))
+        hooked = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: y)
+        lines = str(ds_sp_overlap.enable(model, SECTION))
+        hooked.remove()
+    return found, str(report), lines
+
+
+def test_what_is_hooked_runs_whole_and_is_said():
+    for found, report, hooked in on_ranks(2, changed_afterwards):
+        assert found == [1, 2]
+        assert "  in tiles: LlamaMLP (2), LlamaRMSNorm (5)\n" in report and "whole" not in report
+        assert "in tiles: LlamaMLP (1), LlamaRMSNorm (5)" in hooked
+        assert "whole, not in tiles: LlamaMLP: up_proj has a hook, or a forward of its own (1)" in hooked
+
+
+def auto_of(m, inner, tokens):
+    mlp = torch.nn.Sequential(torch.nn.Linear(m, inner), torch.nn.ReLU(), torch.nn.Linear(inner, m))
+    norm = torch.nn.LayerNorm(m)
+    x = torch.empty(1, tokens, m)
+    return [tiles._TiledModule("x", module, "auto", ()).tokens_for(x) for module in (norm, mlp)]
+
+
+def test_auto_keeps_temporaries_of_a_tile_below_half_of_the_input():
+    assert auto_of(8, 32, 2800) == [100, 58]  # 14 and 3 * 8 times a tile are half of 2800
+    assert auto_of(8, 32, 3) == [1, 1] and auto_of(8, 32, 0) == [1, 1]
+
+
+def reduced(rank):
+    """How often ZeRO reduces each parameter's gradient."""
+    import deepspeed
+
+    counts: dict = {}
+    with sequence_parallel_model(2, **dict(EXACT, dtype=torch.float32)) as (model, group):
+        mpu = deepspeed.utils.groups.mpu
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config(1, sp_overlap=SECTION), mpu=mpu)
+        for name, parameter in engine.module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: counts.update({name: counts.get(name, 0) + 1}))
+        inputs = cut(batches(1)[0], rank, 2)
+        engine.backward(share(engine, inputs))
+    return counts
+
+
+def test_each_gradient_is_delivered_once():
+    for counts in on_ranks(2, reduced):
+        assert len(counts) == 21 and set(counts.values()) == {1}

@@ -215,7 +215,7 @@ ATTENTIONS = {
     Swapped: dict(lacks="its forward gives query_key_value something else than the hidden states as they are"),
     Relu: dict(lacks=UNKNOWN + "relu"),
     ByLength: dict(lacks="its forward computes with a size of its tensors"),
-    Scripted: dict(lacks=UNKNOWN + "clamp"),
+    Scripted: dict(lacks="its forward uses the global capped"),
     Decorated: SAME,
     DecoratedToCap: dict(lacks=UNKNOWN + "clamp"),
     OwnCall: dict(lacks="it has a __call__ of its own"),

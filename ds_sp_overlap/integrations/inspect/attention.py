@@ -527,8 +527,9 @@ class _Interpreter:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")
             # Once for all of q, k and v that go through the norm.
             if output.name not in self.used:
-                loaded = probe_tokenwise(output.name, norm, size[0], norm=True)
-                trace.loaded_globals += loaded  # guard: a norm of each head by itself
+                trace.loaded_globals += probe_tokenwise(
+                    output.name, norm, size[0], norm=True
+                )  # guard: a norm of each head by itself
             self.used.add(output.name)
             return output.name, before
         return None, heads

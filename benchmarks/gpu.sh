@@ -1,64 +1,82 @@
 #!/usr/bin/env bash
-# Everything that must be shown on a machine with one NVIDIA GPU, in four calls of at most nine minutes:
+# Everything that must be shown on a machine with one NVIDIA GPU, in one call of at most nine minutes:
 #
-#     benchmarks/gpu.sh 1        kernels load and are exact; what kernels cost beside an exchange's blocks
-#     benchmarks/gpu.sh 2        streams, waits and transports are right, also without compiled kernels
-#     benchmarks/gpu.sh 3        one rank of eight over an emulated network, and a trace of G = 1, 2, 4
-#     benchmarks/gpu.sh 4        bandwidth, memory checks, the host, 70B
-#     benchmarks/gpu.sh --rehearse 1|2|3|4        the same on a CPU, small; proves the scripts, not the kernels
+#     benchmarks/gpu.sh [STAGE...]
+#     benchmarks/gpu.sh --rehearse [STAGE...]        the same on a CPU, small; proves the scripts, not the kernels
 #
-# No call needs another one. Each leaves its rows in RESULTS (default benchmarks/results/gpu) as they come, goes on after a stage
-# that fails, and ends with what is to be decided from it. Single stages can be named in place of a number:
+# Stages run in the order below, what decides most first. Each has a limit in seconds, and leaves its rows in RESULTS (default
+# benchmarks/results/gpu) as they come. A stage that fails does not stop the others. LIMIT: seconds of the whole call (default 530).
 #
 #     install      wheels of benchmarks/carry.sh, where DeepSpeed is missing
 #     build        the library with CUDA kernels, unless one is there that loads; no kernel spills registers
-#     exact        the kernels' tests, on the device
-#     contention   contention.py: products and attention beside blocks, and what a block waits for
-#     race         slow exchanges that begin by writing NaN
-#     sync         a transformers layer makes the host wait for nothing
-#     layer        two processes on the GPU, over gloo, against the whole sequence
-#     ordered      the same under torch's sanitizer of streams
-#     nccl         one rank, the package's own communicators
-#     emulated     one_gpu.py: rank 0 of 8, Llama-8B, 8K and 32K tokens per GPU
+#     whole        whole_steps.py: 2 ranks share the GPU over NCCL; four layers of Llama-8B, DeepSpeed's and ours in turn
+#     parity       nccl.py: 2 ranks share the GPU; a layer and ZeRO-3 against the whole sequence, a trace, what is exposed
+#     models       models.py: 2, then 4 ranks share the GPU; transformers models with every mode against one rank
+#     checks       side by side: exact   the kernels' tests, on the device
+#                                race    slow exchanges that begin by writing NaN
+#                                sync    a transformers layer makes the host wait for nothing
+#                                layer   two processes on the GPU, over gloo, against the whole sequence
+#                                ordered the same under torch's sanitizer of streams
+#                                one     one rank over NCCL, and the package's own communicators
+#     host         time of the host
+#     emulated     one_gpu.py: rank 0 of 8, Llama-8B, 2K and 8K tokens per GPU
 #     bandwidth    against a copy and complex128
+#     contention   contention.py: products and attention beside blocks, and what a block waits for
+#     whole-1b     as whole, eight layers of a 1B-like model: where the host is the limit
+#     convergence  2 ranks share the GPU: loss curves against the noise of training
 #     memcheck, initcheck    compute-sanitizer over every kernel, without torch's caching allocator, which hides what lies past a
 #                  tensor; the second finds memory that is read and was never written
-#     gemm         projections that write the send buffer themselves
-#     host         time of the host
-#     emulated-70b one_gpu.py: rank 0 of 8, Llama-70B
 #
+# Several ranks on one GPU: see ds_sp_overlap/tools/shared_gpu.py, which says what to install where it can't work.
 # Needs nvcc, a C++ compiler, and a Python with torch and transformers.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 wheels=${WHEELS:-.wheels}
 python=${PYTHON:-python3}
-calls=("install build exact contention" "install build race sync layer ordered nccl" "install build emulated"
-    "install build bandwidth memcheck initcheck gemm host emulated-70b")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+declare -A limits=([install]=60 [build]=120 [whole]=90 [parity]=70 [models]=110 [checks]=90 [host]=40 [emulated]=90 [bandwidth]=40
+    [contention]=50 [whole-1b]=60 [convergence]=90 [memcheck]=60 [initcheck]=60)
+stages=(install build whole parity models checks host emulated bandwidth contention whole-1b convergence memcheck initcheck)
 
 device=cuda rehearsed=()
-table=(--megabytes 64 256 --ranks 8 32 --head-dim 64 128)
+table=(--megabytes 64 256 --ranks 8 --head-dim 64 128)
+trained=(--steps 40 --dtypes bf16 --seq 1024)
 if [ "${1:-}" = --rehearse ]; then
     shift
     device=cpu
-    results=${RESULTS:-$(mktemp -d)}
+    results=${RESULTS:-$work/results}
     table=(--megabytes 1 --ranks 2 4 --heads-per-rank 2 --head-dim 64 80 --repeat 5 --model-dim 256)
+    trained=(--steps 2 --dtypes fp32 --skip "sp = 1" "G = 1" "window, kept" "stock, again" "stock, split sums")
     rehearsed=(--rehearse)
     export DS_ACCELERATOR=cpu
 else
     results=${RESULTS:-benchmarks/results/gpu}
     export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 fi
+[ $# -gt 0 ] && stages=("$@")
 require=()
 [ $device = cuda ] && require=(--require)
+export DS_BUILD_OPS=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+limit=0 # of the stage that runs, counted like SECONDS from the start of this script
 
-# SECONDS counts from the start of this script: the whole call ends in time, and a stage that would begin late fails at once.
 run() {
-    local left=$((530 - SECONDS))
+    local left=$((limit - SECONDS))
     if [ $left -le 0 ]; then
         echo "no time left for: $*"
         return 1
     fi
-    timeout $left "$@"
+    timeout --kill-after 10 $left "$@"
+}
+
+# shared RANKS SCRIPT ARGS...: ranks on this GPU, ended before the stage's time is over
+shared() {
+    if [ -e "$wheels/libnccl.so.2.xz" ] && [ ! -e "$work/libnccl.so.2" ]; then
+        "$python" -c 'import lzma, sys; sys.stdout.buffer.write(lzma.open(sys.argv[1]).read())' "$wheels/libnccl.so.2.xz" > "$work/libnccl.so.2"
+    fi
+    local preload=${LD_PRELOAD:-}
+    [ $device = cuda ] && [ -e "$work/libnccl.so.2" ] && preload=$work/libnccl.so.2
+    LD_PRELOAD=$preload run "$python" -m ds_sp_overlap.tools.shared_gpu "${rehearsed[@]}" --seconds $((limit - SECONDS - 15)) "$@"
 }
 
 tests_on_the_device() {
@@ -95,72 +113,90 @@ sanitize() {
 install() {
     if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("deepspeed") is None)'; then
         echo "DeepSpeed is here"
-    else
-        # --no-deps for DeepSpeed alone: what it needs and is not there yet lies beside it.
-        export PIP_BREAK_SYSTEM_PACKAGES=1
-        run "$python" -m pip install -q --no-index --find-links "$wheels" einops hjson hypothesis msgpack ninja packaging psutil \
-            py-cpuinfo pydantic pytest tabulate tqdm &&
-            run "$python" -m pip install -q --no-index --no-deps --find-links "$wheels" deepspeed
+    else # --no-deps: what is there already stays as it is
+        run "$python" -m pip install -q --no-index --no-deps --no-compile --target "$wheels/site" "$wheels"/*.whl
     fi
 }
 
 build() {
     if [ $device = cpu ]; then
         run "$python" csrc/check_cubins.py
-    elif run "$python" -c 'import sys, ds_sp_overlap.relayout.kernels as k; sys.exit(not k.library().cuda)'; then
+    elif run "$python" -c 'import sys; from ds_sp_overlap.relayout import build, kernels
+library = kernels.library()
+wanted = build._wanted(build.torch_root(), build.nvcc())["sources"]
+sys.exit(not (library.cuda and library.built["sources"] == wanted))'; then
         echo "the kernels that are here load"
     else
         run "$python" ds_sp_overlap/relayout/build.py cuda && run "$python" csrc/check_cubins.py --require
     fi
 }
 
-emulated() {
-    run "$python" benchmarks/one_gpu.py "${rehearsed[@]}" --minutes 5 --ranks 8 --transports E2 --models "$@"
+# side_by_side STAGE...: none of them is timed
+side_by_side() {
+    local each status=0 pids=()
+    for each in "$@"; do
+        stage "$each" > "$work/$each.log" 2>&1 &
+        pids+=($!)
+    done
+    for each in "$@"; do
+        local result=PASSED
+        wait "${pids[0]}" || { result=FAILED && status=1; }
+        pids=("${pids[@]:1}")
+        echo "--- $each: $result, at $SECONDS s"
+        cat "$work/$each.log"
+    done
+    return $status
 }
 
 stage() {
     case $1 in
     install | build) "$1" ;;
+    whole) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --minutes 0.9 --out "$results/whole" ;;
+    whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.4 --out "$results/whole-1b" ;;
+    parity) shared 2 benchmarks/nccl.py "${rehearsed[@]}" --first --steps 7 --out "$results" ;;
+    models)
+        shared 2 benchmarks/models.py "${rehearsed[@]}" --minutes 0.4
+        local two=$?
+        [ $device = cpu ] || shared 4 benchmarks/models.py --minutes 0.6 && return $two
+        ;;
+    checks) side_by_side exact race sync layer ordered one ;;
     exact) tests_on_the_device ;;
-    contention) run "$python" benchmarks/contention.py "${rehearsed[@]}" --out "$results/contention" ;;
-    layer | nccl | sync | race) run "$python" benchmarks/on_gpu.py "$1" --device $device ;;
+    layer | one | sync | race) run "$python" benchmarks/on_gpu.py "$1" --device $device ;;
     ordered)
         if [ $device = cpu ]; then echo "a torch without CUDA can't start under it"; else (export TORCH_CUDA_SANITIZER=1 && stage layer); fi
         ;;
-    emulated) emulated 8b --tokens 8192 32768 --bandwidth 45 340 --trace --out "$results/emulated" ;;
-    emulated-70b) emulated 70b --tokens 8192 32768 --bandwidth 45 340 --out "$results/emulated-70b" ;;
-    memcheck | initcheck) sanitize "$1" ;;
+    host) run "$python" benchmarks/host.py --steps 100 --out "$results/host" ;;
+    emulated)
+        run "$python" benchmarks/one_gpu.py "${rehearsed[@]}" --minutes 1 --ranks 8 --transports E2 --models 8b --tokens 8192 2048 \
+            --bandwidth 45 --steps 5 --out "$results/emulated"
+        ;;
     bandwidth)
         run "$python" benchmarks/kernels.py --device $device --tables moves --out "$results/bandwidth" "${table[@]}" "${require[@]}"
         ;;
-    gemm) run "$python" benchmarks/kernels.py --device $device --tables gemm --out "$results/gemm" "${table[@]}" ;;
-    host) run "$python" benchmarks/host.py --steps 100 --out "$results/host" ;;
+    contention) run "$python" benchmarks/contention.py "${rehearsed[@]}" --minutes 0.5 --out "$results/contention" ;;
+    convergence) shared 2 benchmarks/convergence/run.py "${trained[@]}" --out "$results/convergence" ;;
+    memcheck | initcheck) sanitize "$1" ;;
     *)
-        echo "no such stage: $1; give a call, 1 to ${#calls[@]}, or stages of: ${calls[*]}"
+        echo "no such stage: $1; there are ${!limits[*]}"
         return 1
         ;;
     esac
 }
 
-stages=()
-for name in "${@:-1}"; do
-    case $name in
-    [1-4]) stages+=(${calls[name - 1]}) ;;
-    *) stages+=("$name") ;;
-    esac
-done
 mkdir -p "$results"
-log=$(mktemp)
+export PYTHONPATH=$PWD/$wheels/site${PYTHONPATH:+:$PYTHONPATH}
+log=$work/log
 outcomes=()
 for name in "${stages[@]}"; do
-    echo "=== $name, at $SECONDS s"
+    limit=$((SECONDS + ${limits[$name]:-90}))
+    [ $limit -gt "${LIMIT:-530}" ] && limit=${LIMIT:-530}
+    echo "=== $name, at $SECONDS s, ends at $limit s"
     stage "$name" 2>&1 | tee -a "$log"
     if [ "${PIPESTATUS[0]}" = 0 ]; then outcomes+=("PASSED $name"); else outcomes+=("FAILED $name"); fi
 done
-echo "=== to decide from this call ($device)"
+echo "=== to decide from this call ($device), $SECONDS s"
 grep -E '^(rehearsed, means nothing: )?(decide|reached|BLIND)' "$log"
 printf '%s\n' "${outcomes[@]}"
-rm "$log"
 failed=$(printf '%s\n' "${outcomes[@]}" | sed -n 's/^FAILED //p' | paste -sd ' ')
 if [ -n "$failed" ]; then
     echo "FAILED: $failed"

@@ -1,6 +1,7 @@
 """One attention layer on 2 to 8 GPUs over NCCL: the same results as the whole sequence, and what is exposed.
 
-Started by nccl.sh, once for each setting of the environment. With --rehearse over gloo on a CPU, small.
+Started by nccl.sh, once for each setting of the environment; by gpu.sh for ranks that share one GPU. With --rehearse over gloo on a
+CPU, small.
 
     parity    fp64, output and every gradient, by each transport; and under ZeRO-3 in fp32
     trace     which exchange starts when, alike on all ranks; of a GPU also how much of NCCL's time lies under other kernels
@@ -13,7 +14,9 @@ import argparse
 import contextlib
 import csv
 import datetime
+import functools
 import os
+import socket
 import statistics
 import sys
 from pathlib import Path
@@ -27,8 +30,9 @@ from torch import nn
 
 from benchmarks import record
 from benchmarks.on_gpu import TOLERANCE, whole
-from benchmarks.one_gpu import profiled, synchronise
+from benchmarks.profiles import kernels, profiled, synchronise
 from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
+from ds_sp_overlap.tools.shared_gpu import nccl_version
 
 TRANSPORTS = ("auto", "copy_engine")
 GROUPS = (1, 2, 4)
@@ -59,6 +63,14 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def shared_by(ranks: int) -> str:
+    """Return "2 x", or "2 ranks sharing 1 x". Collective."""
+    mine, every = (socket.gethostname(), torch.cuda.current_device()), [None] * ranks
+    dist.all_gather_object(every, mine)
+    gpus = len(set(every))
+    return f"{gpus} x" if gpus == ranks else f"{ranks} ranks sharing {gpus} x"
+
+
 class Run:
     """This rank, and what it says where it is the first."""
 
@@ -77,13 +89,13 @@ class Run:
             os.environ.get(name, "not set") for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS")
         )
 
-    @property
+    @functools.cached_property
     def machine(self) -> str:
-        """Return a description of what the figures were measured on."""
+        """Describe what the figures are measured on. Collective, the first time."""
         if self.args.rehearse:
             return f"REHEARSED: gloo, {self.size} processes on a CPU, no claim about time"
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        return f"{self.size} x {torch.cuda.get_device_name()}, NCCL {nccl}, torch {torch.__version__}"
+        nccl = ".".join(map(str, nccl_version()))
+        return f"{shared_by(self.size)} {torch.cuda.get_device_name()}, NCCL {nccl}, torch {torch.__version__}"
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -166,16 +178,17 @@ def trace(run: Run) -> None:
     if run.args.out and run.rank == 0:
         profile.export_chrome_trace(str(run.args.out / "trace.json.gz"))
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    starts = [event.name().split()[1] for event in events if event.name().startswith("layer ") and event.name().endswith(" start")]
+    ranges = [event.name() for event in events if event.device_type() == torch.profiler.DeviceType.CPU]  # the GPU's repeat them
+    starts = [name.split()[1] for name in ranges if name.startswith("layer ") and name.endswith(" start")]
     every = [None] * run.size
     dist.all_gather_object(every, starts)
     if any(of_rank != starts for of_rank in every) or len(starts) < 8:
         raise AssertionError(f"trace: the ranks start other exchanges, or too few: {every}")
     run.say(f"trace: G = {groups}, alike on all ranks: starts {' '.join(starts)}")
     if run.device.type == "cuda":
-        on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
-        moving = [(e.start_ns(), e.end_ns()) for e in on_device if "nccl" in e.name()]
-        others = [(e.start_ns(), e.end_ns()) for e in on_device if "nccl" not in e.name()]
+        ran = kernels(events)
+        moving = [(e.start_ns(), e.end_ns()) for e in ran if "nccl" in e.name()]
+        others = [(e.start_ns(), e.end_ns()) for e in ran if "nccl" not in e.name()]
         # Kernels of the compute stream don't overlap with one another.
         under = sum(max(0, min(end, stop) - max(begin, start)) for begin, end in moving for start, stop in others)
         run.say(f"trace: {under / max(sum(end - begin for begin, end in moving), 1):.0%} of NCCL's time lies under other kernels")
@@ -235,6 +248,7 @@ def main() -> None:
         print(tabulate(rows, headers="keys", tablefmt="github"))
         return
     run = Run(args)
+    run.say(run.machine)
     transports = usable(run)
     if args.first:
         check(run, transports)

@@ -1,9 +1,9 @@
 """Checks of whole layers that one GPU can make. None is a measurement.
 
-python benchmarks/on_gpu.py layer | nccl | sync | race        --device cpu: the same steps, which prove the script alone
+python benchmarks/on_gpu.py layer | one | sync | race        --device cpu: the same steps, which prove the script alone
 
 layer   two processes that share the GPU and exchange over gloo, against the layer on the whole sequence in one process
-nccl    one rank, and NCCL: the package's transports with the communicators that they make for themselves
+one     one rank over NCCL: the package's transports with the communicators that they make for themselves
 sync    a transformers layer, forward and backward, while torch refuses whatever makes the host wait for the device
 race    exchanges that take a millisecond and begin by writing NaN, against prompt ones; then the same without an order
         between them and what reads them, which must be seen, or the check is BLIND
@@ -90,7 +90,7 @@ def check_layer(device: str) -> None:
         torch.multiprocessing.spawn(_rank_of_layer, (2, device, f"{folder}/store"), nprocs=2)
 
 
-def check_nccl(device: str) -> None:
+def check_one(device: str) -> None:
     start("gloo" if device == "cpu" else "nccl", 0, 1, dist.HashStore())
     group = dist.group.WORLD
     of = shape(device)
@@ -101,7 +101,7 @@ def check_nccl(device: str) -> None:
         try:
             transport.prepare(sp_group)
         except ValueError as error:
-            print(f"nccl: {name}: REFUSED: {error}")
+            print(f"one: {name}: REFUSED: {error}")
             if name != "copy_engine":
                 raise
             continue
@@ -111,15 +111,15 @@ def check_nccl(device: str) -> None:
                 check_parity(f"{name}, G = {groups}", layer.step(layer.ours(head_groups=groups)), expected, TOLERANCE)
         except RuntimeError as error:
             # Whether copy engines can be used at all is for NCCL to say; nothing else depends on it.
-            print(f"nccl: {name}: COULD NOT LAUNCH: {error}")
+            print(f"one: {name}: COULD NOT LAUNCH: {error}")
             if name != "copy_engine":
                 raise
             continue
         own = getattr(transport, "group", None)
-        print(f"nccl: {name}: as without exchanges, over {'the sp group' if own in (None, group) else 'a communicator of its own'}")
+        print(f"one: {name}: as without exchanges, over {'the sp group' if own in (None, group) else 'a communicator of its own'}")
         print(f"decide the transport: {name} works")
         if device != "cpu" and name == "auto" and own in (None, group):
-            sys.exit("nccl: auto made no communicator of its own")
+            sys.exit("one: auto made no communicator of its own")
     dist.destroy_process_group()
 
 
@@ -256,7 +256,7 @@ def check_race(device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    checks = {"layer": check_layer, "nccl": check_nccl, "sync": check_sync, "race": check_race}
+    checks = {"layer": check_layer, "one": check_one, "sync": check_sync, "race": check_race}
     parser.add_argument("check", choices=checks)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     args = parser.parse_args()

@@ -40,6 +40,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from benchmarks import record  # noqa: E402
+from benchmarks.profiles import kernels, profiled, synchronise  # noqa: E402
 from benchmarks.variants import Layer, Shape  # noqa: E402
 from ds_sp_overlap.exchange.sp_group import SPGroup  # noqa: E402
 from ds_sp_overlap.exchange.streams import SideStream  # noqa: E402
@@ -260,12 +261,6 @@ def alst_layer(layer: Layer, size: int):
 # Measuring.
 
 
-def synchronise(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dict[str, float]:
     """Median ms of each, all in turn inside one loop."""
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -277,24 +272,11 @@ def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dic
     return {name: statistics.median(values[args.warmup :]) for name, values in times.items()}
 
 
-def profiled(run, device: torch.device):
-    """A profile of one run."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-        synchronise(device)
-    return profile
-
-
 def kernel_ms(run, device: torch.device) -> float:
     """Time in kernels but for those that stand for the network."""
-    profile = profiled(run, device)
     network = ("wait_ns", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
-    events = profile.profiler.kineto_results.events()
-    on_device = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA]
-    return sum(e.duration_ns() for e in on_device if not any(word in e.name() for word in network)) / 1e6
+    ran = kernels(profiled(run, device).profiler.kineto_results.events())
+    return sum(kernel.duration_ns() for kernel in ran if not any(word in kernel.name() for word in network)) / 1e6
 
 
 def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device):
@@ -347,7 +329,7 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                     held = torch.cuda.memory_allocated()
                     run()
                     peak = torch.cuda.max_memory_allocated() - held
-                    kernels = kernel_ms(run, device)
+                    busy_beside = kernel_ms(run, device)
                 yield {
                     "emulated": f"{label}, {bandwidth:g} GB/s",
                     "model": model,
@@ -360,8 +342,8 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
                     "exposed ms": round(took[name] - compute_ms, 3),
                     "exposed share": f"{1 - compute_ms / took[name]:.1%}",
                     "step / limit": round(took[name] / max(compute_ms, exchange_ms), 3),
-                    "contention ms": round(kernels - busy[name], 3) if busy else "",
-                    "idle ms": round(took[name] - kernels, 3) if busy else "",
+                    "contention ms": round(busy_beside - busy[name], 3) if busy else "",
+                    "idle ms": round(took[name] - busy_beside, 3) if busy else "",
                     "peak MiB": round(peak / 2**20, 1) if busy else "",
                 }
 

@@ -1,0 +1,163 @@
+"""Runs a script on several ranks that share one GPU, over NCCL.
+
+    python -m ds_sp_overlap.tools.shared_gpu RANKS SCRIPT ARGS...
+
+This shows that training is right over the real library, on a machine with one GPU; it makes nothing
+faster. NCCL refuses a second rank on a GPU before 2.30, and from then on unless `SHARING` is set.
+Every rank has ``LOCAL_RANK=0``.
+
+Kernels of several processes run at the same time only under CUDA's multi-process service (MPS),
+which is started for the ranks and ended after them. Without it the processes take turns: an
+all-to-all of 16 MiB took 4.2 ms instead of 0.23 (H100). A process under MPS that is killed breaks
+the others, so ranks are ended one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+SHARING, OLDEST_NCCL = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
+MPS = "nvidia-cuda-mps-control"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that runs; torch's own call names the one it was built with."""
+    try:
+        # Finds the library that is loaded already, by its name.
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return torch.cuda.nccl.version()  # a part of torch's own library
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def lacks() -> str:
+    """Return why ranks can't share a GPU here, and what to do; empty if they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    version = nccl_version()
+    if version[:2] >= OLDEST_NCCL:
+        return ""
+    package = f"nvidia-nccl-cu{(torch.version.cuda or '13').split('.')[0]}"
+    return (
+        f"several ranks on one GPU need NCCL 2.30, and {'.'.join(map(str, version))} is loaded; "
+        f"pip install --no-deps --target DIR '{package}>=2.30', and start again with "
+        "LD_PRELOAD=DIR/nvidia/nccl/lib/libnccl.so.2"
+    )
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[str]:
+    """Let processes that are started in the body share a GPU. Yields a description."""
+    with tempfile.TemporaryDirectory() as folder:
+        # A daemon of our own: nothing but the ranks runs under it.
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        given = {SHARING: "1", **dict.fromkeys(names, folder)}
+        has_mps = shutil.which(MPS) is not None
+        with _environment(given):
+            if has_mps:
+                has_mps = subprocess.run([MPS, "-d"]).returncode == 0
+            try:
+                yield "under MPS" if has_mps else "WITHOUT MPS, so that they take turns"
+            finally:
+                if has_mps:
+                    subprocess.run([MPS], input="quit -t 5\n", text=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def _environment(given: dict[str, str]) -> Iterator[None]:
+    """Run the body with variables of the environment set."""
+    before = dict(os.environ)
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            os.environ.pop(name)
+        os.environ.update(before)
+
+
+def run(ranks: int, command: list[str], seconds: float) -> int:
+    """Run a Python script on every rank, and print what rank 0 says.
+
+    Ranks are ended when ``seconds`` are over, or five seconds after one of them failed. What a
+    failed rank printed last is printed too.
+
+    Returns:
+        The exit status of the first rank that failed; 124 if time was over, 0 if all went well.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            own = {
+                "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks,
+                "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }  # fmt: skip
+            with Path(folder, str(rank)).open("w") as said:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        env={**os.environ, **{name: str(value) for name, value in own.items()}},
+                        stdout=said if rank else None,
+                        stderr=said if rank else None,
+                    )
+                )
+        end = time.monotonic() + seconds
+        while None in (states := [process.poll() for process in processes]):
+            if any(states):
+                end = min(end, time.monotonic() + 5)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                process.kill()
+        for rank, state in enumerate(states):
+            if rank and state != 0:
+                lines = Path(folder, str(rank)).read_text().splitlines()[-15:]
+                print(f"--- rank {rank}: {state}", *lines, sep="\n", flush=True)
+    if None in states and not any(states):
+        print(f"shared_gpu: not over after {seconds:g} s: {' '.join(command)}", flush=True)
+        return 124
+    return next((state for state in states if state), 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ds_sp_overlap.tools.shared_gpu")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a Python script with arguments")
+    parser.add_argument("--seconds", type=float, default=600, help="end the ranks after so long")
+    parser.add_argument("--rehearse", action="store_true", help="over gloo: shares no GPU")
+    args = parser.parse_args()
+    if args.rehearse:
+        return run(args.ranks, args.script, args.seconds)
+    if reason := lacks():
+        print(f"shared_gpu: {reason}", file=sys.stderr)
+        return 1
+    with sharing() as how:
+        version = ".".join(map(str, nccl_version()))
+        print(f"{args.ranks} ranks share one GPU, {how}, over NCCL {version}", flush=True)
+        return run(args.ranks, args.script, args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,12 +39,12 @@ declare -A limits=([install]=60 [build]=120 [whole]=90 [parity]=70 [models]=110 
     [contention]=50 [whole-1b]=60 [convergence]=90 [memcheck]=60 [initcheck]=60)
 stages=(install build whole parity models checks host emulated bandwidth contention whole-1b convergence memcheck initcheck)
 
-device=cuda rehearsed=()
+device=cuda rehearsed=() patience=1
 table=(--megabytes 64 256 --ranks 8 --head-dim 64 128)
 trained=(--steps 40 --dtypes bf16 --seq 1024)
 if [ "${1:-}" = --rehearse ]; then
     shift
-    device=cpu
+    device=cpu patience=5
     results=${RESULTS:-$work/results}
     table=(--megabytes 1 --ranks 2 4 --heads-per-rank 2 --head-dim 64 80 --repeat 5 --model-dim 256)
     trained=(--steps 2 --dtypes fp32 --skip "sp = 1" "G = 1" "window, kept" "stock, again" "stock, split sums")
@@ -165,7 +165,7 @@ stage() {
     ordered)
         if [ $device = cpu ]; then echo "a torch without CUDA can't start under it"; else (export TORCH_CUDA_SANITIZER=1 && stage layer); fi
         ;;
-    host) run "$python" benchmarks/host.py --steps 100 --out "$results/host" ;;
+    host) LOCAL_RANK=0 run "$python" benchmarks/host.py --steps 100 --out "$results/host" ;;
     emulated)
         run "$python" benchmarks/one_gpu.py "${rehearsed[@]}" --minutes 1 --ranks 8 --transports E2 --models 8b --tokens 8192 2048 \
             --bandwidth 45 --steps 5 --out "$results/emulated"
@@ -188,7 +188,7 @@ export PYTHONPATH=$PWD/$wheels/site${PYTHONPATH:+:$PYTHONPATH}
 log=$work/log
 outcomes=()
 for name in "${stages[@]}"; do
-    limit=$((SECONDS + ${limits[$name]:-90}))
+    limit=$((SECONDS + ${limits[$name]:-90} * patience))
     [ $limit -gt "${LIMIT:-530}" ] && limit=${LIMIT:-530}
     echo "=== $name, at $SECONDS s, ends at $limit s"
     stage "$name" 2>&1 | tee -a "$log"

@@ -3,8 +3,8 @@
     python benchmarks/host.py --out benchmarks/results/host
 
 Method. A process group that moves nothing (torch's "fake" backend) plays rank 0 of P; tensors are so small that arithmetic is
-nothing beside the calls. On a GPU the same calls run ahead of the device, so their cost shows only where a layer's kernels take
-less than it. Variants run in turn inside one loop; parity of shapes first (values are whatever the buffers held).
+nothing beside the calls; they lie on the GPU where there is one. In training the host runs ahead of the device, so that its time
+shows only where a layer's kernels take less. Variants run in turn inside one loop; parity of shapes first (values are whatever the buffers held).
 
     stock          projections, DeepSpeed's DistributedAttention, output projection
     drop-in        the same with ds_sp_overlap.DistributedAttention
@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_sp_overlap
 from benchmarks import record
+from benchmarks.profiles import synchronise
 from benchmarks.variants import Layer, Shape
 
 
@@ -53,7 +54,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
 
     heads = args.ranks * args.heads_per_rank
-    shape = Shape(args.ranks * args.tokens, heads, args.head_dim, heads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = Shape(args.ranks * args.tokens, heads, args.head_dim, heads, device=device.type)
     layer = Layer(shape, 0, args.ranks, dist.group.WORLD)
     layer.local = Local()
     x, dy = layer.x.requires_grad_(), layer.dy
@@ -68,6 +70,7 @@ def main() -> None:
             y = run(x)
             y.backward(dy)
             took = time.process_time() - start
+            synchronise(device)
             assert y.shape == x.shape, name
             if turn >= 20:
                 times[name].append(took * 1e6)
@@ -77,7 +80,9 @@ def main() -> None:
         median = statistics.median(t)
         row = {"variant": name, "min": min(t), "median": median, "max": max(t), "more than stock": median - stock}
         rows.append({key: value if key == "variant" else round(value) for key, value in row.items()})
-    kind = f"processor time of the host for a layer, forward and backward, microseconds; P = {args.ranks}, nothing moved"
+    kind = (
+        f"processor time of the host for a layer, forward and backward, microseconds; P = {args.ranks}, nothing moved, on {device}"
+    )
     record.write(args.out, rows, kind)
     if args.profile:
         import cProfile

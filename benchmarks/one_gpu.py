@@ -43,7 +43,7 @@ from benchmarks import record  # noqa: E402
 from benchmarks.profiles import kernels, profiled, synchronise  # noqa: E402
 from benchmarks.variants import Layer, Shape  # noqa: E402
 from ds_sp_overlap.exchange.sp_group import SPGroup  # noqa: E402
-from ds_sp_overlap.exchange.streams import SideStream  # noqa: E402
+from ds_sp_overlap.exchange.streams import SideStream, accelerator  # noqa: E402
 
 MODELS = {"7b": (32, 32, 128), "8b": (32, 8, 128), "70b": (64, 8, 128), "rehearsal": (8, 4, 16)}  # query heads, KV heads, head dim
 
@@ -204,7 +204,7 @@ class Emulated(SPGroup):
 
     def streams(self, device):
         if device.type != "cpu" and device not in self._sides:
-            self._sides[device] = SideStream(torch.get_device_module(device), device)
+            self._sides[device] = SideStream(accelerator(device.type), device)
         return super().streams(device)
 
     def gather(self, what, where=""):

@@ -103,7 +103,8 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
     """
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     side = sp_group.streams(device)
-    with side.after_compute():
+    mark = side.begin()
+    try:
         # One reduction by MAX gives the largest hash, and minus the smallest. They are one hash if
         # all texts are alike.
         edges = torch.full((2,), number, dtype=torch.int64, device=device)
@@ -112,10 +113,12 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
         if not side.blocks:
             work.wait()
             edges = edges.to("cpu", non_blocking=True)
-    done = None if side.blocks else side.event()
+    finally:
+        side.end(mark)
 
     def alike() -> bool:
-        done.synchronize() if done else work.wait()
+        work.wait() if side.blocks else mark.event.synchronize()
+        side.before_compute(mark)
         largest, smallest = edges.tolist()
         return largest == -smallest
 

@@ -65,7 +65,7 @@ class InFlight:
     # In check mode, what has to arrive.
     expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
-    # What `SideStream.mark` returned, between launch and finish; else None, as with a `HostStream`.
+    # What `SideStream.begin` returned, between launch and finish; else None, as with a `HostStream`.
     received: Any = None
     # None where no timeline records this transfer.
     track: Track | None = None
@@ -164,20 +164,18 @@ class InFlight:
             self.send = ready
         if self.track is not None:
             self.track.mark("packed")
+        self.received = self.side.begin()
         try:
-            if self.side.blocks:
-                self._transfer()
-            else:
-                with self.side.after_compute():  # guard: its mark comes after
-                    self._transfer()
-                    # The transfer stream waits at once, so that a mark behind the wait tells when
-                    # the data has arrived.
-                    self._wait()
-                    if self.track is not None:
-                        self.track.mark("arrived")
+            self._transfer()
+            if not self.side.blocks:
+                # The transfer stream waits at once, so that a mark behind the wait tells when the
+                # data has arrived.
+                self._wait()
+                if self.track is not None:
+                    self.track.mark("arrived")
         finally:
             # Also after an exception: work that was queued may use the buffers.
-            self.received = self.side.mark()  # guard: what is sent is kept
+            self.side.end(self.received)  # guard: what is sent is kept
 
     def _transfer(self) -> None:
         """Have the transport move the buffer, on the stream that is current."""
@@ -284,8 +282,7 @@ class InFlight:
         mark = self.received
         if self.side.blocks:  # guard: waits before it unpacks
             self._wait()
-        else:
-            self.side.before_compute(mark)  # guard: compute waits for it
+        current = self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         if self.track is not None:
             self.track.mark("unpacking")
@@ -297,7 +294,7 @@ class InFlight:
         elif into:
             into[0].copy_(self.outs[0])
             self.outs = tuple(into)
-        self.side.after_unpack(mark)  # guard: memory returns once it was read
+        self.side.after_unpack(mark, current)  # guard: memory returns once it was read
         if self.track is not None:
             self.track.mark("done")
 

@@ -13,7 +13,7 @@ from ..profiling.timeline import Timeline
 from .calls import Calls
 from .copy_engines import CopyEngine
 from .modes import outside_modes
-from .streams import HostStream, SideStream
+from .streams import HostStream, SideStream, accelerator
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
 
@@ -92,8 +92,7 @@ class SPGroup:
             if waits_on_host:
                 side = HostStream()
             else:
-                backend = torch.get_device_module(device)
-                side = SideStream(backend, device, self._stream)
+                side = SideStream(accelerator(device.type), device, self._stream)
             self._sides[device] = side
         return side
 

@@ -29,6 +29,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 # CUDA reads the variable as it starts: too early for this package to set it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -47,25 +49,22 @@ def one_queue() -> str:
 class HostStream:
     """A null object in place of `SideStream`, where waiting blocks the host (CPU; gloo anywhere).
 
-    Program order is the only order. Methods are those of `SideStream`, and do nothing; `mark`
-    returns None.
+    Program order is the only order. Methods are those of `SideStream`, and do nothing.
     """
 
     # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
     blocks = True
 
-    _here = contextlib.nullcontext()
-
-    def after_compute(self) -> contextlib.nullcontext[None]:
-        return self._here
-
-    def mark(self) -> Any:
+    def begin(self) -> Any:
         pass
 
-    def before_compute(self, mark: Any) -> None:
+    def end(self, mark: Any) -> None:
         pass
 
-    def after_unpack(self, mark: Any) -> None:
+    def before_compute(self, mark: Any) -> Any:
+        pass
+
+    def after_unpack(self, mark: Any, current: Any) -> None:
         pass
 
     @contextlib.contextmanager
@@ -74,10 +73,10 @@ class HostStream:
 
 
 class Mark(NamedTuple):
-    """A point in the transfer stream.
+    """A launch on the transfer stream.
 
     Attributes:
-        event: Recorded on the transfer stream.
+        event: Recorded behind the launch, from `SideStream.end` on.
         compute: The stream that allocated the buffers of the transfer: the one that was current at
             the launch.
     """
@@ -100,7 +99,7 @@ class SideStream:
     ``record_stream``.
 
     Args:
-        backend: ``torch.cuda``, or another accelerator's module of the same form.
+        backend: An `Accelerator`.
         device: The device of the streams.
         stream: Carries the transfers instead of our own stream, which all layers share.
     """
@@ -108,31 +107,39 @@ class SideStream:
     blocks = False
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
-        self.backend, self.device = backend, device
+        self.backend = backend
+        self.index = device.index or 0
         transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
         # Events that nobody needs any more, to be recorded again.
         self.events: list[Any] = []
 
-    @contextlib.contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Run the body on the transfer stream, after what the compute stream holds now.
+    def begin(self) -> Mark:
+        """Make the transfer stream current, behind what the compute stream holds now.
 
-        Behind the body, the compute stream waits for the gate stream alone, and not for transfers,
-        see Note [Gate stream].
+        Returns:
+            A mark for `end`, which must be called, and then for `before_compute`, each once.
         """
-        compute = self.backend.current_stream(self.device)
-        ready = self._recorded(compute)  # guard: on the stream that made it
-        self.transfer.wait_event(ready)  # guard: sends what is ready
-        self.gate.wait_event(ready)
-        launched = self._recorded(self.gate)  # guard: behind no other transfer
-        try:
-            with self.backend.stream(self.transfer):
-                yield
-        finally:
-            compute.wait_event(launched)  # guard: goes on after the launch
-            # A wait is for the record before the wait, so a later record does not disturb it.
-            self.events += ready, launched
+        compute, event = self.backend.current_stream(self.index), self._event()
+        # One event serves the launch and the mark: a wait is for the record before the wait, so
+        # that a later record does not disturb it.
+        compute.record_event(event)  # guard: on the stream that made it
+        self.transfer.wait_event(event)  # guard: sends what is ready
+        self.gate.wait_event(event)
+        self.gate.record_event(event)  # guard: behind no other transfer
+        self.backend.set_stream(self.transfer)
+        return Mark(event, compute)
+
+    def end(self, mark: Mark) -> None:
+        """Put ``mark`` behind what was queued since `begin`, and make the compute stream current.
+
+        The compute stream goes on behind the gate stream alone, and not behind transfers, see
+        Note [Gate stream].
+        """
+        event, compute = mark
+        self.backend.set_stream(compute)
+        compute.wait_event(event)  # guard: goes on after the launch
+        self.transfer.record_event(event)  # guard: marked behind the transfer
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
@@ -141,54 +148,74 @@ class SideStream:
         The body is given a function. When the body calls it, the compute stream is made to wait for
         what the relay stream holds by then (the pack), and for nothing later.
         """
-        compute = self.backend.current_stream(self.device)
+        compute = self.backend.current_stream(self.index)
         self._order(self._relay, compute)  # guard: relays what is ready
-        with self.backend.stream(self._relay):
+        self.backend.set_stream(self._relay)
+        try:
             yield lambda: self._order(compute, self._relay)
+        finally:
+            self.backend.set_stream(compute)
 
-    def mark(self) -> Mark:
-        """Mark the end of an exchange that was just launched; later exchanges come after the mark.
+    def before_compute(self, mark: Mark) -> Any:
+        """Order the compute stream after ``mark``, and not after exchanges that started since.
 
-        Each mark is given to `before_compute`, once.
+        Returns:
+            The current stream, for `after_unpack`.
         """
-        compute = self.backend.current_stream(self.device)
-        return Mark(self._recorded(self.transfer), compute)  # guard: marked behind the transfer
-
-    def event(self) -> Any:
-        """Return an event behind what the transfer stream holds now, for the host to wait for."""
-        return self._recorded(self.transfer)
-
-    def before_compute(self, mark: Mark) -> None:
-        """Order the compute stream after ``mark``, and not after exchanges that started since."""
-        mark.compute.wait_event(mark.event)  # guard: its own stream waits
+        event, compute = mark
+        compute.wait_event(event)  # guard: its own stream waits
         # The current stream waits too, since it reads what was received. It is another one than
         # that of the buffers behind a relay, and where the garbage collector calls.
-        current = self.backend.current_stream(self.device)
-        if current != mark.compute:
-            current.wait_event(mark.event)
-        self.events.append(mark.event)
+        current = self.backend.current_stream(self.index)
+        if current != compute:
+            current.wait_event(event)
+        self.events.append(event)
+        return current
 
-    def after_unpack(self, mark: Mark) -> None:
-        """Order the stream that allocated the buffers of ``mark`` behind the unpack."""
-        # The unpack ran on the current stream, which is another one only behind a relay.
-        current = self.backend.current_stream(self.device)
+    def after_unpack(self, mark: Mark, current: Any) -> None:
+        """Order the stream that allocated the buffers of ``mark`` behind the unpack.
+
+        Args:
+            mark: The mark of the transfer.
+            current: The stream that unpacked, another one only behind a relay.
+        """
         if current != mark.compute:
             self._order(mark.compute, current)
 
     def _order(self, stream: Any, before: Any) -> None:
         """Let ``stream`` go on behind what ``before`` holds now."""
-        event = self._recorded(before)
+        event = self._event()
+        before.record_event(event)  # guard: an event is recorded
         stream.wait_event(event)
         self.events.append(event)
 
-    def _recorded(self, stream: Any) -> Any:
-        """Return an event recorded on ``stream`` now, one of `events` if there are any."""
-        try:
-            event = self.events.pop()
-        except IndexError:
-            event = self.backend.Event()
-        stream.record_event(event)  # guard: an event is recorded
-        return event
+    def _event(self) -> Any:
+        """Return one of `events`; a new one if there are none."""
+        return self.events.pop() if self.events else self.backend.Event()
+
+
+class Accelerator:
+    """The streams and events of a type of device, of the classes that torch has for all types.
+
+    Their methods are written in C; those of ``torch.cuda`` cost the host several times as much.
+
+    Args:
+        kind: The type of the device, for instance "cuda".
+    """
+
+    Stream = staticmethod(torch.Stream)
+    # What ``torch.accelerator`` calls, for the index of a device.
+    current_stream = staticmethod(torch._C._accelerator_getStream)
+    set_stream = staticmethod(torch._C._accelerator_setStream)
+
+    def __init__(self, kind: str):
+        self.Event = functools.partial(torch.Event, kind)
+
+
+@functools.cache
+def accelerator(kind: str) -> Accelerator:
+    """Return the one object for a type of device."""
+    return Accelerator(kind)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class Stream:
 
 
 class Backend:
-    """The part of torch.cuda that `SideStream` uses."""
+    """The part of `Accelerator` that `SideStream` uses; `stream` for tests."""
 
     def __init__(self):
         self.log = []
@@ -80,6 +80,9 @@ class Backend:
 
     def current_stream(self, device):
         return self.current
+
+    def set_stream(self, stream):
+        self.current = stream
 
     @contextlib.contextmanager
     def stream(self, stream):

@@ -73,7 +73,7 @@ def stream_order(rank):
 
 
 def test_streams_wait_for_each_other_once_an_exchange():
-    """Guards: `SideStream.after_compute` and `before_compute`, called where an exchange is launched and finished."""
+    """Guards: `SideStream.begin`, `end` and `before_compute`, called where an exchange is launched and finished."""
     no_faults(2, stream_order)
 
 
@@ -209,10 +209,10 @@ def test_a_half_out_of_place_is_refused():
 WATCHED = [
     Watched(Guard("packed, so let go", without="pass"), held_until_finished),
     Watched(Guard("memory returns in order", without="pass"), abandoned),
-    Watched(Guard("compute waits for it", without="pass"), stream_order),
+    Watched(Guard("compute waits for it", without="current = mark.compute"), stream_order),
     Watched(Guard("sends what is ready", without="pass"), stream_order),
     Watched(Guard("goes on after the launch", without="pass"), stream_order),
-    Watched(Guard("behind no other transfer", without="launched = self._recorded(self.transfer)"), stream_order),
+    Watched(Guard("behind no other transfer", without="self.transfer.record_event(event)"), stream_order),
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
     Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
     Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),

@@ -343,7 +343,8 @@ def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_
 
     def forgetful(side, mark):
         if threading.current_thread() is here:
-            before_compute(side, mark)
+            return before_compute(side, mark)
+        return mark.compute
 
     with watched(False) as (races, wire):
         whole_layer(wire, 2)
@@ -391,11 +392,11 @@ WATCHED = [
     # Waits.
     Watched(Guard("sends what is ready", without="pass"), check(LAYER), 0),
     Watched(Guard("waits before it reads", without="pass"), check(LAYER, True), 0),
-    Watched(Guard("compute waits for it", without="pass"), check(LAYER), 0),
+    Watched(Guard("compute waits for it", without="current = mark.compute"), check(LAYER), 0),
     Watched(Guard("its own stream waits", without="pass"), check(LAYER), 0),
     Watched(Guard("memory returns in order", without="pass"), check("abandoned"), 0),
     Watched(
-        Guard("its own stream waits", without="self.backend.current_stream(self.device).wait_event(mark.event)"),
+        Guard("its own stream waits", without="self.backend.current_stream(self.index).wait_event(event)"),
         check("elsewhere"),
         0,
     ),
@@ -413,37 +414,20 @@ WATCHED = [
     # References.
     Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
     Watched(
-        Guard("what is sent is kept", without="self.received = self.side.mark()\nself.send, self.sources = None, ()"),
+        Guard("what is sent is kept", without="self.side.end(self.received)\nself.send, self.sources = None, ()"),
         check("alone"),
         0,
     ),
     # Events.
-    Watched(
-        Guard(
-            "its mark comes after",
-            without="self.received = self.side.mark()\n"
-            "self.side.mark = lambda seen=self.received: seen\n"
-            "with self.side.after_compute():",
-        ),
-        check(LAYER),
-        0,
-    ),
-    Watched(
-        Guard(
-            "marked behind the transfer", without="return Mark(self._recorded(self.gate), self.backend.current_stream(self.device))"
-        ),
-        check(LAYER),
-        0,
-    ),
-    Watched(Guard("on the stream that made it", without="ready = self._recorded(self.gate)"), check(LAYER), 0),
-    Watched(Guard("an event is recorded", without="pass"), check(LAYER), 0),
+    Watched(Guard("marked behind the transfer", without="pass"), check(LAYER), 0),
+    Watched(Guard("on the stream that made it", without="self.gate.record_event(event)"), check(LAYER), 0),
+    Watched(Guard("an event is recorded", without="pass"), check("once per node"), 0),
     Watched(
         Guard(
             "marked behind the transfer",
-            without="self.events.append(self._recorded(self.transfer))\n"
-            "return Mark(self.events[-1], self.backend.current_stream(self.device))",
+            without="self.transfer.record_event(event)\nself.events.append(event)",
         ),
-        check(LAYER),
+        check("once per node"),
         0,
     ),
 ]

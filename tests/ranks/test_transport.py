@@ -309,7 +309,7 @@ def of_mixed_backends(rank):
     nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
     with (
         nccl(),
-        accelerator(),
+        mock.patch.object(sp_group_module, "accelerator", lambda kind: Backend()),
         mock.patch.object(dist, "all_to_all_single", lambda *_, group, async_op=False: to.append((group, async_op))),
     ):
         sp_group = SPGroup(dist.group.WORLD, "auto")
@@ -353,14 +353,9 @@ def test_nccl_is_launched_on_the_stream_of_the_transfers_itself(name):
     assert on_ranks(2, launched_on_its_stream, name) == [([False], [0.0, 2.0]), ([False], [1.0, 3.0])]
 
 
-def accelerator():
-    return mock.patch.object(torch, "get_device_module", lambda device: Backend())
-
-
 def blocks(rank, backends):
     group = dist.new_group([0, 1], backend=backends)
-    with accelerator():
-        return SPGroup(group).streams(torch.device("cuda")).blocks, backend_of(group, "cuda")
+    return SPGroup(group).streams(torch.device("cuda")).blocks, backend_of(group, "cuda")
 
 
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])

@@ -88,9 +88,9 @@ def launched_by_the_package():
     recorder = Recorder()
     side = SideStream(recorder, torch.device("cpu"))
     recorder.launches.append(product(4, 10))
-    with side.after_compute():
-        recorder.launches.append(exchange(30))
-    side.mark()
+    mark = side.begin()
+    recorder.launches.append(exchange(30))
+    side.end(mark)
     recorder.launches.append(attention(40, 10))
     return recorder.launches
 

@@ -144,7 +144,14 @@ def is_dropped():
 @pytest.mark.parametrize(
     "watched",
     [
-        Watched(Guard("copies what is ready", without="if True:"), leaves, ranks=0),
+        Watched(
+            Guard(
+                "copies what is ready",
+                without="self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied.compute)",
+            ),
+            leaves,
+            ranks=0,
+        ),
         Watched(Guard("copied, then given back", without="pass"), leaves, ranks=0),
         Watched(Guard("arrived, then read", without="pass"), comes_back, ranks=0),
         Watched(Guard("dropped behind its copy", without="pass"), is_dropped, ranks=0),

@@ -85,7 +85,7 @@ def test_the_transfer_runs_on_a_stream_of_its_own_between_pack_and_unpack(backen
 
 
 def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
-    """Guard: `SideStream.after_compute`. It waits for the gate, where no transfer is: not for those that are under way."""
+    """Guard: `SideStream.end`. It waits for the gate, where no transfer is: not for those that are under way."""
     q, k = q_exchange(backend), q_exchange(backend)
     k.sp_group = q.sp_group
     q.start(torch.randn(2, 3, 4, 8))
@@ -112,11 +112,11 @@ def test_a_stream_that_the_user_gives_carries_the_transfers(backend):
 
 
 def test_events_are_recorded_again(backend):
-    """Guard: `SideStream._recorded`. Three are in use at once: two at a launch, one an exchange from then on."""
+    """Guard: `SideStream.begin`. An exchange uses one, three times."""
     q = q_exchange(backend)
     for _ in range(5):
         q.finish(q.start(torch.randn(2, 3, 4, 8)))
-    assert (backend.events, backend.recorded) == (2, 15)
+    assert (backend.events, backend.recorded) == (1, 15)
 
 
 def test_where_waiting_blocks_the_host_there_is_no_stream(monkeypatch):
@@ -180,7 +180,7 @@ def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transf
 
 
 def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(backend):
-    """Guard: `SideStream.mark`; waiting for the whole side stream would leave nothing for head groups to hide."""
+    """Guard: `SideStream.end`; waiting for the whole side stream would leave nothing for head groups to hide."""
     compute_waits = []
     sp_group = SPGroup(None, LoggingTransport(backend))
     sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))

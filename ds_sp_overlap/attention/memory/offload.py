@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.streams import HostStream, SideStream
+from ...exchange.streams import HostStream, SideStream, accelerator
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def copy_stream(device: torch.device) -> HostStream | SideStream:
     """Return the stream for copies between ``device`` and the host; exchanges have another one."""
     if device.type == "cpu":
         return HostStream()
-    backend = torch.get_device_module(device)
+    backend = accelerator(device.type)
     # The lower the number, the sooner the device serves the stream.
     return SideStream(backend, device, backend.Stream(device, priority=-1))
 
@@ -43,11 +43,11 @@ class OffloadedTensor:
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """Begin a copy behind what the compute stream holds now."""
+        self.copied = self.side.begin()  # guard: copies what is ready
         try:
-            with self.side.after_compute():  # guard: copies what is ready
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         finally:
-            self.copied = self.side.mark()
+            self.side.end(self.copied)
 
     def free(self) -> None:
         """Give the device memory back, for use after the last copy; the host does not wait."""

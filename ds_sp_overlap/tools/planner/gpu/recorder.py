@@ -10,10 +10,9 @@ device, the list has the copy that it makes on a CPU.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class _Stream:
 
 
 class Recorder(TorchDispatchMode):
-    """The part of ``torch.cuda`` that `SideStream` uses, a transport, and a list of launches.
+    """The part of `Accelerator` that `SideStream` uses, a transport, and a list of launches.
 
     Attributes:
         launches: What was launched, in the order of the host.
@@ -84,7 +83,7 @@ class Recorder(TorchDispatchMode):
         )
         self._events = 0
 
-    # The interface of torch.cuda.
+    # The interface of `Accelerator`.
 
     def Stream(self, device: Any, priority: int) -> _Stream:
         return _Stream(self, next(self._names))
@@ -95,13 +94,8 @@ class Recorder(TorchDispatchMode):
     def current_stream(self, device: Any) -> _Stream:
         return self.current
 
-    @contextlib.contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def set_stream(self, stream: _Stream) -> None:
+        self.current = stream
 
     def record(self, stream: str, event: _Event) -> None:
         # A later record of the same event is another event: a wait is for the record before it.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..rotary import rotate
-from .joined import blocks_of
+from .copies import blocks_of
 from .layout import Layout, Patches, Side
 from .modes import outside_modes
 from .sp_group import SPGroup
@@ -75,7 +75,7 @@ def plain_exchange(
             "same config"
         )
     target = layout.target
-    # Replicas are summed in fp32 for half precision, as in `joined.split`.
+    # Replicas are summed in fp32 for half precision, as in `copies.unpack`.
     out = torch.zeros(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     sizes, addends = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.int32)
     for peer, (sender, tensor) in enumerate(zip(layouts, tensors)):

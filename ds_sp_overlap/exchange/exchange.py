@@ -163,8 +163,8 @@ class Exchange:
         forward = InFlight(self.sp_group, self.layout, name, self.rope)
         self.forward = forward.launch(xs, self.checked)
 
-    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Finish what `start_forward` launched, once; arguments and result as of `InFlight.finish`.
+    def finish_forward(self) -> tuple[Tensor, ...]:
+        """Finish what `start_forward` launched, once; returns as `InFlight.finish` does.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.
@@ -174,7 +174,7 @@ class Exchange:
                 f"{self.where} {self.name}: finished without having been started, or finished twice"
             )
         in_flight, self.forward = self.forward, None  # guard: forward is let go
-        return in_flight.finish(into)
+        return in_flight.finish()
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """Launch the transfer of the gradients of those tensors that are `needed`.
@@ -186,11 +186,8 @@ class Exchange:
         gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
         self.gradient = gradient.launch(dys, self.checked)
 
-    def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
+    def finish_gradient(self) -> tuple[Tensor | None, ...]:
         """Finish what `start_gradient` launched, once.
-
-        Args:
-            into: As in `InFlight.finish`, for those tensors that are `needed`.
 
         Returns:
             The gradient of each tensor that was sent; None for tensors that are not `needed`.
@@ -205,7 +202,7 @@ class Exchange:
                 "layer's inputs and of its weights come of one backward, ask for them together"
             )
         in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
-        received = in_flight.finish(into)
+        received = in_flight.finish()
         if len(received) == len(self.needed):
             return received
         arrived, gradients = iter(received), list[Tensor | None]()

@@ -23,28 +23,12 @@ from ..profiling.ranges import is_profiled, named
 from ..profiling.timeline import Track
 from ..relayout import ops
 from . import check
-from .joined import join, split, split_copies
-from .layout import Layout, Side
+from .copies import Copies, copies_of, pack, unpack
+from .layout import Layout, Patches, Side
 from .sp_group import SPGroup
 from .streams import HostStream, SideStream
 
 Tables = tuple[Tensor, Tensor]
-
-
-def _as_it_travels(x: Tensor, side: Side) -> Tensor | None:
-    """Return the flat buffer to send in place of a packed ``x``; None where ``x`` must be packed.
-
-    The buffer is a view of ``x``, or a contiguous copy of an ``x`` in wire layout.
-    """
-    if side.is_wire_layout:
-        return x.contiguous().view(-1)  # guard: one piece of memory
-    if not side.is_cut_into_slices:  # guard: each part together
-        return None
-    # The cheap test first: the parts of a contiguous x, cut along a later dim, lie apart.
-    if x.is_contiguous() and len(side.parts) > 1:
-        return None
-    front = x.movedim(side.dim, 0)
-    return front.view(-1) if front.is_contiguous() else None
 
 
 def _listed(shapes: Sequence[Sequence[int]]) -> str:
@@ -69,9 +53,14 @@ class InFlight:
     received: Any = None
     # None where no timeline records this transfer.
     track: Track | None = None
+    # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
+    dtypes: list[torch.dtype] | None = None
 
     # Set by `launch`.
     side: HostStream | SideStream
+    # How the tensors at both ends lie in the wire.
+    copies: Copies
+    copies_back: Copies
     # Empty once they are packed. A `RelayedExchange` puts here what its other leg reads, until the
     # finish.
     sources: Sequence[Tensor]
@@ -107,8 +96,7 @@ class InFlight:
             ValueError: before any communication, if a tensor has another shape.
         """
         sp_group, layout, x = self.sp_group, self.layout, xs[0]
-        joined = bool(layout.also)
-        shapes = [x.shape] if len(xs) == 1 else [each.shape for each in xs]
+        shapes = [each.shape for each in xs]
         if shapes != layout.sources.shapes:  # guard: this half belongs here
             raise ValueError(
                 f"{self.name}: expected a tensor of shape {_listed(layout.sources.shapes)}, "
@@ -121,19 +109,15 @@ class InFlight:
             ]
         self.side = sp_group.streams(x.device)
         self.sources = xs
-        # ``x`` as the buffer that is sent; None if it must be packed.
-        ready = None
-        if not joined and self.rope is None:  # guard: rotated, so packed
-            ready = _as_it_travels(x, layout.source)
-        # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
-        self.dtypes, new_empty = None, x.new_empty
-        if joined:
-            dtypes = [each.dtype for each in xs]
-            if len(set(dtypes)) > 1:
-                self.dtypes = dtypes
-                new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
+        self.copies = copies_of(layout.sources, tuple([each.stride() for each in xs]))
+        self.copies_back = copies_of(layout.targets)
+        new_empty = x.new_empty
+        dtypes = [each.dtype for each in xs]
+        if len(set(dtypes)) > 1:
+            self.dtypes = dtypes
+            new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
         rotates = self.rope_back is not None  # guard: rotated, so unpacked
-        self.unpacks = joined or rotates or not layout.target.is_wire_layout
+        self.unpacks = rotates or self.copies_back.flat is None
         if self.unpacks:
             self.outs, self.recv = (), new_empty(layout.targets.elements)
         else:
@@ -148,31 +132,27 @@ class InFlight:
             self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
-                self._send(ready, new_empty)
+                self._send(new_empty)
         else:
-            self._send(ready, new_empty)
+            self._send(new_empty)
         if self.track is not None:
             self.track.mark("launched")
         return self
 
-    def _send(self, ready: Tensor | None, new_empty: Callable[..., Tensor]) -> None:
-        """Launch the transfer of ``ready``, or if it is None, pack the sources and send those."""
-        if ready is None:
+    def _send(self, new_empty: Callable[..., Tensor]) -> None:
+        """Launch the transfer of the sources: of the memory of one, or of what they are packed to."""
+        (x, *_), flat = self.sources, self.copies.flat
+        if flat is None or self.rope is not None:  # guard: rotated, so packed
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
         else:
-            self.send = ready
+            size = self.layout.sources.elements
+            self.send = x.as_strided((size,), (1,), x.storage_offset() + flat)
         if self.track is not None:
             self.track.mark("packed")
         self.received = self.side.begin()
         try:
             self._transfer()
-            if not self.side.blocks:
-                # The transfer stream waits at once, so that a mark behind the wait tells when the
-                # data has arrived.
-                self._wait()
-                if self.track is not None:
-                    self.track.mark("arrived")
         finally:
             # Also after an exception: work that was queued may use the buffers.
             self.side.end(self.received)  # guard: what is sent is kept
@@ -180,17 +160,27 @@ class InFlight:
     def _transfer(self) -> None:
         """Have the transport move the buffer, on the stream that is current."""
         sp_group, layout = self.sp_group, self.layout
-        send_sizes, recv_sizes = layout.sources.sizes, layout.targets.sizes
         if self.track is not None:
             self.track.mark("started")
         try:
             self.handle = sp_group.transport.launch(
-                self.send, self.recv, send_sizes, recv_sizes, sp_group.group, self.name
+                self.send,
+                self.recv,
+                layout.sources.sizes,
+                layout.targets.sizes,
+                sp_group.group,
+                self.name,
             )
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(self.name, "the exchange", error) from error
         if self.track is not None:
             self.track.follow(self.handle)
+        if not self.side.blocks:
+            # The transfer stream waits at once, so that a mark behind the wait tells when the data
+            # has arrived.
+            self._wait()
+            if self.track is not None:
+                self.track.mark("arrived")
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
         """Allocate the tensors that are received, on the device of ``like``."""
@@ -209,57 +199,42 @@ class InFlight:
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
+        wire, x, source = (
+            new_empty(self.layout.sources.elements),
+            self.sources[0],
+            self.layout.source,
+        )
         relayout = ops.implementation(self.sp_group.kernels)
-        source, sources = self.layout.source, self.layout.sources
-        x = self.sources[0]
-        # Relayout's operators pack one tensor whose parts cover it, and may rotate it. `join` packs
-        # all else, which is never rotated (`Call.exchange`; `Geometry.cuts_tokens`), and what one
-        # copy by PyTorch can pack.
-        if (
-            self.layout.also
-            or not source.covers
-            or (self.rope is None and sources.places() and x.is_contiguous() and relayout.copies(x))
-        ):
-            return join(self.sources, sources, new_empty)
-        wire = new_empty(sources.elements)
-        if self.rope is None:
+        if self.rope is not None:
+            relayout.rotate_pack(x, *self.rope, *source.edges, wire)
+        elif self._is_one_cut(relayout, source):
             relayout.pack(x, source.dim, *source.edges, wire)
         else:
-            relayout.rotate_pack(x, *self.rope, *source.edges, wire)
+            pack(self.sources, self.copies, wire)
         return wire
 
-    def _unpacked(self, into: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Unpack what was received, into the tensors ``into`` if there are any."""
+    def _unpacked(self) -> tuple[Tensor, ...]:
+        """Unpack what was received, into new tensors."""
+        outs, target = self._new_outs(self.recv), self.layout.target
         relayout = ops.implementation(self.sp_group.kernels)
-        target, targets = self.layout.target, self.layout.targets
-        # On a CPU, where one copy unpacks each new tensor.
-        if (
-            self.rope_back is None
-            and self.dtypes is None
-            and targets.copied
-            and not into
-            and not self.recv.is_cuda
-            and (self.layout.also or relayout.copies(self.recv))
-        ):
-            return split_copies(self.recv, targets)
-        outs = into or self._new_outs(self.recv)
-        if self.layout.also or not target.covers:
-            split(self.recv, targets, outs)
-        elif self.rope_back is None:
+        if self.rope_back is not None:
+            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
+        elif self._is_one_cut(relayout, target):
             relayout.unpack(self.recv, target.dim, *target.edges, *outs)
         else:
-            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
+            unpack(self.recv, self.copies_back, outs)
         return outs
 
-    def finish(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def _is_one_cut(self, relayout: ops.Relayout, side: Side) -> bool:
+        """Return whether compiled kernels are asked for, and pack or unpack this end."""
+        # They take one tensor, which is cut along one dimension.
+        return not (relayout.copies or self.layout.also or isinstance(side, Patches))
+
+    def finish(self) -> tuple[Tensor, ...]:
         """Wait for the transfer and unpack what was received.
 
         Collective in check mode. Waits on the host where `HostStream.blocks`; elsewhere the current
         stream waits.
-
-        Args:
-            into: Tensors to receive into, in place of new ones; none for new tensors. Elements that
-                belong to no part of the target keep their values.
 
         Returns:
             The received tensors, in the order of ``layout.each``.
@@ -268,16 +243,16 @@ class InFlight:
             self.track.mark("wait")
         if is_profiled():
             with named(self.name, "finish"):
-                self._receive(into)
+                self._receive()
         else:
-            self._receive(into)
+            self._receive()
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
             for side, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
                 check.compare(self.sp_group, out, expected, self.name, rotated, side)
         return self.outs  # guard: received, not read again
 
-    def _receive(self, into: Sequence[Tensor]) -> None:
+    def _receive(self) -> None:
         """Order compute after the transfer, let go of what was sent, and unpack."""
         mark = self.received
         if self.side.blocks:  # guard: waits before it unpacks
@@ -290,10 +265,7 @@ class InFlight:
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
         if self.unpacks:
-            self.outs = self._unpacked(tuple(into))  # guard: unpacked once
-        elif into:
-            into[0].copy_(self.outs[0])
-            self.outs = tuple(into)
+            self.outs = self._unpacked()  # guard: unpacked once
         self.side.after_unpack(mark, current)  # guard: memory returns once it was read
         if self.track is not None:
             self.track.mark("done")

@@ -23,14 +23,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
 
 Range = tuple[int, int]  # [start, stop)
-
-# Shape, strides and offset of a view of a flat buffer.
-Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 # A block of a tensor: a dimension with a range, for each dimension that is cut.
 Block = tuple[tuple[int, int, int], ...]
@@ -39,27 +35,6 @@ Block = tuple[tuple[int, int, int], ...]
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
     """Return the tokens of one of ``chunks`` parts of ``length`` tokens; parts may be empty."""
     return length * chunk // chunks, length * (chunk + 1) // chunks
-
-
-class Spaced(NamedTuple):
-    """Parts that are evenly spaced.
-
-    The dimension falls into equal pieces, and each piece has one part, at the same place in each.
-    The first ``repeats`` peers share the part in the first piece, the next ones that in the second:
-
-        parts (0, 1) (0, 1) (1, 2) (1, 2) of 2 KV heads    pieces 2, repeats 2, piece 1, part (0, 1)
-
-    Attributes:
-        pieces: The number of pieces.
-        repeats: How many peers are sent the same part, as where they need the same KV heads.
-        piece: The length of a piece.
-        part: The range of the part in its piece.
-    """
-
-    pieces: int
-    repeats: int
-    piece: int
-    part: Range
 
 
 @dataclass(frozen=True)
@@ -111,57 +86,9 @@ class Side:
         return [0, *stops] == [*starts, self.shape[self.dim]]
 
     @cached_property
-    def covers(self) -> bool:
-        """Return whether every index of the dimension is in some part; parts may overlap."""
-        # The parts so far reach from 0 to the edge; at a gap it stays where it is.
-        edge = 0
-        for start, stop in sorted(self.parts):
-            edge = max(edge, stop) if start <= edge else edge
-        return edge == self.shape[self.dim]
-
-    @cached_property
-    def spaced(self) -> Spaced | None:
-        """Return how the parts that are not empty lie; None if they aren't evenly spaced."""
-        # ``same``: how many peers from the first on share the first part.
-        peers, first = len(self.filled), self.filled[0]
-        same = next((peer for peer, part in enumerate(self.filled) if part != first), peers)
-        # Each peer has a part of its own, or ``same`` successive peers share each part.
-        for repeats in (1, same):
-            pieces = peers // repeats
-            piece, rest = divmod(self.shape[self.dim], pieces)
-            start, stop = first
-            if peers % repeats or rest or not 0 <= start <= stop <= piece:
-                continue
-            # How far each peer's part lies behind the first part.
-            shifts = [peer // repeats * piece for peer in range(peers)]
-            if list(self.filled) == [(start + shift, stop + shift) for shift in shifts]:
-                return Spaced(pieces, repeats, piece, first)
-        return None
-
-    @cached_property
-    def tiled(self) -> tuple[int, ...]:
-        """Shape of all parts as one tensor of four dimensions; empty where they are not `spaced`.
-
-        [s/P, b, P, h/P d] on the local side, [P, s/P, b, h/P d] on the global side.
-        """
-        if self.spaced is None:
-            return ()
-        # The peers stand in front of the dimension that is cut; the last two, h and d, are one.
-        start, stop = self.spaced.part
-        front, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
-        shape = (*front, len(self.filled), stop - start, *behind)
-        return (*shape[:3], math.prod(shape[3:]))
-
-    @cached_property
     def is_wire_layout(self) -> bool:
         """Return whether a contiguous tensor of this shape travels as it is, without a pack."""
         return self.tiles and math.prod(self.shape[: self.dim]) == 1
-
-    @cached_property
-    def is_cut_into_slices(self) -> bool:
-        """Return whether each part is one index of ``dim``, which then counts ranks."""
-        # So it is with ``by_rank`` in `Geometry.exchange`. Empty parts don't count.
-        return self.tiles and all(stop - start == 1 for start, stop in self.filled)
 
 
 @dataclass(frozen=True)
@@ -180,10 +107,8 @@ class Patches(Side):
     seq_dim: int
     tokens: tuple[tuple[Range, ...], ...]
 
-    # One cut along ``dim`` does not make the parts, so the short cuts of `Side` don't apply: parts
-    # are copied block by block.
-    tiles = covers = is_wire_layout = is_cut_into_slices = False
-    spaced = None
+    # One cut along ``dim`` does not make the parts.
+    tiles = is_wire_layout = False
 
     def part_shape(self, peer: int) -> list[int]:
         shape = super().part_shape(peer)
@@ -221,62 +146,6 @@ class Sides:
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         return [side.shape for side in self.each]
-
-    @lru_cache(maxsize=4096)
-    def places(self) -> list[Place]:
-        """Return views of the wire by which a few copies pack or unpack all parts.
-
-        The first view holds the parts of all tensors side by side, each as `Side.tiled`. One view
-        per tensor follows, of that tensor alone. Empty if the parts of some tensor are not evenly
-        spaced, or if several tensors don't lie side by side.
-        """
-        tiles = [side.tiled for side in self.each]
-        if not all(tiles):  # guard: a tile for each peer
-            return []
-        # Side by side only if each peer is sent a part of every tensor, or of none.
-        filled = {tuple(start < stop for start, stop in side.parts) for side in self.each}
-        if len(filled) > 1 or self.apart and len(tiles) > 1:
-            return []
-        dim, widths = self.each[0].dim, [tile[3] for tile in tiles]
-        width = sum(widths)
-        # The wire lies peer by peer: the stride of the peers is the largest, wherever they stand.
-        shape = list(tiles[0][:3])
-        peers = shape.pop(dim)
-        strides = [shape[1] * width, width, 1]
-        strides.insert(dim, shape[0] * strides[0])
-        shape.insert(dim, peers)
-        views: list[Place] = [((*shape, width), tuple(strides), 0)]
-        offset = 0
-        for own_width in widths:
-            views.append(((*shape, own_width), tuple(strides), offset))
-            offset += own_width
-        return views
-
-    @cached_property
-    def is_repeated(self) -> bool:
-        """Return whether successive peers share each part of some tensor, evenly `spaced`."""
-        return any(side.spaced is not None and side.spaced.repeats > 1 for side in self.each)
-
-    @cached_property
-    def copied(self) -> list[tuple[Place, bool]]:
-        """For each tensor, its view of the wire, and whether the view has the tensor's own shape.
-
-        `split_copies` unpacks by them. Empty if one copy is not enough for some tensor.
-        """
-        # Parts that overlap or leave a gap need more than a copy.
-        if not all(side.tiles for side in self.each):
-            return []
-        copied = []
-        for side, (shape, strides, offset) in zip(self.each, self.places()[1:]):
-            peers, tokens = strides[side.dim : side.dim + 2]
-            # The tokens of a peer follow those of the peer before: the two dimensions are one, and
-            # the copy need not be reshaped.
-            if side.dim < 2 and peers == shape[side.dim + 1] * tokens:
-                shape = side.shape
-                merged = (*strides[: side.dim], *strides[side.dim + 1 : 3])
-                strides = (*merged, side.shape[3], 1)
-            copied.append(((shape, strides, offset), shape == side.shape))
-        return copied
 
 
 @dataclass(frozen=True)

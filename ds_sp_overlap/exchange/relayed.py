@@ -59,18 +59,18 @@ class RelayedExchange(Exchange):
                 # leg that goes last references it until its own finish.
                 self.forward.sources = xs  # guard: kept until it travelled
 
-    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def finish_forward(self) -> tuple[Tensor, ...]:
         # Where waiting does not block the host, the start has passed the pieces on.
         if self.forward is not None and self.forward.side.blocks:
             self._pass_on()
-        return super().finish_forward(into)
+        return super().finish_forward()
 
     def _pass_on(self) -> None:
         """Finish the first leg of forward, and launch the second."""
         pieces = super().finish_forward()
         self.forward = self._leg(self.second, self.name + IN_NODE).launch(pieces, self.checked)
 
-    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+    def start_gradient(self, dys: Sequence[Tensor]) -> None:
         name, side = f"d{self.name}", self.sp_group.streams(dys[0].device)
         with side.relay() as packed:
             second = self._leg(self.second.only(self.needed).inverse, name + IN_NODE)
@@ -109,13 +109,13 @@ class PartlyRelayed(Exchange):
         for exchange, place in self._members:
             exchange.start_forward(xs[place])
 
-    def finish_forward(self, into: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def finish_forward(self) -> tuple[Tensor, ...]:
         received: list[Tensor] = []
-        for exchange, place in self._members:
-            received += exchange.finish_forward(into[place])
+        for exchange, _ in self._members:
+            received += exchange.finish_forward()
         return tuple(received)
 
-    def start_gradient(self, dys: Sequence[Tensor], *received: Tensor) -> None:
+    def start_gradient(self, dys: Sequence[Tensor]) -> None:
         remaining = iter(dys)
         for exchange, place in self._members:
             exchange.needed = self.needed[place]
@@ -123,12 +123,11 @@ class PartlyRelayed(Exchange):
             if any(exchange.needed):
                 exchange.start_gradient(list(islice(remaining, sum(exchange.needed))))
 
-    def finish_gradient(self, into: Sequence[Tensor] = ()) -> tuple[Tensor | None, ...]:
-        remaining, gradients = iter(into), list[Tensor | None]()
+    def finish_gradient(self) -> tuple[Tensor | None, ...]:
+        gradients = list[Tensor | None]()
         for exchange, _ in self._members:
             if any(exchange.needed):
-                own = list(islice(remaining, sum(exchange.needed)))
-                gradients += exchange.finish_gradient(own)
+                gradients += exchange.finish_gradient()
             else:
                 gradients += [None] * len(exchange.needed)
         return tuple(gradients)

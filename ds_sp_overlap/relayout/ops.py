@@ -9,16 +9,16 @@
 
 All operators write into tensors of the caller, so that the caller decides which stream allocates.
 
-The functions here are PyTorch's own copies and serve every device. They are the reference for the
-compiled operators of csrc/, which `kernels` loads as ``torch.ops.ds_sp_overlap``, and which refuse
-arguments that don't fit. Their CPU kernels only show that the index maps of the CUDA kernels are
-right; PyTorch's copies are faster. Arguments of an exchange come from one `Layout`, so they fit.
+The functions here are the reference for the compiled operators of csrc/, which `kernels` loads as
+``torch.ops.ds_sp_overlap``, and which refuse arguments that don't fit. Their CPU kernels only show
+that the index maps of the CUDA kernels are right. Arguments of an exchange come from one `Layout`,
+so they fit. Where nobody asks for compiled kernels, `exchange.copies` packs and unpacks by
+PyTorch's copies.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,100 +26,6 @@ from torch import Tensor
 
 from ..rotary import rotate, rotate_back
 from . import kernels
-
-
-def _parts(
-    tensor: Tensor, wire: Tensor, dim: int, starts: list[int], stops: list[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Pair each part of ``tensor`` with its segment of ``wire``, shaped alike."""
-    parts = [tensor.narrow(dim, start, stop - start) for start, stop in zip(starts, stops)]
-    segments = wire.split([part.numel() for part in parts])
-    return [(part, segment.view(part.shape)) for part, segment in zip(parts, segments)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiled(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dim: int,
-    starts: Sequence[int],
-    stops: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Return shape, strides and repeats of a view with a dimension for the tiles in front.
-
-    None if the parts are no tiles. Tiles have equal sizes and cover ``dim`` in order. Each tile is
-    the part of ``repeats`` successive peers, more than one where these need the same KV heads.
-
-    Args:
-        shape: Shape of the tensor.
-        strides: Strides of the tensor.
-        dim: The dimension of the parts.
-        starts: Start of each part.
-        stops: Stop of each part.
-    """
-    size = stops[0] - starts[0]
-    tiles = shape[dim] // size if size > 0 else len(starts)
-    repeats, rest = divmod(len(starts), max(tiles, 1))
-    if repeats == 0:
-        return None
-    in_order = True
-    for index, part in enumerate(zip(starts, stops)):
-        first = index // repeats * size
-        in_order = in_order and part == (first, first + size)
-    if tiles * size == shape[dim] and rest == 0 and in_order:  # guard: tiles lie in order
-        view_shape = (tiles, *shape[:dim], size, *shape[dim + 1 :])
-        return view_shape, (size * strides[dim], *strides), repeats
-    return None
-
-
-def _equal_tiles(
-    tensor: Tensor, dim: int, starts: Sequence[int], stops: Sequence[int]
-) -> tuple[Tensor, int] | None:
-    """Return the view of `_tiled` of ``tensor``, and ``repeats``; None if parts are no tiles."""
-    tiled = _tiled(tensor.shape, tensor.stride(), dim, tuple(starts), tuple(stops))
-    if tiled is None:
-        return None
-    shape, strides, repeats = tiled
-    return tensor.as_strided(shape, strides), repeats
-
-
-def copy(to: Tensor, source: Tensor) -> None:
-    """Copy ``source`` into ``to``, on a GPU 16 bytes at a time where memory is aligned."""
-    if prefers_16_bytes(to):
-        to, source = widened(to, source)
-    to.copy_(source)
-
-
-def widened(*tensors: Tensor) -> Sequence[Tensor]:
-    """View tensors of one dtype in elements of 16 bytes, on a GPU where all memory is aligned.
-
-    Elsewhere return the tensors as they are.
-    """
-    # PyTorch's permuting copy of 2-byte elements is slow.
-    if not prefers_16_bytes(tensors[0]) or len({x.dtype for x in tensors}) > 1:
-        return tensors
-    wide = []
-    for x in tensors:
-        view = _in_16_bytes(x)
-        if view is None:
-            return tensors
-        wide.append(view)
-    return wide
-
-
-def prefers_16_bytes(x: Tensor) -> bool:
-    """Return whether copies of 16 bytes at a time are faster on the device of ``x``."""
-    return x.is_cuda
-
-
-def _in_16_bytes(x: Tensor) -> Tensor | None:
-    """View ``x`` in elements of 16 bytes (complex128); None where its memory is not aligned."""
-    elements = 16 // x.element_size()
-    if x.shape[-1] % elements or x.stride(-1) != 1 or x.data_ptr() % 16:
-        return None
-    if any(stride % elements for stride in x.stride()[:-1]):
-        return None
-    return x.view(torch.complex128)
 
 
 def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
@@ -132,17 +38,7 @@ def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) 
         stops: Stop of each part.
         out: Flat, with the elements of all parts.
     """
-    tiled = _equal_tiles(x, dim, starts, stops)
-    if tiled is not None:
-        # One copy kernel instead of one per part.
-        tiles, repeats = tiled
-        if repeats == 1:
-            copy(out.view(*tiles.shape), tiles)
-        else:
-            copy(out.view(tiles.shape[0], repeats, *tiles.shape[1:]), tiles.unsqueeze(1))
-        return
-    for part, segment in _parts(x, out, dim, starts, stops):
-        segment.copy_(part)
+    out.copy_(torch.cat([part.flatten() for part in _parts(x, dim, starts, stops)]))
 
 
 def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
@@ -157,25 +53,16 @@ def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Ten
         stops: Stop of each part.
         out: Any shape; the parts must cover it.
     """
-    exact = sum_dtype(out.dtype)  # guard: halves are summed in fp32
-    tiled = _equal_tiles(out, dim, starts, stops)
-    if tiled is not None:
-        tiles, repeats = tiled
-        if repeats == 1:
-            copy(tiles, wire.view(*tiles.shape))
-        else:
-            replicas = wire.view(tiles.shape[0], repeats, *tiles.shape[1:])
-            tiles.copy_(replicas.sum(1, dtype=exact))  # guard: replicas are summed
-        return
-    if [0, *stops] == [*starts, out.shape[dim]]:  # guard: tiles need no sum
-        for part, segment in _parts(out, wire, dim, starts, stops):
-            part.copy_(segment)
-        return
-    # Parts overlap: they are added to zeros.
-    total = torch.zeros_like(out, dtype=exact)
-    for part, segment in _parts(total, wire, dim, starts, stops):
-        part.add_(segment)  # guard: overlaps are summed
+    total = torch.zeros_like(out, dtype=sum_dtype(out.dtype))
+    parts = _parts(total, dim, starts, stops)
+    for part, segment in zip(parts, wire.split([part.numel() for part in parts])):
+        part.add_(segment.view(part.shape))
     out.copy_(total)
+
+
+def _parts(x: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[Tensor]:
+    """Return the parts of ``x`` as views."""
+    return [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops)]
 
 
 def rotate_pack(
@@ -240,13 +127,10 @@ class Relayout(NamedTuple):
     unpack_rotate_back: Callable
     folds: bool
 
-    def copies(self, x: Tensor) -> bool:
-        """Return whether pack and unpack of ``x`` are PyTorch's copies, any of which may do it.
-
-        The caller may then take the copy that costs the host least.
-        """
-        # Not on a GPU, where `copy` is faster.
-        return self.pack is pack and not x.is_cuda
+    @property
+    def copies(self) -> bool:
+        """Return whether PyTorch's copies pack and unpack (`exchange.copies`)."""
+        return self.pack is pack
 
 
 _TORCH = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)

@@ -110,9 +110,9 @@ SEEN_BY_PROGRAMS = {  # what the random programs notice too
     guard.marker: guard
     for guard in (
         Guard("waits before it reads", without="pass"),
-        Guard("replicas are summed", without="tiles.copy_(replicas[:, 0])"),
+        Guard("repeats are summed", without="place = place.amax(run.repeats)"),
         Guard("shared rows are summed", without="add = False"),
-        Guard("one piece of memory", without="return x.as_strided((x.numel(),), (1,))"),
+        Guard("lies as it travels", without="if True:"),
     )
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.exchange.copies import copies_of, pack
 from ds_sp_overlap.relayout import kernels, ops
 
 OPERATORS = {"reference": ops, "compiled": torch.ops.ds_sp_overlap}
@@ -49,3 +50,10 @@ def moving(kernels, direct):
         if direct:
             stack.enter_context(always)
         yield seen
+
+
+def packed(tensors, sides):
+    """What travels of ``tensors``."""
+    wire = tensors[0].new_empty(sides.elements)
+    pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), wire)
+    return wire

@@ -18,9 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ds_sp_overlap.exchange.copies import blocks_of
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.exchange.joined import blocks_of
-from ds_sp_overlap.relayout import ops
 
 
 class Armed:
@@ -56,22 +55,13 @@ class Armed:
 
 
 def _packs(in_flight):
-    """Whether the layout says so; what travels as it lies may have to be copied too."""
-    layout, source = in_flight.layout, in_flight.layout.source
-    as_it_lies = source.is_wire_layout or source.is_cut_into_slices
-    return layout.sources.elements > 0 and bool(in_flight.rope is not None or layout.also or not as_it_lies)
+    """Whether what is sent is copied first."""
+    return in_flight.layout.sources.elements > 0 and (in_flight.rope is not None or in_flight.copies.flat is None)
 
 
 def _unpacks(in_flight):
     layout = in_flight.layout
     return layout.targets.elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
-
-
-def _makes_copies(in_flight, into=()):
-    """Whether what was received is copied into memory that the copies make, where nothing can be left out."""
-    layout, relayout = in_flight.layout, ops.implementation(in_flight.sp_group.kernels)
-    evenly = in_flight.rope_back is None and in_flight.dtypes is None and layout.targets.copied and not into
-    return bool(evenly and (layout.also or relayout.copies(in_flight.recv)))
 
 
 def _places(x, side):
@@ -119,7 +109,7 @@ def spoiled_buffers():
         return pack(self, new)
 
     @functools.wraps(unpack)
-    def unpacking(self, into):
+    def unpacking(self):
         make = self._new_outs
 
         def fill(outs):
@@ -127,18 +117,16 @@ def spoiled_buffers():
             here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
             return outs
 
-        fill(into)
         self._new_outs = lambda like: fill(make(like))
-        outs = unpack(self, into)
+        outs = unpack(self)
         del self._new_outs
         here.acted["poisoned"] += spoil(self.recv)
         return outs
 
     @functools.wraps(collect)
-    def collecting(self, *into):
-        out = collect(self, *into)
-        filled = _unpacks(self) and not _makes_copies(self, *into)
-        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=filled)
+    def collecting(self):
+        out = collect(self)
+        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
         return out
 
     wrapped = {"launch": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}

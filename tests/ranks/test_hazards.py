@@ -75,11 +75,9 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
         "del self.send",
     ),
     "a received buffer read after its unpack": Guard(
-        "received, not read again", without="return self._unpacked(()) if self.unpacks else self.outs"
+        "received, not read again", without="return self._unpacked() if self.unpacks else self.outs"
     ),
-    "a received buffer unpacked twice": Guard(
-        "unpacked once", without="self._unpacked(tuple(into))\nself.outs = self._unpacked(tuple(into))"
-    ),
+    "a received buffer unpacked twice": Guard("unpacked once", without="self._unpacked()\nself.outs = self._unpacked()"),
 }
 
 
@@ -264,9 +262,8 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
-    Watched(Guard("a copy, no view", without="if False:"), late_delivery),
     Watched(Guard("what is sent is kept", without="self.side.end(self.received)\nself.send = None"), late_delivery),
-    Watched(SEEN_BY_PROGRAMS["one piece of memory"], one_position_a_rank),
+    Watched(SEEN_BY_PROGRAMS["lies as it travels"], one_position_a_rank),
     Watched(
         Guard(
             "memory of its own",
@@ -277,10 +274,10 @@ WATCHED = [
         late_delivery_of_replicas,
     ),
     *(Watched(guard, late_delivery) for guard in PLANTED.values()),
-    Watched(Guard("rotated, so packed", without="if not joined:"), rotated_as_it_lies),
+    Watched(Guard("rotated, so packed", without="if flat is None:"), rotated_as_it_lies),
     Watched(Guard("rotated, so unpacked", without="rotates = False"), rotated_as_it_lies),
-    Watched(SEEN_BY_PROGRAMS["replicas are summed"], late_delivery_of_replicas),
-    Watched(Guard("overlaps are summed", without="part.copy_(segment)"), late_delivery_of_replicas),
+    Watched(SEEN_BY_PROGRAMS["repeats are summed"], late_delivery_of_replicas),
+    Watched(Guard("overlaps are summed", without="part.copy_(place)"), late_delivery_of_replicas),
 ]
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_sp_overlap.exchange import copies
 from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from ds_sp_overlap.relayout import ops
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
 from tests.harness.ranks import no_faults, on_ranks
@@ -168,12 +167,12 @@ def part_by_part(xs, sides):
 @pytest.mark.parametrize("size,heads,kv_heads", [(4, 8, 2), (4, 4, 1), (4, 8, 4), (4, 8, 8), (3, 6, 2), (2, 6, 3)])
 def test_repeated_heads_are_packed_and_summed_also_16_bytes_at_a_time(size, heads, kv_heads, head_dims, wide, monkeypatch):
     """As on a GPU, where copies of 2-byte elements are viewed as wider ones if memory is aligned (head dims of 2 are not)."""
-    monkeypatch.setattr(ops, "prefers_16_bytes", lambda x: wide)
+    monkeypatch.setattr(copies, "prefers_16_bytes", lambda x: wide)
     ends, xs = sides(size, heads, kv_heads, head_dims, batch=2)
+    wire, outs = xs[0].new_empty(ends.elements), [torch.empty_like(x) for x in xs]
     with Copied() as copied:
-        wire = join(xs, ends, torch.Tensor.new_empty.__get__(xs[0]))
-        outs = [torch.empty_like(x) for x in xs]
-        split(wire, ends, outs)
+        copies.pack(xs, copies.copies_of(ends), wire)
+        copies.unpack(wire, copies.copies_of(ends), outs)
     expected, totals = part_by_part(xs, ends)
     assert torch.equal(wire, expected)
     assert all(map(torch.equal, outs, totals))
@@ -188,8 +187,8 @@ class Copied(TorchDispatchMode):
         self.dtypes = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("copy_", "cat"):
-            self.dtypes.add(((kwargs or {}).get("out", args[0])).dtype)
+        if func.overloadpacket.__name__ == "copy_":
+            self.dtypes.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -206,15 +205,7 @@ def some_frozen(rank):
 
 
 WATCHED = [
-    Watched(Guard("joined replicas are summed", without="part.copy_(place)"), replicas),
-    Watched(Guard("repeated parts are summed", without="place = place.amax(same)"), replicas),
-    Watched(
-        Guard(
-            "a tile for each peer",
-            without="tiles = [tile or (*side.shape[:2], 1, 1) for tile, side in zip(tiles, self.each)]\nif False:",
-        ),
-        replicas,
-    ),
+    Watched(SEEN_BY_PROGRAMS["repeats are summed"], replicas),
     Watched(Guard("to those that need it", without="gradients.append(next(arrived, None))"), some_frozen),
 ]
 

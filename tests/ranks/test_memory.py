@@ -125,10 +125,10 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     held = []
     in_flight, unpack = exchange.forward, exchange.forward._unpacked
 
-    def unpacked(into):
+    def unpacked():
         held.append(storages(in_flight))
         assert in_flight.handle is None
-        return unpack(into)
+        return unpack()
 
     in_flight._unpacked = unpacked
     exchange.finish(token)

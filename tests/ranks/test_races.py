@@ -403,7 +403,7 @@ WATCHED = [
     Watched(
         Guard(
             "waits before it unpacks",
-            without="if self.unpacks:\n    self.outs = self._unpacked(())\nif self.side.blocks:",
+            without="if self.unpacks:\n    self.outs = self._unpacked()\nif self.side.blocks:",
         ),
         check(LAYER),
         0,

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.layout import Layout, Side, Sides
+from ds_sp_overlap.exchange.layout import Layout
 from ds_sp_overlap.exchange.transport import all_equal
 from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, must_notice
@@ -305,9 +305,3 @@ WATCHED = [
 @pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_the_suite_notices_without_the_guard(watched):
     must_notice(watched)
-
-
-def test_tensors_that_go_to_different_peers_are_not_packed_side_by_side():
-    """As many peers each, but not the same ones."""
-    first, second = (Side((1, 4, 4, 2), 2, parts) for parts in (((0, 4), (4, 4)), ((0, 0), (0, 4))))
-    assert Sides((first, first)).places() and not Sides((first, second)).places()

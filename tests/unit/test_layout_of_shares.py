@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_sp_overlap.exchange.copies import copies_of, unpack
 from ds_sp_overlap.exchange.geometry import Geometry, shares_for
-from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.layout import Patches
-from ds_sp_overlap.exchange.runs import runs_of
 from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
+from tests.harness.moving import packed
 from tests.harness.pages import ROOT, read
 
 DIM = 3
@@ -65,11 +65,11 @@ def received(geometry, kind, group):
 
 def exchanged(layouts, sent, outs):
     """Move ``sent`` of every rank into ``outs`` of every rank."""
-    wires = [join(xs, layout.sources, torch.DoubleTensor) for xs, layout in zip(sent, layouts)]
+    wires = [packed(xs, layout.sources) for xs, layout in zip(sent, layouts)]
     pieces = [wire.split(layout.sources.sizes) for wire, layout in zip(wires, layouts)]
     for rank, (layout, into) in enumerate(zip(layouts, outs)):
         assert [len(of_rank[rank]) for of_rank in pieces] == list(layout.targets.sizes)
-        split(torch.cat([of_rank[rank] for of_rank in pieces]), layout.targets, into)
+        unpack(torch.cat([of_rank[rank] for of_rank in pieces]), copies_of(layout.targets), into)
 
 
 @few
@@ -107,14 +107,14 @@ def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice
     """Nine query heads of two parts need the KV heads 0 and 1, and 1 and 2: evenly spaced, but two threads would add to head 1."""
     geometry = Geometry(4, 0, (2,) * 4, 1, 9, 3, shares=2)
     gradients = geometry.exchange(("q", "k", "v"), 0, (DIM,) * 3).inverse.targets
-    runs = runs_of(gradients, tuple(torch.empty(shape).stride() for shape in gradients.shapes))
+    runs = copies_of(gradients).runs
     assert [run.tensor for run in runs] == [0, 0, 1, 1, 2, 2]
     for run in runs:
         moves = [(size, step) for size, step in zip(run.shape, run.strides) if step]
         touched = torch.arange(1000).as_strided(*zip(*moves), run.offset)
         assert len(touched.unique()) == touched.numel()
     of_64 = Geometry(64, 0, (2,) * 64, 1, 32, 8, shares=2).exchange(("q", "k", "v"), 0, (DIM,) * 3).sources
-    assert len(runs_of(of_64, tuple(torch.empty(shape).stride() for shape in of_64.shapes))) == 3
+    assert len(copies_of(of_64).runs) == 3
 
 
 @few
@@ -145,7 +145,7 @@ def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, sha
         layout = geometry.exchange("q", 0, (DIM,))
         assert layout.target.tiles and layout.target.is_wire_layout
         found += isinstance(layout.source, Patches)
-        one_copy = bool(layout.source.tiles and layout.sources.places() and geometry.divides("q"))
+        one_copy = len(copies_of(layout.sources).runs) == 1 and geometry.divides("q")
         assert one_copy != isinstance(layout.source, Patches)
     assert found == patched
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from ds_sp_overlap.exchange.copies import copies_of, unpack
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.joined import join, split
 from ds_sp_overlap.exchange.legs import legs_of
+from tests.harness.moving import packed
 from tests.harness.pages import ROOT, read
 
 
@@ -16,11 +17,11 @@ def ranks_of(size, nodes, heads, kv_heads, lengths=None, groups=1, **more):
 
 def moved(layouts, tensors):
     """What each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
-    wires = [join(xs, layout.sources, xs[0].new_empty).split(layout.sources.sizes) for layout, xs in zip(layouts, tensors)]
+    wires = [packed(xs, layout.sources).split(layout.sources.sizes) for layout, xs in zip(layouts, tensors)]
     received = []
     for rank, layout in enumerate(layouts):
         outs = [torch.full(shape, torch.nan, dtype=torch.float64) for shape in layout.targets.shapes]
-        split(torch.cat([parts[rank] for parts in wires]), layout.targets, outs)
+        unpack(torch.cat([parts[rank] for parts in wires]), copies_of(layout.targets), outs)
         received.append(outs)
     return received
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap import SelfAttention
+from ds_sp_overlap.exchange import copies
+from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.joined import split
 from ds_sp_overlap.exchange.layout import Side, Sides
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from ds_sp_overlap.relayout.ops import _in_16_bytes, implementation, pack, unpack
-from tests.harness import layers
 from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.transports import Silent
@@ -77,6 +76,19 @@ def starts_stops(parts):
     return [start for start, _ in parts], [stop for _, stop in parts]
 
 
+def cut(x, dim, parts):
+    """One end of an exchange of ``x`` alone."""
+    return Sides((Side(tuple(x.shape), dim, tuple(parts)),))
+
+
+def pack(x, dim, starts, stops, wire):
+    copies.pack([x], copies_of(cut(x, dim, zip(starts, stops)), (x.stride(),)), wire)
+
+
+def unpack(wire, dim, starts, stops, out):
+    copies.unpack(wire, copies_of(cut(out, dim, zip(starts, stops)), (out.stride(),)), [out])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
@@ -106,18 +118,11 @@ def test_unpack_puts_every_part_in_its_place_and_writes_all_of_a_poisoned_output
     assert torch.equal(wire, before)
 
 
-def tiles_that_do_not_cover():
-    """Guard: `_equal_tiles` makes sure that the parts cover the dimension."""
+def test_what_no_part_holds_is_zero():
     x, wire, back = tensor((2, 6)), poisoned(8), poisoned(2, 6)
     pack(x, 1, [0, 2], [2, 4], wire)
     unpack(wire, 1, [0, 2], [2, 4], back)
-    whole = torch.cat((x[:, :4], torch.zeros(2, 2)), 1)
-    return [] if torch.equal(back, whole) else [f"{back} instead of {whole}"]
-
-
-def test_equal_parts_that_do_not_cover_are_no_tiles():
-    """Guard: `_equal_tiles` makes sure that the parts cover the dimension."""
-    assert tiles_that_do_not_cover() == []
+    assert torch.equal(back, torch.cat((x[:, :4], torch.zeros(2, 2)), 1))
 
 
 @given(st.data())
@@ -140,15 +145,15 @@ def test_overlapping_halves_are_summed_in_fp32(dtype):
 
 
 def halves_summed_in_fp32(dtype=torch.bfloat16):
-    """In tiles that as many parts hold, and in others."""
+    """Where all parts are alike, and where they are of two lengths, so that each is added by itself."""
     small, found = torch.finfo(dtype).eps / 16, []
     expected = torch.tensor([1.0 + 64 * small]).to(dtype)
     assert expected.item() != 1.0  # else this could not fail
-    for others in ([], [0.0]):
-        starts = [0] * 65 + [1] * len(others)
-        wire, out = torch.tensor([1.0] + [small] * 64 + others, dtype=dtype), poisoned(1 + len(others), dtype=dtype)
-        unpack(wire, 0, starts, [start + 1 for start in starts], out)
-        found += [] if torch.equal(out[:1], expected) else [f"sum is {out[0].item()}, not {expected.item()}"]
+    one, two = (0, 1), (0, 2)
+    for parts, values in (([one] * 65, [small] * 64), ([one, *[two, one] * 32], [small, 0.0, small] * 32)):
+        wire, out = torch.tensor([1.0, *values], dtype=dtype), poisoned(max(parts)[1], 1, dtype=dtype)
+        unpack(wire, 0, *starts_stops(parts), out)
+        found += [] if torch.equal(out[0], expected) else [f"sum is {out[0].item()}, not {expected.item()}"]
     return found
 
 
@@ -168,10 +173,9 @@ def launches(kind, sp_size, kv_heads):
     """Of pack and unpack of the exchange of q, or of k and its gradient, in half precision."""
     layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, (8,))
     x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.sources.elements, dtype=torch.bfloat16)
-    copy = implementation("torch")
     with Operators() as counted:
-        copy.pack(x, layout.source.dim, *layout.source.edges, wire)
-        copy.unpack(wire, layout.source.dim, *layout.source.edges, x)
+        copies.pack([x], copies_of(layout.sources), wire)
+        copies.unpack(wire, copies_of(layout.sources), [x])
     return +counted.launched
 
 
@@ -195,7 +199,7 @@ def moves(kinds, sp_size):
 
 
 @pytest.mark.parametrize("sp_size", [8, 64])
-@pytest.mark.parametrize("kinds,expected", [("q", {"copy_": 1, "clone": 1}), ("qkv", {"cat": 2, "clone": 6})])
+@pytest.mark.parametrize("kinds,expected", [("q", {"copy_": 2}), ("qkv", {"copy_": 12})])
 def test_what_moves_the_data_of_a_whole_exchange_does_not_grow_with_the_ranks_either(kinds, expected, sp_size):
     """Packed on the way out, and unpacked on the way in: what is global travels and arrives as it lies. Together each is split off."""
     assert moves(kinds, sp_size) == expected
@@ -218,35 +222,15 @@ def copies_and_products(groups, kv_heads):
 
 @pytest.mark.parametrize("groups,kv_heads", [(1, 8), (2, 8), (4, 8), (1, 4), (2, 4)])
 def test_weights_and_their_gradients_are_not_copied_where_the_heads_of_a_group_lie_together(groups, kv_heads):
-    """Three products for each part of a projection; copies of what travels alone.
+    """Three products for each part of a projection; a copy in the transport for each exchange.
 
-    One in the transport for each exchange. One to pack q, k, v of the first group and the gradient of o, one to unpack o and their
-    gradients. Of what travels together one to join it, and one of each tensor that arrives.
+    On one rank what travels alone lies as it travels. Of what travels together each is packed and unpacked.
     """
     copied, products = copies_and_products(groups, kv_heads)
     exchanges = 2 * (3 + (groups - 1) + groups)
-    alone, together = 3 + groups, 2 * (groups - 1)
-    assert copied["copy_"] == exchanges + alone and copied["clone"] == alone + 3 * together
-    assert copied["cat"] == together and copied["new_zeros"] == 0
+    together = 2 * (groups - 1)
+    assert copied == {"clone": 0, "copy_": exchanges + 6 * together, "cat": 0, "new_zeros": 0}
     assert products == 3 * 4 * groups
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_16_bytes_at_a_time_are_the_same_memory(dtype):
-    x = tensor((2, 3, 4, 16), dtype).transpose(0, 1)
-    x[0, 0, 0, 0] = math.nan
-    wide, to = _in_16_bytes(x), torch.zeros_like(x, memory_format=torch.contiguous_format)
-    _in_16_bytes(to).copy_(wide)
-    assert wide.dtype == torch.complex128 and torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8))
-    each = 16 // x.element_size()
-    room = tensor((2, 3 * each), dtype)
-    odd = {
-        "as many as are no 16 bytes": room[:, : each - 1],
-        "beginning between them": room[:, 1 : each + 1],
-        "with gaps": room[:, ::2][:, :each],
-        "rows beginning between them": tensor((2, each + 1), dtype)[:, :each],
-    }
-    assert {name: _in_16_bytes(x) for name, x in odd.items()} == dict.fromkeys(odd)
 
 
 @pytest.mark.parametrize("parts", [PARTS["equal tiles"], PARTS["unequal tiles"], PARTS["overlapping"]])
@@ -264,34 +248,7 @@ def test_tensors_with_other_strides_are_packed_and_unpacked_alike(parts):
     assert torch.equal(back, out)
 
 
-@pytest.mark.parametrize("op", [pack, unpack], ids=["pack", "unpack"])
-@pytest.mark.parametrize("elements", [23, 25])
-def test_a_wire_buffer_of_another_size_is_refused_with_both_sizes(op, elements):
-    x, wire = tensor((4, 6)), tensor([elements])
-    first, second = (x, wire) if op is pack else (wire, x)
-    with pytest.raises(RuntimeError, match=str(elements)):
-        op(first, 1, [0, 1], [1, 6], second)
-
-
-@pytest.mark.parametrize("op", [pack, unpack], ids=["pack", "unpack"])
-def test_equal_tiles_in_a_wire_buffer_of_another_size_are_refused(op):
-    x, wire = tensor((4, 6)), tensor([20])
-    first, second = (x, wire) if op is pack else (wire, x)
-    with pytest.raises((ValueError, RuntimeError), match="20"):
-        op(first, 1, [0, 3], [3, 6], second)
-
-
 # Guards.
-
-
-def unequal_parts():
-    """Parts as many times the first one as there are, but not all alike: local sequences of 2, 1 and 3 tokens."""
-    x, wire, back = torch.arange(12.0).view(2, 6), torch.empty(12), torch.empty(2, 6)
-    parts = [0, 2, 3], [2, 3, 6]
-    pack(x, 1, *parts, wire)
-    unpack(wire, 1, *parts, back)
-    expected = torch.cat([x[:, start:stop].flatten() for start, stop in zip(*parts)])
-    return layers.faults(0, pack=(wire, expected), unpack=(back, x))
 
 
 def unpacked_and_split(*kinds, bits=False):
@@ -306,7 +263,8 @@ def unpacked_and_split(*kinds, bits=False):
         unpack(torch.cat([x[:, :, slice(*part)].flatten() for part in PARTS[kind]]), 2, *starts_stops(PARTS[kind]), out)
     peers = zip(*(PARTS[kind] for kind in kinds))
     wire = torch.cat([torch.cat([x[:, :, slice(*part)] for part in parts], 2).flatten() for parts in peers])
-    split(wire, Sides(tuple(Side(tuple(x.shape), 2, tuple(PARTS[kind])) for kind in kinds)), outs[len(kinds) :])
+    sides = Sides(tuple(Side(tuple(x.shape), 2, tuple(PARTS[kind])) for kind in kinds))
+    copies.unpack(wire, copies_of(sides), outs[len(kinds) :])
     wrong = []
     for kind, out in zip(kinds * 2, outs):
         expected = x * torch.tensor([[sum(start <= head < stop for start, stop in PARTS[kind])] for head in range(6)])
@@ -328,14 +286,13 @@ def test_of_unequal_parts_only_tiles_are_copied_as_they_are(check):
 
 
 WATCHED = [
-    Watched(Guard("tiles need no sum", without="if False:"), UNEQUAL[0], ranks=0),
-    Watched(Guard("tiles need no sum", without="if True:"), UNEQUAL[1], ranks=0),
-    Watched(Guard("joined tiles need no sum", without="disjoint = False"), UNEQUAL[0], ranks=0),
-    Watched(Guard("joined tiles need no sum", without="disjoint = any(side.tiles for side in sides.each)"), UNEQUAL[2], ranks=0),
-    Watched(Guard("halves are summed in fp32", without="exact = out.dtype"), halves_summed_in_fp32, ranks=0),
+    *(
+        Watched(Guard("disjoint parts need no sum", without=f"disjoint = {alike}"), check, ranks=0)
+        for alike, check in ((False, UNEQUAL[0]), (True, UNEQUAL[1]), (True, UNEQUAL[2]))
+    ),
     Watched(
-        Guard("tiles lie in order", without="if tiles * size == shape[dim] and rest == 0:"),
-        unequal_parts,
+        Guard("halves are summed in fp32", without="totals = [torch.zeros_like(x) for x in tensors]"),
+        halves_summed_in_fp32,
         ranks=0,
     ),
 ]

@@ -11,6 +11,7 @@ from ds_sp_overlap.attention.runtime.recorded import Recorded
 from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
+from ds_sp_overlap.exchange.layout import Layout, Side
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.exchange.streams import CONNECTIONS, HostStream, SideStream
 from ds_sp_overlap.exchange.transport import OneRank
@@ -52,11 +53,11 @@ def backend(monkeypatch):
 
 
 def q_exchange(backend):
-    """An exchange that packs and unpacks: two ranks' worth of heads on one rank can't, so batch first with b = 2."""
+    """An exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
     sp_group = SPGroup(None, LoggingTransport(backend))
     sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
-    layout = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, batch_first=True).exchange("q", 0, (8,))
-    return Exchange(sp_group, layout, "layer", "q")
+    halves = Side((2, 3, 4, 8), 2, ((0, 2), (2, 4)))
+    return Exchange(sp_group, Layout(halves, halves), "layer", "q")
 
 
 LAUNCHED = [

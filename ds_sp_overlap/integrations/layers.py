@@ -45,6 +45,16 @@ class FoundLayer:
     inside: tuple[nn.Module, ...] = ()
 
 
+def kind_of(module: nn.Module) -> str:
+    """Return the class name of a module for the report; LoRA, or the method, of an adapter of PEFT.
+
+    The classes of PEFT have the names of the classes that they replace.
+    """
+    package, _, place = type(module).__module__.partition(".tuners.")
+    method = place.partition(".")[0]
+    return {"lora": "LoRA"}.get(method, method) if package == "peft" else type(module).__name__
+
+
 class HostModule(NamedTuple):
     """A module around attention layers whose forward must be rebound, too.
 
@@ -172,7 +182,7 @@ class OverlapSettings(NamedTuple):
             if child in split:
                 overlapped.append(name)
             else:
-                whole.append(f"{name} ({type(child).__name__})")
+                whole.append(f"{name} ({kind_of(child)})")
         shares = self.shares_for(block.heads, block.kv_heads, block.local_attention)
         got = f"all eight exchanges, {self.describe_groups(groups, shares, windowed)}"
         if overlapped:

@@ -223,7 +223,7 @@ def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_st
     for (large, of_large), (adapted, of_adapted) in on_ranks(2, left_at_the_attention_function):
         assert max(of_large, of_adapted) < FP64
         assert "latents of 56 numbers a token are no smaller than a rank's k and v, 48" in large
-        assert "latents are expanded whole: kv_b_proj (Linear)" in adapted
+        assert "latents are expanded whole: kv_b_proj (LoRA)" in adapted
         assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, adapted))
 
 

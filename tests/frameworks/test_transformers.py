@@ -20,7 +20,7 @@ import deepspeed.comm
 import pytest
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -488,7 +488,7 @@ def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_calle
         assert got.startswith("all eight exchanges, G by timing in the first 16 steps")
         inputs = [name for name in SOME[-1][:3] if set(SOME[-1][:3]) & set(targets)]  # one of them called whole, all are
         whole = inputs + [name for name in targets if name == "o_proj"]
-        assert lacks == "called whole: " + ", ".join(f"{name} (Linear)" for name in whole)
+        assert lacks == "called whole: " + ", ".join(f"{name} ({'LoRA' if name in targets else 'Linear'})" for name in whole)
         for name in SOME[-1]:
             assert (name in got) == (name not in whole)
 
@@ -507,7 +507,18 @@ def test_frozen_projections_equal_stock(targets):
 def test_lora_on_a_fused_projection_equals_stock():
     for (_, errors), said in on_ranks(2, reported, "lora", ["qkv_proj"], "phi3"):
         assert all(off < FP64 for pair in (errors[1], errors[2]) for off in pair), errors
-        assert {lacks for _, lacks in said} == {"called whole: qkv_proj (Linear)"}
+        assert {lacks for _, lacks in said} == {"called whole: qkv_proj (LoRA)"}
+
+
+def prompted(rank, kind):
+    model = get_peft_model(tiny(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    return refusal(ds_sp_overlap.enable, model, {}, torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("kind, name", [(PromptTuningConfig, "PROMPT_TUNING"), (PrefixTuningConfig, "PREFIX_TUNING")])
+def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, name):
+    for error, message in on_ranks(2, prompted, kind):
+        assert error == "ValueError" and f"PEFT's {name} puts virtual tokens" in message, message
 
 
 # Layers that are known by what their forward computes, and others.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
 from ...attention.layer import LayerRuntime
 from ..inspect.library import digest, once
-from ..layers import OverlapSettings
+from ..layers import OverlapSettings, kind_of
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
 from .forward import Forwards
@@ -104,7 +104,7 @@ def why_not(layer: Any, size: int) -> str | None:
             f"{layer.num_heads * per_head // size}"
         )
     if not can_expand_rows(projection):
-        return f"latents are expanded whole: {PROJECTION} ({type(projection).__name__})"
+        return f"latents are expanded whole: {PROJECTION} ({kind_of(projection)})"
     return ""
 
 

@@ -34,6 +34,7 @@ from .modules import (
     models_around,
     pretrained,
     refuse_copy,
+    refuse_prompts,
     refuse_unexchanged,
     stock_of,
     takes_tokens,
@@ -114,6 +115,7 @@ def find_layers(
     """
     if attention_functions() is None:
         return [], []
+    refuse_prompts(model)
     # A retired key asks for it.
     if overlap.config.keeps_over_checkpoints and can_keep(model):
         config = overlap.config.model_copy(update={"checkpointing": "keep"})

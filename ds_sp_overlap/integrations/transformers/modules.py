@@ -244,6 +244,22 @@ def goes_by_length(module: nn.Module) -> bool:
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
+def refuse_prompts(model: nn.Module) -> None:
+    """Raise ValueError if an adapter of PEFT puts learned tokens in front of every call.
+
+    Each rank would put them in front of its own tokens. PEFT also drops or shifts position_ids.
+    """
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                raise ValueError(
+                    f"{type(module).__name__}: PEFT's {adapter.peft_type.value} puts virtual "
+                    "tokens in front of each rank's tokens; not supported with sequence "
+                    "parallelism: take an adapter of the layers, such as LoRA"
+                )
+
+
 def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
     """Refuse a model in which tokens meet outside an exchange; `find_layers` calls it first.
 

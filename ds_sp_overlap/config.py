@@ -258,9 +258,11 @@ class SpOverlapConfig(_Section):
         fields = (_SECTIONS[first] if nested else cls).model_fields
         keys = [key for key in fields if key not in _RETIRED]
         if fault["type"] == "extra_forbidden":
-            # Without a cutoff some key is always the nearest.
-            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
-            return f"{path}: unknown key; did you mean {near!r}? Valid keys: {', '.join(keys)}"
+            # The key may belong into another section.
+            places = {name.rpartition(".")[2]: name for name in _VALID} | {key: key for key in keys}
+            near = difflib.get_close_matches(key.lower(), places, n=1)
+            hint = f"; did you mean {places[near[0]]!r}?" if near else "."
+            return f"{path}: unknown key{hint} Valid keys: {', '.join(keys)}"
         if name not in _VALID:
             return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(keys)}"
         if fault["type"] == "missing":

@@ -1,4 +1,8 @@
-"""Logs messages through DeepSpeed's logger: on rank 0 to be seen, on others at debug level."""
+"""Logs messages through the logger ``ds_sp_overlap``: on rank 0 to be seen, on others at debug level.
+
+Without a handler of the user's the logger prints what is information or more;
+``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)`` leaves warnings alone.
+"""
 
 import functools
 import logging
@@ -7,7 +11,28 @@ import sys
 
 import torch.distributed as dist
 
-LOGGER = logging.getLogger("DeepSpeed")
+LOGGER = logging.getLogger("ds_sp_overlap")
+
+
+class _Console(logging.Handler):
+    """Prints messages on standard output, a warning with its level in front."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message in one piece, since the ranks share standard output."""
+        level = f"[{record.levelname}] " if record.levelno >= logging.WARNING else ""
+        # A progress bar of tqdm leaves the cursor behind the bar.
+        bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+        newline = "\n" if len(bars) else ""
+        sys.stdout.write(f"{newline}{level}{record.getMessage()}\n")
+        sys.stdout.flush()
+
+
+# A user may have set up the logger before this import.
+if not LOGGER.handlers:
+    LOGGER.addHandler(_Console())
+    LOGGER.propagate = False
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)
 
 
 def _rank() -> int:
@@ -21,24 +46,12 @@ def say(message: str, stacklevel: int = 2) -> None:
         message: The message.
         stacklevel: Frames from the logger to the caller whose line is logged.
     """
-    # DeepSpeed's logger by default passes on nothing below a warning.
     LOGGER.log(logging.DEBUG if _rank() else logging.WARNING, message, stacklevel=stacklevel)
 
 
 def inform(message: str) -> None:
     """Log information that a user must see on rank 0."""
-    if _rank():
-        LOGGER.debug(message, stacklevel=2)
-    elif LOGGER.isEnabledFor(logging.WARNING):
-        caller = sys._getframe(1)
-        file, function = caller.f_code.co_filename, caller.f_code.co_name
-        # With the number of a warning, since DeepSpeed's logger by default passes on nothing below,
-        # and with the name INFO.
-        record = LOGGER.makeRecord(
-            LOGGER.name, logging.WARNING, file, caller.f_lineno, message, (), None, function
-        )
-        record.levelname = logging.getLevelName(logging.INFO)
-        LOGGER.handle(record)
+    LOGGER.log(logging.DEBUG if _rank() else logging.INFO, message, stacklevel=2)
 
 
 @functools.cache

@@ -453,9 +453,11 @@ def by_the_variable(rank, values):
     """What `deepspeed.initialize` says to no section at all and this rank's variable; the layers that are overlapped."""
     model = tiny()
     try:
-        with mock.patch.dict(os.environ, DS_SP_OVERLAP=values[rank]):
+        with mock.patch.dict(os.environ, DS_SP_OVERLAP=values[rank]), listening(logging.INFO) as messages:
             mpu = sequence_parallel(model, 2)
             said = refusal(lambda: deepspeed.initialize(model=model, config=ds_config(0), mpu=mpu)[0].destroy())
+        off = ["sp_overlap: off (DS_SP_OVERLAP=0)"]
+        assert (messages == off) == (values[rank] == "0" and rank == 0), messages
         return said, overlapped_layers(model)
     finally:
         ds_sp_overlap.disable(model)

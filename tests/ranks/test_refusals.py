@@ -518,6 +518,8 @@ CONFIG_REFUSED = [
         "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
+    ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
+    ({"sp_size": 8}, "sp_size: unknown key. V"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
     ({"head_groups": -1}, 'sp_overlap.head_groups must be "auto" or at least 1, got -1'),
     ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),

@@ -1,12 +1,14 @@
-"""Messages go through DeepSpeed's logger, on rank 0; and nothing but the commands and the table prints."""
+"""Messages go through a logger of our own, on rank 0, which prints them; and nothing else prints but the commands."""
 
 import ast
+import io
 import logging
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
-from ds_sp_overlap.warn import inform, say, warn_once
+from ds_sp_overlap.warn import LOGGER, inform, say, warn_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
@@ -15,8 +17,7 @@ PRINTS = {
     "tools.doctor",
     "tools.planner.command",
     "relayout.build",
-    "integrations.deepspeed.initialize",
-}  # commands; the table of layers
+}  # commands
 
 
 @pytest.mark.parametrize("rank,level", [("0", logging.WARNING), ("1", logging.DEBUG), ("63", logging.DEBUG)])
@@ -41,15 +42,37 @@ def test_a_message_names_the_place_it_is_from(saying):
 
 
 def records(act):
-    """What DeepSpeed's logger passes on while ``act`` runs, at the level that it has by default."""
-    found, handler = [], logging.Handler(logging.WARNING)
+    """What the logger passes on while ``act`` runs, at the level that it has by default."""
+    found, handler = [], logging.Handler()
     handler.emit = found.append
-    logging.getLogger("DeepSpeed").addHandler(handler)
+    LOGGER.addHandler(handler)
     try:
         act()
     finally:
-        logging.getLogger("DeepSpeed").removeHandler(handler)
+        LOGGER.removeHandler(handler)
     return found
+
+
+def test_the_report_is_printed_as_it_is_and_a_warning_with_its_level(capsys):
+    inform("sp_overlap: x")
+    say("sp_overlap: y")
+    assert capsys.readouterr().out == "sp_overlap: x\n[WARNING] sp_overlap: y\n"
+
+
+def test_a_level_of_warnings_silences_what_is_only_information(capsys):
+    logger = logging.getLogger("ds_sp_overlap")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    inform("sp_overlap: x")
+    say("sp_overlap: y")
+    logger.setLevel(level)
+    assert capsys.readouterr().out == "[WARNING] sp_overlap: y\n"
+
+
+def test_beside_a_progress_bar_a_message_begins_on_a_line_of_its_own(capsys):
+    with tqdm(total=2, file=io.StringIO()):
+        inform("sp_overlap: x")
+    assert capsys.readouterr().out == "\nsp_overlap: x\n"
 
 
 @pytest.mark.parametrize("rank,names", [("0", ["INFO"]), ("1", [])])

@@ -34,7 +34,7 @@ from packaging.version import Version
 from ...attention.runtime import linear
 from ...config import SpOverlapConfig
 from ...exchange import transport
-from ...warn import warn_once
+from ...warn import inform, warn_once
 from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
 from ..registry import NO_LAYERS, Report, disable, enable, find_group, is_overlapped
@@ -311,7 +311,7 @@ def _warn_of_unsummed_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
-    """Overlap the model of a new engine as its section asks; rank 0 prints the report.
+    """Overlap the model of a new engine as its section asks; rank 0 logs the report.
 
     Collective over the ranks that share sequence and data (``seq_data_parallel_group``), and with
     pipeline parallelism over all ranks.
@@ -349,8 +349,9 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     report = (
         _enable_stages(config, engine) if engine.pipeline_parallelism else _enable(config, engine)
     )
-    if engine.global_rank == 0:
-        print(report, flush=True)
+    if not config.enabled and (_variable() or {}).get("enabled") is False:
+        report.note = f"off ({VARIABLE}={os.environ[VARIABLE]})"
+    inform(str(report))
 
 
 def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:

@@ -34,6 +34,7 @@ sp = 1 is judged in fp32 only, since DeepSpeed reduces bf16 gradients in another
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import json
@@ -42,6 +43,7 @@ import os
 import platform
 import re
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -84,19 +86,36 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@contextlib.contextmanager
+def told(what: str, every_s: float = 30.0):
+    """Print ``what`` at once, and the seconds since then every ``every_s`` seconds while the body runs."""
+    print(what, flush=True)
+    begin, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(every_s):
+            print(f"  for {time.monotonic() - begin:.0f} s", flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
 def work(args: argparse.Namespace) -> bool:
     """Train every variant on this rank, report on rank 0; returns, on every rank, whether all that is judged passed."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls collectives by names that torch renames
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
-    if os.environ["RANK"] == "0":
-        print(
-            "importing DeepSpeed and joining the ranks; in a new environment DeepSpeed compiles an op, a minute or two", flush=True
-        )
-    import deepspeed
-    import torch.distributed as dist
-    from tqdm import tqdm
+    what = "importing DeepSpeed and joining the ranks; in a new environment DeepSpeed compiles an op, one to five minutes"
+    with told(what) if os.environ["RANK"] == "0" else contextlib.nullcontext():
+        import deepspeed
+        import torch.distributed as dist
+        from tqdm import tqdm
 
-    deepspeed.init_distributed(verbose=False)
+        deepspeed.init_distributed(verbose=False)
     first, world = dist.get_rank() == 0, dist.get_world_size()
     if world % args.sp:
         raise ValueError(f"--sp must divide the number of ranks, got {args.sp} and {world}")

@@ -206,6 +206,7 @@ def doctor(ranks: int) -> int:
         )
         return 2
     print(versions(), flush=True)
+    print(f"\nstarting {ranks} ranks for the self-check, in up to a minute", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         store, result = str(Path(folder, "store")), str(Path(folder, "result"))
         torch.multiprocessing.start_processes(

@@ -1,6 +1,8 @@
 """A lock that a killed build left is said: by a process that waits for it, and by `doctor`."""
 
+import os
 import threading
+import time
 
 import pytest
 from torch.utils.file_baton import FileBaton
@@ -12,6 +14,7 @@ from tests.harness.listening import listening
 
 @pytest.mark.parametrize("patience_s, said", [(0.05, 1), (60, 0)])
 def test_a_process_that_waits_for_a_lock_says_so_in_time_and_only_then(tmp_path, monkeypatch, patience_s, said):
+    op_builds.install()  # as the import of DeepSpeed does
     monkeypatch.setattr(op_builds, "PATIENCE_S", patience_s)
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
@@ -26,7 +29,9 @@ def test_a_process_that_waits_for_a_lock_says_so_in_time_and_only_then(tmp_path,
         waiting.join(timeout=60)
     assert not waiting.is_alive()
     assert [
-        message for message in messages if f"{lock} (made 0 min ago): if no process compiles deepspeed_shm_comm" in message
+        message
+        for message in messages
+        if f"{lock} (made 0 min ago): another rank or process compiles deepspeed_shm_comm" in message
     ] == messages
     assert len(messages) == said
 
@@ -37,4 +42,8 @@ def test_doctor_names_a_lock_and_what_to_do(tmp_path, monkeypatch, folder):
     (tmp_path / folder).mkdir(parents=True)
     assert "no lock" in doctor.versions()
     (tmp_path / folder / "lock").touch()
-    assert f"{tmp_path / folder / 'lock'} (made 0 min ago): if no process compiles" in doctor.versions()
+    lock = tmp_path / folder / "lock"
+    assert f"{lock} (made 0 min ago): another rank or process compiles" in doctor.versions()
+    made = time.time() - 700
+    os.utime(lock, (made, made))
+    assert f"{lock} (made 12 min ago): if no process compiles" in doctor.versions()

@@ -1,9 +1,12 @@
 """The verdict of the convergence benchmark can fail, on every quantity and in every step."""
 
+import time
+
 import numpy as np
 import pytest
 
 from benchmarks.convergence import verdict
+from benchmarks.convergence.run import told
 from benchmarks.convergence.verdict import FACTOR, Run
 
 STEPS = 20
@@ -82,3 +85,10 @@ def test_the_last_line_begins_with_the_verdict():
         ": fp32 G (parameters)"
     )
     assert verdict.summary([verdict_on(STOCK, role="shown")]) == "FAIL: nothing was judged"
+
+
+def test_a_long_start_says_every_while_that_it_goes_on(capsys):
+    with told("compiling", every_s=0.01):
+        time.sleep(0.2)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "compiling" and others and all(line.startswith("  for ") for line in others)

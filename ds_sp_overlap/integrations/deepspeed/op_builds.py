@@ -19,22 +19,24 @@ from ...warn import say
 
 # Seconds of waiting that are passed over in silence.
 PATIENCE_S = 10.0
-
-
-def _described(lock: Path) -> str:
-    """Return the path of a lock with its age."""
-    try:
-        minutes = (time.time() - lock.stat().st_mtime) / 60
-    except OSError:
-        return str(lock)
-    return f"{lock} (made {minutes:.0f} min ago)"
+# The longest that a build takes, also where other processes share the cores.
+BUILD_MIN = 10
 
 
 def remedy(lock: Path) -> str:
     """Return a sentence on what to do about a lock; for the doctor and for a process that waits."""
+    try:
+        minutes = (time.time() - lock.stat().st_mtime) / 60
+    except OSError:
+        return f"{lock} is gone"
+    op, age = lock.parent.name, f"{lock} (made {minutes:.0f} min ago)"
+    if minutes < BUILD_MIN:
+        return (
+            f"{age}: another rank or process compiles {op}, which takes minutes; a lock of more "
+            f"than {BUILD_MIN} min was left by a run that was killed: delete the file then"
+        )
     return (
-        f"{_described(lock)}: if no process compiles {lock.parent.name}, a run that was killed "
-        "left the lock; delete the file"
+        f"{age}: if no process compiles {op}, a run that was killed left the lock; delete the file"
     )
 
 
@@ -57,8 +59,10 @@ def install() -> None:
 
     @functools.wraps(wait)
     def wait_and_say(baton: Any) -> None:
-        message = f"sp_overlap: waiting for a lock: {remedy(Path(baton.lock_file_path))}"
-        timer = threading.Timer(PATIENCE_S, say, [message])
+        def say_so() -> None:
+            say(f"sp_overlap: waiting for a lock: {remedy(Path(baton.lock_file_path))}")
+
+        timer = threading.Timer(PATIENCE_S, say_so)
         # A process that ends does not wait for the timer.
         timer.daemon = True
         timer.start()

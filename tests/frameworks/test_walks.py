@@ -7,6 +7,7 @@ import sys
 from itertools import groupby
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.harness.cases import full
 from tests.harness.models import tiny, train_run
@@ -61,6 +62,8 @@ def test_it_runs_as_it_stands(blocks, tmp_path):
             )
             assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             printed = done.stdout
+    for saved in tmp_path.glob("out/checkpoint-*"):
+        AutoModelForCausalLM.from_pretrained(saved)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ for step, batch in enumerate(loader, 1):
     labels = batch["shift_labels"].flatten()  # this rank's slice, as the logits are
     loss, count = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum"), (labels != -100).sum()
     torch.distributed.all_reduce(count, group=sp_group)
-    loss = loss / count  # this rank's share: DeepSpeed adds the gradients of the sp group up
+    loss = loss / count.clamp(min=1)  # this rank's share: DeepSpeed adds the gradients of the sp group up
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()

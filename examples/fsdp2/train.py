@@ -72,7 +72,7 @@ for step in range(1, given.steps + 1):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
     torch.distributed.all_reduce(count, group=sp_group)
-    loss = loss / count  # this rank's share
+    loss = loss / count.clamp(min=1)  # this rank's share
     (size * loss).backward()  # FSDP takes the mean over all ranks, and the gradients of the sp group add up
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()

@@ -55,7 +55,7 @@ for step in range(1, given.steps + 1):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
     torch.distributed.all_reduce(count, group=sp_group)
-    loss = loss / count  # this rank's share: DeepSpeed adds the gradients of the sp group up
+    loss = loss / count.clamp(min=1)  # this rank's share: DeepSpeed adds the gradients of the sp group up
     engine.backward(loss)
     engine.step()
     torch.distributed.all_reduce(loss := loss.detach(), group=sp_group)

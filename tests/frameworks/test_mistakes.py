@@ -168,6 +168,19 @@ def test_a_mistake_is_answered_with_the_message_of_the_readme(mistake):
         assert all(piece.strip() in text for piece in message.split("...")), text
 
 
+def accumulating(rank, caller):
+    """What is said where a module of the name ``caller`` makes an engine that accumulates two batches."""
+    with listening(logging.WARNING) as messages:
+        eval("make()", {"__name__": caller, "make": lambda: made(ds_config(0, accumulation=2, sp_overlap=SECTION))})
+    return messages
+
+
+def test_the_trainer_is_told_that_it_weighs_accumulated_batches_alike():
+    said, _ = on_ranks(2, accumulating, "transformers.trainer")
+    assert any("(sp size 2) the Trainer weighs each of 2 accumulated batches alike" in message for message in said), said
+    assert not any("accumulated" in message for message in on_ranks(2, accumulating, "a_loop_of_ones_own")[0])
+
+
 WITHOUT_THE_IMPORT = """
 import sys
 import deepspeed

@@ -284,18 +284,36 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
     size = getattr(engine, "sequence_parallel_size", 1)
     if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
         return
-    # transformers' Trainer allows for the division. It is on the call stack then.
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
-            return
-        frame = frame.f_back
+    # transformers' Trainer allows for the division.
+    if _trainer_calls():
+        return
     warn_once(
         "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
         f"({size}) once too often if each rank's loss is its share of the mean, without the "
         'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
         "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
     )
+
+
+def _trainer_calls() -> bool:
+    """Return whether transformers' Trainer, or one made of it, is on the call stack."""
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _warn_of_accumulated_losses(engine: DeepSpeedEngine) -> None:
+    """Warn that the Trainer's loss at sp > 1 does not know of accumulation."""
+    size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
+    if size > 1 and steps > 1 and _trainer_calls():
+        warn_once(
+            f"sp_overlap: with sequence parallelism (sp size {size}) the Trainer weighs each of "
+            f"{steps} accumulated batches alike, whatever its labels, and sums them where it "
+            "should take the mean, without the overlap as well (docs/loss_and_gradients.md)"
+        )
 
 
 def _warn_of_unsummed_gradients(engine: DeepSpeedEngine) -> None:
@@ -334,6 +352,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     elif size > 1:
         _agree(config, engine.seq_data_parallel_group)
     _warn_of_halved_gradients(engine)
+    _warn_of_accumulated_losses(engine)
     _warn_of_unsummed_gradients(engine)
     if config is None:
         if size > 1 and not has_drop_in(engine.module) and not is_overlapped(engine.module):

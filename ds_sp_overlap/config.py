@@ -29,7 +29,8 @@ class _Section(BaseModel):
             return section
         said = dict(section)
         for key, field in cls.model_fields.items():
-            if key not in said or field.is_required():
+            # null is said where it is a value: it keeps a window from choosing another.
+            if key not in said or field.is_required() or said[key] is field.default is None:
                 continue
             # Whether the type of the key lists no "auto".
             auto_is_default = "'auto'" not in str(field.annotation)
@@ -77,14 +78,15 @@ class SpOverlapConfig(_Section):
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
             from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the most head groups that are live at a time; for less memory, backward
-            recomputes q, k and v. null: all groups.
+            recomputes q, k and v. null: all groups. Alone it also chooses the largest G, "tiles":
+            "auto", and to keep attention over checkpoints where that is possible.
         memory: Retired; "auto" still saves attention over transformers' gradient checkpoints.
         checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
             o and the log-sum-exp, so that neither attention nor its exchanges run again before
             backward; "offload" keeps them in host memory.
         tiles: Run norms and dense MLPs of decoder layers that many tokens at a time, forward and
-            backward. "auto": as many as keep a tile's temporaries below half of the layer's input.
-            null: whole.
+            backward. "auto", the default beside a window: as many as keep a tile's temporaries
+            below half of the layer's input. null: whole.
         projections: Compute q, k, v and the output projection part by part under the exchanges;
             False: call them whole.
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
@@ -168,6 +170,20 @@ class SpOverlapConfig(_Section):
         """Whether ``"memory": "auto"`` asks to save attention over transformers' checkpoints."""
         return self.memory == "auto" and "checkpointing" not in self.model_fields_set
 
+    @property
+    def keeps_where_possible(self) -> bool:
+        """Whether to save attention over checkpoints that can, and to recompute it elsewhere.
+
+        A window asks for it, unless ``checkpointing`` says otherwise.
+        """
+        return self.window is not None and "checkpointing" not in self.model_fields_set
+
+    @property
+    def times_groups(self) -> bool:
+        """Whether G is chosen by timing: beside a window only where "auto" was written."""
+        is_asked = self.window is None or "head_groups" in self.model_fields_set
+        return self.head_groups == "auto" and self.policy.warmup_steps > 0 and is_asked
+
     def window_of(self, groups: int) -> int | None:
         """Return W for a layer of ``groups`` head groups; None if backward does not recompute q, k
         and v by a window.
@@ -178,17 +194,25 @@ class SpOverlapConfig(_Section):
         # of the groups at a time then need no more memory than DeepSpeed's own layer.
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
-    def groups_for(self, heads: int, parts: int) -> int:
+    def groups_for(self, heads: int, parts: int, windowed: bool = False) -> int:
         """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
 
         "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
-        nothing is timed.
+        nothing is timed. Beside a window, an untimed "auto" is the largest G.
+
+        Args:
+            heads: The query heads.
+            parts: The parts of the ranks.
+            windowed: Whether the layer can have a window.
         """
         # Nothing is checked here: `Geometry` refuses a G that is too large, and shares that leave
         # no part.
         if self.head_groups != "auto":
             return self.head_groups
-        return max(1, min(2, heads // max(parts, 1)))
+        most = heads // max(parts, 1)
+        if windowed and self.window is not None and not self.times_groups:
+            return max(1, most)
+        return max(1, min(2, most))
 
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
@@ -220,6 +244,8 @@ class SpOverlapConfig(_Section):
                 f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, "
                 f"got {config.policy.warmup_steps}"
             )
+        if config.window is not None and "tiles" not in config.model_fields_set:
+            config = config.model_copy(update={"tiles": "auto"})
         steps = config.timeline.steps if config.timeline else [0, 0]
         if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
             raise ValueError(

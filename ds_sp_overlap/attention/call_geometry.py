@@ -65,7 +65,8 @@ def geometry_of(
         if isinstance(sp_group.transport, CopyEngine):
             attend = EQUAL_PARTS
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
-        groups = layer.config.groups_for(heads, max(1, sp_group.size // shares))
+        parts = max(1, sp_group.size // shares)
+        groups = layer.config.groups_for(heads, parts, layer.windowed)
         chosen = layer.shares_and_groups[heads, kv_heads] = shares, groups
     shares, groups = chosen
     for argument in extra:

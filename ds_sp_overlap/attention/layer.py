@@ -63,6 +63,8 @@ class LayerRuntime:
 
     Attributes:
         agreed: Whether the ranks have agreed on a call, see Note [Agreement of the ranks].
+        windowed: Whether the layer could have a window when it was made, which decides G where the
+            section gives the window alone.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class LayerRuntime:
         # The place among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
         sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
-        self.agreed = False
+        self.agreed = self.windowed = False
         # The name by which the ranks compare calls; it counts the layers that were called.
         self._name_of_calls = where
         # For each number of query and KV heads, r and the default G: what the attention supports is
@@ -94,7 +96,7 @@ class LayerRuntime:
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         # A process group can't be copied, so the copy exchanges over the same one. Its place in the
         # policy is its own.
-        return LayerRuntime(
+        copy = LayerRuntime(
             self.sp_group,
             self.config,
             self.where,
@@ -102,6 +104,8 @@ class LayerRuntime:
             heads_alike=self.heads_alike,
             schedule=self.schedule,
         )
+        copy.windowed = self.windowed
+        return copy
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

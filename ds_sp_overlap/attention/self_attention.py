@@ -151,6 +151,7 @@ class SelfAttention:
         )
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
+        self.layer.windowed = self.can_window(self.split_projections())
         # Compared now, since a wrong number of heads would cut the projections at wrong rows. Only
         # plain linear layers are known to tell their sizes.
         sizes = {
@@ -200,7 +201,8 @@ class SelfAttention:
 
     def saves_over_checkpoints(self) -> bool:
         """Return whether the layer, as its modules are now, saves attention in a checkpoint."""
-        is_asked = self.layer.config.checkpointing != "recompute"
+        config = self.layer.config
+        is_asked = config.checkpointing != "recompute" or config.keeps_where_possible
         return is_asked and self.can_window(self.split_projections())
 
     # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
@@ -317,9 +319,12 @@ class SelfAttention:
         No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
         alone in one program and joined in the other.
         """
-        mode = self.layer.config.checkpointing
-        checkpoint = None if mode == "recompute" else current_pass(self.layer.where)
-        offload = mode == "offload"
+        config, checkpoint = self.layer.config, None
+        if config.keeps_where_possible or config.checkpointing != "recompute":
+            checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
+        offload = config.checkpointing == "offload" or (
+            checkpoint is not None and checkpoint.cache.offloads
+        )
         run = partial(windowed, call, projections, attention, self.o_proj, checkpoint, offload)
         return call_through([*projections.called, self.o_proj], run, x)
 

@@ -176,8 +176,7 @@ class Policy:
             The policy. None where nothing is to be chosen, or where some ranks of the world do not
             reduce gradients together, so that they could not choose together.
         """
-        asked = config.head_groups == "auto" and config.policy.warmup_steps > 0
-        if not asked or sp_group.size == 1:
+        if not config.times_groups or sp_group.size == 1:
             return None
         world = dist.get_world_size()
         replicas = world > sp_group.size

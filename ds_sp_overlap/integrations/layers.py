@@ -88,17 +88,19 @@ class OverlapSettings(NamedTuple):
         """
         return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
 
-    def groups_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
+    def groups_for(
+        self, heads: int, kv_heads: int, attend: Callable | str, windowed: bool = False
+    ) -> int:
         """Return G of a layer, or where a policy times candidates, the G that it begins with.
 
-        The arguments are those of `shares_of`.
+        The arguments are those of `shares_of`, and of the config's ``groups_for``.
 
         Raises:
             ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no
                 head.
         """
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
-        groups = self.config.groups_for(heads, max(1, size // shares))
+        groups = self.config.groups_for(heads, max(1, size // shares), windowed)
         # Thrown away: only the checks in its constructor are wanted, which need no tokens.
         Geometry(
             size,
@@ -132,7 +134,9 @@ class OverlapSettings(NamedTuple):
             # With a policy, G is not known yet.
             live = self.config.window if self.policy else self.config.window_of(groups)
             words.append(f"{live or 'half'} at a time, made again in backward")
-            if self.config.checkpointing == "keep":
+            if self.config.keeps_where_possible:
+                words.append("kept over checkpoints that can")
+            elif self.config.checkpointing == "keep":
                 words.append("kept over checkpoints")
             elif self.config.checkpointing == "offload":
                 words.append("kept over checkpoints in host memory")

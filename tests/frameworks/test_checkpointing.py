@@ -17,15 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import modeling_utils
 
 import ds_sp_overlap
+from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.attention.memory.recompute import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from tests.harness import clients, layers, megatron_layers
-from tests.harness.cases import full
+from tests.harness.cases import full, since_transformers
 from tests.harness.families import tiny_model
 from tests.harness.flash import NAME, flash_attention
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
+from tests.harness.listening import listening
 from tests.harness.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
 from tests.harness.ranks import on_ranks, refusal
 
@@ -262,6 +264,54 @@ def test_the_report_says_which_layers_have_no_window(what):
         for got, lacks in layers:
             assert ("made again in backward" in got) != (f"so sp_overlap.{key} can't be had" in lacks), (got, lacks)
     assert not any("can't be had" in lacks for _, lacks in on_ranks(2, reported, what, section)[0])
+
+
+# A window alone.
+
+
+@pytest.mark.parametrize("how", ["", "before", "after"])
+def test_a_window_alone_takes_the_most_groups_keeps_attention_and_runs_in_tiles(how):
+    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "window": 1}, "")
+    for error, kept, report in on_ranks(2, exact, "sdpa", {}, {"window": 1}, how):
+        assert error < FP64 and kept == stored and kept.attended == 0
+        assert "G = 4, 1 at a time, made again in backward, kept over checkpoints that can" in report
+        assert "in tiles: LlamaMLP (2), LlamaRMSNorm (5)" in report
+
+
+def test_what_the_section_says_beside_a_window_is_done():
+    said = {"window": 1, "head_groups": 2, "tiles": None, "checkpointing": "recompute"}
+    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, said, "")
+    for error, repeated, report in on_ranks(2, exact, "sdpa", {}, said, "before"):
+        assert error < FP64 and repeated.exchanges > stored.exchanges
+        assert "G = 2, 1 at a time, made again in backward, q_proj" in report and "in tiles" not in report
+
+
+def beside_a_window(rank, way):
+    """Error, what is said, and how many tensors the checkpoints offload."""
+    tokens, offloaded = batches(1)[0], []
+    expected = outcome(tiny(**WIDE, **EXACT).train(), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **WIDE, **EXACT) as (model, group), listening() as messages:
+        model.train()
+        ds_sp_overlap.enable(model, {"window": 1})
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": way == "reentrant"}, **({"offload": True} if way == "offload" else {})
+        )
+        model.enable_input_require_grads()
+        if way == "deepspeed":
+            for layer in model.model.layers:
+                layer._gradient_checkpointing_func = deepspeed.checkpointing.non_reentrant_checkpoint
+        make = OffloadedTensor.__init__
+        to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # not pinned, which takes a GPU
+        with to_host, mock.patch.object(OffloadedTensor, "__init__", lambda self, x: offloaded.append(x.shape) or make(self, x)):
+            error = worst(outcome(model, tokens, rank, 2, group), expected)
+    return error, messages, len(offloaded)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "deepspeed", pytest.param("offload", marks=since_transformers("5.24"))])
+def test_a_window_alone_goes_with_every_kind_of_checkpoint(way):
+    for error, messages, offloaded in on_ranks(2, beside_a_window, way):
+        assert error < FP64 and (offloaded > 0) == (way == "offload")
+        assert any("attention is computed again in backward: " in message for message in messages) == (way != "offload"), messages
 
 
 # Refusals.

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...profiling.steps import in_backward
+from ...warn import warn_once
 from .offload import OffloadedTensor
 from .saved_views import storage_of
 
@@ -54,6 +55,9 @@ class _Entry(NamedTuple):
 class CheckpointCache:
     """Holds the tensors that one checkpoint saves, in the order of the calls in it.
 
+    Args:
+        offloads: Whether layers offload that may choose, since the checkpoint offloads its inputs.
+
     Attributes:
         entries: One for each call of a layer and for each checkpoint inside this one.
         previous: Gives the checkpoint that was offloaded before this one, see
@@ -63,7 +67,8 @@ class CheckpointCache:
     # Gives the checkpoint that was offloaded most recently.
     _most_recent: Callable[[], CheckpointCache | None] = staticmethod(lambda: None)
 
-    def __init__(self) -> None:
+    def __init__(self, offloads: bool = False) -> None:
+        self.offloads = offloads
         self.entries: list[_Entry] = []
         self.previous: Callable[[], CheckpointCache | None] = lambda: None
 
@@ -189,13 +194,16 @@ class _Body:
         _current.set(self._outer.pop())
 
 
-def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Make layers in an activation checkpoint save the results of attention.
 
     The ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, which
     torch calls once for each forward through a checkpoint. Layers with ``"checkpointing": "keep"``
     or ``"offload"`` then save o and the log-sum-exp, and recompute runs neither their attention nor
     its exchanges.
+
+    Args:
+        offloads: As for `CheckpointCache`.
 
     Returns:
         A context manager for the forward, and one for recompute.
@@ -205,7 +213,7 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
         # The checkpoint is inside of another one, which recomputes: this forward recomputes too.
         _, cache = outer.take("")
         return _Body(cache, True), _Body(cache, True)
-    cache = CheckpointCache()
+    cache = CheckpointCache(offloads)
     # The recompute of the checkpoint around this one makes this checkpoint once more, and takes the
     # cache then.
     if outer is not None:
@@ -213,19 +221,27 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     return _Body(cache, False), _Body(cache, True)
 
 
-def current_pass(where: str) -> CheckpointPass | None:
+def current_pass(where: str, where_possible: bool = False) -> CheckpointPass | None:
     """Return the pass of the checkpoint around the call of a layer; None without a checkpoint.
 
     Called by layers that are to save attention.
 
     Args:
         where: Name of the layer, for errors.
+        where_possible: Whether to warn, once, where the layer can't save attention.
 
     Raises:
         RuntimeError: in the recompute of a checkpoint that was not given `keep_attention`.
     """
     checkpoint = _current.get()
     if checkpoint is None and torch.is_grad_enabled() and in_backward():
+        if where_possible:
+            warn_once(
+                "sp_overlap: attention is computed again in backward, since the activation "
+                "checkpoint around it can't keep it: torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=False, context_fn=ds_sp_overlap.keep_attention) can"
+            )
+            return None
         raise RuntimeError(
             f"{where}: sp_overlap.checkpointing is to keep attention, but the checkpoint around "
             "this layer has nowhere to keep it; use torch.utils.checkpoint.checkpoint(..., "

@@ -401,8 +401,9 @@ def find_layers(model: nn.Module, settings: OverlapSettings) -> list[FoundLayer]
         # keys, Megatron's flash attention fails an assertion in training, and is not causal in
         # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
-        groups = settings.groups_for(module.num_attention_heads, module.num_key_value_heads, why)
         block, forward = _drive(name, module, reader, settings)
+        heads = module.num_attention_heads, module.num_key_value_heads
+        groups = settings.groups_for(*heads, why, block.layer.windowed)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
         got, lacks = settings.of_driven(block, linear, groups)
         bind = functools.partial(rebind, module, forward)

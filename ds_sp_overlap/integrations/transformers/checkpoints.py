@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...attention.memory.checkpoint_cache import keep_attention
-from ...exchange.sp_group import SPGroup
+from ...warn import warn_once
+from ..layers import OverlapSettings
 
 # Attributes that transformers gives to each module that it can checkpoint: whether it does now, and
 # by which function.
@@ -35,7 +36,7 @@ class Checkpoints:
         name: The name of the model, for errors.
         model: The model.
         layers: The attention layers whose results are saved over checkpoints.
-        sp_group: The sp group.
+        settings: The settings of the layers.
 
     Attributes:
         around: By name, the modules that can be checkpointed and hold such a layer or are one, as
@@ -44,9 +45,9 @@ class Checkpoints:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, layers: Collection[nn.Module], sp_group: SPGroup
+        self, name: str, model: nn.Module, layers: Collection[nn.Module], settings: OverlapSettings
     ):
-        self.name, self.sp_group, self.agreed = name, sp_group, False
+        self.name, self.settings, self.agreed = name, settings, False
         around = []
         for at, module in model.named_modules():
             if hasattr(module, SWITCH):
@@ -71,7 +72,7 @@ class Checkpoints:
         if self.around and torch.is_grad_enabled():
             if not self.agreed:
                 # The ranks compare whether anything is checkpointed.
-                self.sp_group.agree(
+                self.settings.sp_group.agree(
                     self.name, lambda: bool(self._saving_functions())
                 )  # guard: refused on all ranks
                 self.agreed = True
@@ -94,14 +95,27 @@ class Checkpoints:
             function = vars(module).get(FUNCTION)
             if function is None or not (module.training and is_checkpointed(module)):
                 continue
-            if reason := _why_not(function):
+            reason, offloads = _why_not(function), False
+            if self.settings.config.keeps_where_possible:
+                if reason:
+                    warn_once(
+                        "sp_overlap: attention is computed again in backward: "
+                        f"{type(module).__name__} is checkpointed {reason}; with "
+                        'gradient_checkpointing_kwargs={"use_reentrant": False} it is kept'
+                    )
+                    continue
+                # Of transformers' functions all but torch's own move inputs to the host.
+                offloads = getattr(function, "func", function) is not checkpoint
+            if reason:
                 raise ValueError(
                     f"{at or self.name} ({type(module).__name__}) is checkpointed {reason}, over "
                     "which sp_overlap.checkpointing can't keep attention; use "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}, or set '
                     'sp_overlap.checkpointing to "recompute"'
                 )
-            functions[module] = functools.partial(function, context_fn=keep_attention)
+            functions[module] = functools.partial(
+                function, context_fn=functools.partial(keep_attention, offloads)
+            )
         return functions
 
 

@@ -229,8 +229,9 @@ class _Search:
     def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
         """Add a layer whose forward a `Driven` replaces."""
         heads = reader.reading.heads
-        groups = self.overlap.groups_for(heads["q"], heads["k"], attention_of(name, module))
         driven = drive(name, module, reader, forwards=self.forwards, settings=self.overlap)
+        asked = heads["q"], heads["k"], attention_of(name, module)
+        groups = self.overlap.groups_for(*asked, driven.block.layer.windowed)
         linear = {part: getattr(module, part) for part in reader.reading.linear}
         got, lacks = self.overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
@@ -323,7 +324,7 @@ class _Search:
                 unseen=dict(functions),
                 configs=configs,
                 namespaces=list(namespaces.values()),
-                checkpoints=Checkpoints(name, model, self.saving, sp_group=self.overlap.sp_group),
+                checkpoints=Checkpoints(name, model, self.saving, settings=self.overlap),
                 watched=Watched(
                     at, model, functions, bound={key: self.modules[key] for key in inside}
                 ),

@@ -35,7 +35,7 @@ wheels=${WHEELS:-.wheels}
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-declare -A limits=([install]=60 [build]=120 [whole]=90 [parity]=70 [models]=110 [checks]=90 [host]=40 [emulated]=90 [bandwidth]=40
+declare -A limits=([install]=60 [build]=120 [whole]=110 [parity]=70 [models]=110 [checks]=90 [host]=40 [emulated]=90 [bandwidth]=40
     [contention]=50 [whole-1b]=60 [convergence]=90 [memcheck]=60 [initcheck]=60)
 stages=(install build whole parity models checks host emulated bandwidth contention whole-1b convergence memcheck initcheck)
 
@@ -151,7 +151,7 @@ side_by_side() {
 stage() {
     case $1 in
     install | build) "$1" ;;
-    whole) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --minutes 0.9 --out "$results/whole" ;;
+    whole) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --minutes 1 --out "$results/whole" ;;
     whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.4 --out "$results/whole-1b" ;;
     parity) shared 2 benchmarks/nccl.py "${rehearsed[@]}" --first --steps 7 --out "$results" ;;
     models)

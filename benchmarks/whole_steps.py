@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -121,8 +122,8 @@ class Training:
         return (1e3 * slowest).tolist(), [loss.item(), float(self.engine.get_global_grad_norm())]
 
 
-def measure(model: str, args: argparse.Namespace, device: torch.device, is_late) -> list[dict]:
-    """Return the rows of one model. Collective."""
+def measure(model: str, args: argparse.Namespace, device: torch.device, is_late) -> Iterator[list[dict]]:
+    """Yield the rows of one model after each turn that counts. Collective."""
     training = Training(model, device)
     variants: dict[str, dict | None] = {"stock": None}
     for kernels in args.kernels:
@@ -147,7 +148,13 @@ def measure(model: str, args: argparse.Namespace, device: torch.device, is_late)
                 if abs(value - wanted) > 1e-2 * wanted:
                     raise AssertionError(f"whole_steps: {model}, {name}: loss and gradient norm {found}, stock {expected}")
             times[name] += took if turn else []
+        if turn:
+            yield rows_of(model, times, peak)
     training.engine.destroy()
+
+
+def rows_of(model: str, times: dict[str, list[list[float]]], peak: dict[str, float]) -> list[dict]:
+    """Return a row for each variant that was measured."""
     _, heads, kv_heads, _, layers, tokens = MODELS[model]
     of = f"{layers} layers, hidden {MODELS[model][0]}, {heads}/{kv_heads} heads, {tokens} tokens a rank"
     rows, stock = [], None
@@ -188,9 +195,9 @@ def main() -> None:
         kind = f"whole steps, {shared_by(dist.get_world_size())} {torch.cuda.get_device_name()}, NCCL " + ".".join(
             map(str, nccl_version())
         )
-    rows = measure(args.model, args, device, is_late)
-    if dist.get_rank() == 0:
-        record.write(args.out, rows, kind)
+    for rows in measure(args.model, args, device, is_late):
+        if dist.get_rank() == 0:
+            record.write(args.out, rows, kind)
     dist.destroy_process_group()
 
 

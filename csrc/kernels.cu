@@ -14,17 +14,22 @@ namespace ds_sp_overlap {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // loads of a thread before its first store
+constexpr int kRotating = 128;  // threads of a block that rotates: more registers a thread, so smaller blocks fit better
+constexpr int kInFlight = 4;    // loads of a thread before its first store
+
+unsigned blocks(uint64_t units, int of_a_block) {
+  return static_cast<unsigned>((units + of_a_block - 1) / of_a_block);
+}
 
 #if defined(__CUDACC__)
 template <class Kernel, class... Arguments>
-void launch(Kernel* kernel, unsigned grid, cudaStream_t stream, const Arguments&... arguments) {
-  kernel<<<grid, kThreads, 0, stream>>>(arguments...);
+void launch(Kernel* kernel, uint64_t units, int threads, int each, cudaStream_t stream, const Arguments&... arguments) {
+  kernel<<<blocks(units, threads * each), threads, 0, stream>>>(arguments...);
 }
 #else  // a compiler of C++, with the cuda_runtime.h of tests/harness/kernels_on_host
 template <class Kernel, class... Arguments>
-void launch(Kernel* kernel, unsigned grid, cudaStream_t, const Arguments&... arguments) {
-  launch_on_host(kernel, grid, kThreads, arguments...);
+void launch(Kernel* kernel, uint64_t units, int threads, int each, cudaStream_t, const Arguments&... arguments) {
+  launch_on_host(kernel, blocks(units, threads * each), threads, arguments...);
 }
 #endif
 
@@ -35,51 +40,41 @@ void check(cudaError_t status, const char* what) {
 template <class Unit, bool kPack, class Index, class Table>
 __global__ void __launch_bounds__(kThreads)
     move(const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const Unit* from, Unit* to) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kInFlight;
-  const int64_t total = walk.total;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kThreads * kInFlight + threadIdx.x; base < total;
-       base += stride) {
-    Unit read[kInFlight];
-    int64_t target[kInFlight];
+  const Index base = static_cast<Index>(blockIdx.x) * kThreads * kInFlight + threadIdx.x;
+  Unit read[kInFlight];
+  Index target[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      const int64_t unit = base + i * kThreads;
-      target[i] = -1;
-      if (unit < total) {
-        const Place<Index> place = locate(walk, table, static_cast<Index>(unit));
-        const Segment<Index>& segment = table.segment[place.segment];
-        target[i] = kPack ? unit : place.tensor;
-        read[i] = Unit{};
-        if (segment.sources) {
-          read[i] = from[kPack ? place.tensor : wire_unit(table, segment.source, place.outer, place.rest)];
-        }
+  for (int i = 0; i < kInFlight; ++i) {
+    const Index unit = base + i * kThreads;
+    if (unit < walk.total) {
+      const Place<Index> place = locate(walk, table, unit);
+      const Segment<Index>& segment = table.segment[place.segment];
+      target[i] = kPack ? unit : place.tensor;
+      read[i] = Unit{};
+      if (segment.sources) {
+        read[i] = from[kPack ? place.tensor : wire_unit(table, segment.source, place.outer, place.rest)];
       }
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (target[i] >= 0) to[target[i]] = read[i];
-    }
+  for (int i = 0; i < kInFlight; ++i) {
+    if (base + i * kThreads < walk.total) to[target[i]] = read[i];
   }
 }
 
 template <class T, int V, class Index, class Table>
 __global__ void __launch_bounds__(kThreads)
-    sum(const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const T* wire, T* out) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-       unit < static_cast<int64_t>(walk.total); unit += stride) {
-    sum_unit<T, V>(walk, table, wire, out, static_cast<Index>(unit));
-  }
+    sum(const __grid_constant__ Walk<Index> walk, const __grid_constant__ Table table, const Vector<T, V>* wire,
+        Vector<T, V>* out) {
+  const Index unit = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
+  if (unit < walk.total) sum_unit<T, V>(walk, table, wire, out, unit);
 }
 
-template <class T, int V, bool kBackward, class Index, class Table>
-__global__ void __launch_bounds__(kThreads)
+template <class T, class C, int V, bool kBackward, bool kSums, class Index, class Table>
+__global__ void __launch_bounds__(kRotating)
     rotate(const __grid_constant__ Rotation<Index> rotation, const __grid_constant__ Table table) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-       item < static_cast<int64_t>(rotation.total); item += stride) {
-    rotate_item<T, V, kBackward>(rotation, table, static_cast<Index>(item));
-  }
+  const Index item = static_cast<Index>(blockIdx.x) * kRotating + threadIdx.x;
+  if (item < rotation.total) rotate_item<T, C, V, kBackward, kSums>(rotation, table, item);
 }
 
 InlineTable<uint32_t> as_arguments(const Descriptors<uint32_t>& descriptors) {
@@ -108,48 +103,31 @@ auto table_for(const Descriptors<uint64_t>& descriptors, void* memory, cudaStrea
   return upload(descriptors, memory, stream);
 }
 
-// Blocks for so many units; beyond 2^20 the loops in the kernels stride.
-unsigned blocks(uint64_t units, int each) {
-  const uint64_t a_block = static_cast<uint64_t>(kThreads) * each;
-  return static_cast<unsigned>(std::min<uint64_t>((units + a_block - 1) / a_block, 1u << 20));
-}
-
 template <class Unit, bool kPack, class Index, class Table>
 void launch_move(const Walk<Index>& walk, const Table& table, const void* from, void* to, cudaStream_t stream) {
   launch(
-      move<Unit, kPack, Index, Table>, blocks(walk.total, kInFlight), stream, walk, table,
+      move<Unit, kPack, Index, Table>, walk.total, kThreads, kInFlight, stream, walk, table,
       static_cast<const Unit*>(from), static_cast<Unit*>(to));
 }
 
 template <class T, class Index, class Table>
 void launch_sum(
     const Walk<Index>& walk, const Table& table, bool vector, const void* wire, void* out, cudaStream_t stream) {
-  const unsigned grid = blocks(walk.total, 1);
-  const T* const from = static_cast<const T*>(wire);
-  T* const to = static_cast<T*>(out);
-  if (vector) launch(sum<T, 16 / sizeof(T), Index, Table>, grid, stream, walk, table, from, to);
-  else launch(sum<T, 1, Index, Table>, grid, stream, walk, table, from, to);
+  const auto by = [&](auto width) {
+    constexpr int V = decltype(width)::value;
+    launch(
+        sum<T, V, Index, Table>, walk.total, kThreads, 1, stream, walk, table,
+        static_cast<const Vector<T, V>*>(wire), static_cast<Vector<T, V>*>(out));
+  };
+  if (vector) by(std::integral_constant<int, 16 / sizeof(T)>{});
+  else by(std::integral_constant<int, 1>{});
 }
 
-template <class T, bool kBackward, class Index, class Table>
+template <class T, class C, bool kBackward, bool kSums, class Index, class Table>
 void launch_rotate(const Rotation<Index>& rotation, const Table& table, bool vector, cudaStream_t stream) {
-  const unsigned grid = blocks(rotation.total, 1);
-  if (vector) launch(rotate<T, 16 / sizeof(T), kBackward, Index, Table>, grid, stream, rotation, table);
-  else launch(rotate<T, 1, kBackward, Index, Table>, grid, stream, rotation, table);
-}
-
-template <class Call>
-void with_type(Type type, Call call) {
-  switch (type) {
-    case Type::half:
-      return call(Half{});
-    case Type::bfloat16:
-      return call(BFloat16{});
-    case Type::float32:
-      return call(float{});
-    case Type::float64:
-      return call(double{});
-  }
+  constexpr int V = 16 / sizeof(T);
+  const auto kernel = vector ? rotate<T, C, V, kBackward, kSums, Index, Table> : rotate<T, C, 1, kBackward, kSums, Index, Table>;
+  launch(kernel, rotation.total, kRotating, 1, stream, rotation, table);
 }
 
 }  // namespace
@@ -193,14 +171,16 @@ void cuda_sum(
 
 template <class Index>
 void cuda_rotate(
-    const Rotation<Index>& rotation, const Descriptors<Index>& descriptors, void* memory, Type type, bool vector,
-    bool backward, void* stream_) {
+    const Rotation<Index>& rotation, const Descriptors<Index>& descriptors, void* memory, Type type, Type angles,
+    bool vector, bool backward, void* stream_) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
   const auto table = table_for(descriptors, memory, stream);
-  with_type(type, [&](auto zero) {
+  with_types(type, angles, [&](auto zero, auto angle) {
     using T = decltype(zero);
-    backward ? launch_rotate<T, true>(rotation, table, vector, stream)
-             : launch_rotate<T, false>(rotation, table, vector, stream);
+    using C = decltype(angle);
+    if (!backward) launch_rotate<T, C, false, false>(rotation, table, vector, stream);
+    else if (descriptors.sums()) launch_rotate<T, C, true, true>(rotation, table, vector, stream);
+    else launch_rotate<T, C, true, false>(rotation, table, vector, stream);
   });
   check(cudaGetLastError(), "launching its kernel");
 }
@@ -208,7 +188,7 @@ void cuda_rotate(
 #define FOR_INDEX(Index)                                                                                               \
   template void cuda_move(const Walk<Index>&, const Descriptors<Index>&, void*, int, bool, const void*, void*, void*); \
   template void cuda_sum(const Walk<Index>&, const Descriptors<Index>&, void*, Type, bool, const void*, void*, void*); \
-  template void cuda_rotate(const Rotation<Index>&, const Descriptors<Index>&, void*, Type, bool, bool, void*);
+  template void cuda_rotate(const Rotation<Index>&, const Descriptors<Index>&, void*, Type, Type, bool, bool, void*);
 FOR_INDEX(uint32_t)
 FOR_INDEX(uint64_t)
 

@@ -1,6 +1,7 @@
 // What the planner (ops.cpp) asks of a device: the CPU loops in ops.cpp and the kernels in kernels.cu offer the same.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "maps.h"
@@ -9,10 +10,38 @@ namespace ds_sp_overlap {
 
 enum class Type { half, bfloat16, float32, float64 };
 
+// Calls ``call`` with a zero of the type.
+template <class Call>
+void with_type(Type type, Call call) {
+  switch (type) {
+    case Type::half:
+      return call(Half{});
+    case Type::bfloat16:
+      return call(BFloat16{});
+    case Type::float32:
+      return call(float{});
+    case Type::float64:
+      return call(double{});
+  }
+}
+
+// Calls ``call`` with a zero of the type of heads, and one of that of their tables: the same, or float for half precision.
+template <class Call>
+void with_types(Type type, Type angles, Call call) {
+  with_type(type, [&](auto zero) {
+    if (type == angles) call(zero, zero);
+    else call(zero, Acc<decltype(zero)>{});
+  });
+}
+
 template <class Index>
 struct Descriptors {
   std::vector<Segment<Index>> segments;
   std::vector<Source<Index>> sources;
+
+  bool sums() const {
+    return std::any_of(segments.begin(), segments.end(), [](const auto& segment) { return segment.sources > 1; });
+  }
 };
 
 // Raised for a CUDA error; the operator's name is put before it.
@@ -30,7 +59,8 @@ void cuda_sum(
     void* stream);
 template <class Index>
 void cuda_rotate(
-    const Rotation<Index>&, const Descriptors<Index>&, void* table, Type, bool vector, bool backward, void* stream);
+    const Rotation<Index>&, const Descriptors<Index>&, void* table, Type, Type angles, bool vector, bool backward,
+    void* stream);
 #endif
 
 }  // namespace ds_sp_overlap

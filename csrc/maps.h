@@ -12,13 +12,19 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define BOTH __host__ __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
+#define LOADED asm volatile("" ::: "memory");  // a compiler moves no load behind it
 #else
 #define BOTH inline
 #define UNROLL
+#define ROLLED
+#define LOADED
 #endif
 
 namespace ds_sp_overlap {
@@ -27,10 +33,9 @@ using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
 constexpr int kDims = 5;     // dimensions that can't be merged, on either side of the cut
-constexpr int kAtOnce = 4;   // heads that share what was read of the tables, at most
 constexpr int kInline = 96;  // descriptors of each kind that travel as kernel arguments (4 KB in all)
 
-// Indices are 32 bits wide where the units can be counted so, and 64 beyond.
+// Indices and offsets are 32 bits wide where the units of all tensors can be counted so, and 64 beyond.
 
 BOTH uint32_t high_half(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
@@ -66,9 +71,9 @@ template <class Index, int Tensors>
 struct Strided {
   int32_t count;  // at least 1
   Divider<Index> size[kDims];
-  int64_t stride[Tensors][kDims];
+  Index stride[Tensors][kDims];
 
-  BOTH void offsets(Index index, int64_t (&at)[Tensors]) const {
+  BOTH void offsets(Index index, Index (&at)[Tensors]) const {
     for (int t = 0; t < Tensors; ++t) at[t] = 0;
     for (int dim = 0; dim < count; ++dim) {
       Index position = index;
@@ -77,7 +82,7 @@ struct Strided {
         position = index - above * size[dim].divisor;
         index = above;
       }
-      for (int t = 0; t < Tensors; ++t) at[t] += static_cast<int64_t>(position) * stride[t][dim];
+      for (int t = 0; t < Tensors; ++t) at[t] += position * stride[t][dim];
     }
   }
 };
@@ -129,14 +134,13 @@ struct Walk {
   Divider<Index> equal;  // units of a segment where all have the same, else 0
   Strided<Index, 1> outer, inner;
   Divider<Index> inner_size;
-  int64_t cut_stride;
+  Index cut_stride;
 };
 
 template <class Index>
 struct Place {
   uint32_t segment;
-  Index outer, rest;
-  int64_t tensor;
+  Index outer, rest, tensor;
 };
 
 template <class Index, class Table>
@@ -148,17 +152,16 @@ BOTH Place<Index> locate(const Walk<Index>& walk, const Table& table, Index unit
   place.outer = segment.row(within);
   place.rest = within - place.outer * segment.row.divisor;
   const Index cut = walk.inner_size(place.rest);
-  int64_t outer[1], inner[1];
+  Index outer[1], inner[1];
   walk.outer.offsets(place.outer, outer);
   walk.inner.offsets(place.rest - cut * walk.inner_size.divisor, inner);
-  place.tensor = outer[0] + (static_cast<int64_t>(segment.start) + cut) * walk.cut_stride + inner[0];
+  place.tensor = outer[0] + (segment.start + cut) * walk.cut_stride + inner[0];
   return place;
 }
 
 template <class Index, class Table>
-BOTH int64_t wire_unit(const Table& table, uint32_t source, Index outer, Index rest) {
-  return static_cast<int64_t>(table.source[source].base) + static_cast<int64_t>(outer) * table.source[source].row +
-         rest;
+BOTH Index wire_unit(const Table& table, uint32_t source, Index outer, Index rest) {
+  return table.source[source].base + outer * table.source[source].row + rest;
 }
 
 // Arithmetic: in fp32 for half precision, rounded once.
@@ -179,67 +182,81 @@ struct alignas(sizeof(T) * V) Vector {
   T value[V];
 };
 
-template <class T, int V, class A>
-BOTH void load(const T* from, A (&to)[V]) {
-  const Vector<T, V> read = *reinterpret_cast<const Vector<T, V>*>(from);
-  UNROLL
-  for (int i = 0; i < V; ++i) to[i] = static_cast<A>(read.value[i]);
+// Conversions of two neighbours by one instruction; torch's take one by one.
+BOTH float widened(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.x) << 16;
+  float to;
+  memcpy(&to, &bits, sizeof(to));
+  return to;
 }
-
-template <class T, int V, class A>
-BOTH void store(const A (&from)[V], T* to) {
-  Vector<T, V> written;
-  UNROLL
-  for (int i = 0; i < V; ++i) written.value[i] = static_cast<T>(from[i]);
-  *reinterpret_cast<Vector<T, V>*>(to) = written;
+template <class T>
+BOTH Acc<T> widened(T x) {
+  return static_cast<Acc<T>>(x);
 }
 
 template <class T, int V>
-BOTH void add(const T* from, Acc<T> (&to)[V]) {
-  Acc<T> piece[V];
-  load<T, V>(from, piece);
+BOTH Vector<T, V> rounded(const Acc<T> (&from)[V]) {
+  Vector<T, V> to;
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+    UNROLL
+    for (int i = 0; i < V; i += 2) {
+      if constexpr (std::is_same_v<T, Half>) {
+        const __half2 pair = __floats2half2_rn(from[i], from[i + 1]);
+        memcpy(&to.value[i], &pair, sizeof(pair));
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(from[i], from[i + 1]);
+        memcpy(&to.value[i], &pair, sizeof(pair));
+      }
+    }
+    return to;
+  }
+#endif
   UNROLL
-  for (int i = 0; i < V; ++i) to[i] += piece[i];
+  for (int i = 0; i < V; ++i) to.value[i] = static_cast<T>(from[i]);
+  return to;
+}
+
+template <class T, int V>
+BOTH void add(const Vector<T, V>& piece, Acc<T> (&to)[V]) {
+  UNROLL
+  for (int i = 0; i < V; ++i) to[i] += widened(piece.value[i]);
 }
 
 // Sum of what all sources of a segment hold for one unit, in the order of the parts; zero where there is no source.
 template <class T, int V, class Index, class Table>
-BOTH void sum_unit(const Walk<Index>& walk, const Table& table, const T* wire, T* out, Index unit) {
+BOTH void sum_unit(
+    const Walk<Index>& walk, const Table& table, const Vector<T, V>* wire, Vector<T, V>* out, Index unit) {
   const Place<Index> place = locate(walk, table, unit);
   const Segment<Index>& segment = table.segment[place.segment];
   Acc<T> sum[V] = {};
   for (uint32_t s = 0; s < segment.sources; ++s)
-    add<T, V>(wire + wire_unit(table, segment.source + s, place.outer, place.rest) * V, sum);
-  store<T, V>(sum, out + place.tensor * V);
+    add(wire[wire_unit(table, segment.source + s, place.outer, place.rest)], sum);
+  out[place.tensor] = rounded<T, V>(sum);
 }
 
-// Rotary embedding on the way. An item is two vectors, the same ones in some neighbouring heads of a token: both elements of
-// a rotated pair are in one thread, and the tables are read once for those heads:
+// Rotary embedding on the way. An item is two vectors of one head, so that both elements of a rotated pair are in one thread:
 //
 //     items 0..m-1            | vector i | ... | vector i + m | ...   m = rot / 2V
 //     past the rotary dims    | vector i | ... | vector i + n/2 | ... copied; the second may be missing
+//
+// Items are counted token by token, through the heads of all segments: threads that read the same row of the tables run side
+// by side, and memory reads it once. Segments count heads here.
 
 template <class Index>
 struct Rotation {
   void* tensor;  // [tokens..., heads, dim]: x, or the gradient's output
   void* wire;
   const void *cos, *sin;
-  Strided<Index, 3> tokens;  // offsets in tensor, cos, sin
-  int64_t head_stride, inner_stride;
-  int64_t cos_stride, sin_stride;  // of the rotary dimension
-  Divider<Index> items;            // of a group of so many heads:
-  uint32_t heads;                  // of an item; they divide those of every segment
-  uint32_t dim, turned;            // elements of a head; items that are rotated
-  Index total;
+  Strided<Index, 3> tokens;  // offsets in tensor, cos, sin; vectors, as all that follows
+  Index head_stride, inner_stride;
+  Index cos_stride, sin_stride;  // of the rotary dimension
+  Divider<Index> items, heads;   // items of a head; heads of all segments
+  Divider<Index> equal;          // heads of a segment where all have the same, else 0
+  Index total;                   // items
+  uint32_t dim, turned;          // vectors of a head; its items that are rotated
   uint32_t segments;
-  bool accumulator_tables;  // cos and sin are Acc<T>, not T
 };
-
-template <class T, int V>
-BOTH void load_table(const void* table, int64_t at, bool accumulator, Acc<T> (&to)[V]) {
-  if (accumulator) load<Acc<T>, V>(static_cast<const Acc<T>*>(table) + at, to);
-  else load<T, V>(static_cast<const T*>(table) + at, to);
-}
 
 template <bool kBackward, class A>
 BOTH void turn(A& x0, A& x1, A cos0, A sin0, A cos1, A sin1) {
@@ -250,63 +267,79 @@ BOTH void turn(A& x0, A& x1, A cos0, A sin0, A cos1, A sin1) {
 }
 
 // One item: forward tensor, rotated -> wire; backward sum of wires, rotated back -> tensor.
-template <class T, int V, bool kBackward, class Index, class Table>
+//
+// C: type of the tables, T or Acc<T>. kSums: whether there may be several sources; their loop takes registers of its own.
+// All is loaded before anything is converted: else a thread waits for one load after another.
+template <class T, class C, int V, bool kBackward, bool kSums, class Index, class Table>
 BOTH void rotate_item(const Rotation<Index>& rotation, const Table& table, Index item) {
-  const Segment<Index>& segment = table.segment[segment_of(table, rotation.segments, item)];
-  const Index within = item - segment.first;
-  const Index token = segment.row(within);
-  const Index rest = within - token * segment.row.divisor;
-  const Index group = rotation.items(rest);
-  const uint32_t e = static_cast<uint32_t>(rest - group * rotation.items.divisor);
+  const Index row = rotation.items(item);
+  const uint32_t e = static_cast<uint32_t>(item - row * rotation.items.divisor);
+  const Index token = rotation.heads(row);
+  const Index head = row - token * rotation.heads.divisor;
 
   const bool turned = e < rotation.turned;
   uint32_t first = e, second = e + rotation.turned;
-  bool both = true;
   if (!turned) {
-    const uint32_t left = rotation.dim / V - 2 * rotation.turned, half = (left + 1) / 2;
+    const uint32_t left = rotation.dim - 2 * rotation.turned;
     first = rotation.turned + e;  // = 2 turned + (e - turned)
-    second = first + half;
-    both = e - rotation.turned + half < left;
+    second = first + (left + 1) / 2;
   }
-  first *= V;
-  second *= V;
+  const bool both = second < rotation.dim;
 
-  int64_t at[3];
+  Index at[3];
   rotation.tokens.offsets(token, at);
-  Acc<T> cos0[V], sin0[V], cos1[V], sin1[V];
+  Vector<C, V> cos0{}, sin0{}, cos1{}, sin1{};
   if (turned) {
-    load_table<T, V>(rotation.cos, at[1] + first * rotation.cos_stride, rotation.accumulator_tables, cos0);
-    load_table<T, V>(rotation.sin, at[2] + first * rotation.sin_stride, rotation.accumulator_tables, sin0);
-    load_table<T, V>(rotation.cos, at[1] + second * rotation.cos_stride, rotation.accumulator_tables, cos1);
-    load_table<T, V>(rotation.sin, at[2] + second * rotation.sin_stride, rotation.accumulator_tables, sin1);
+    const auto* const cos = static_cast<const Vector<C, V>*>(rotation.cos) + at[1];
+    const auto* const sin = static_cast<const Vector<C, V>*>(rotation.sin) + at[2];
+    const Index cos_stride = V == 1 ? rotation.cos_stride : 1, sin_stride = V == 1 ? rotation.sin_stride : 1;
+    cos0 = cos[first * cos_stride];
+    sin0 = sin[first * sin_stride];
+    cos1 = cos[second * cos_stride];
+    sin1 = sin[second * sin_stride];
   }
-  const int64_t inner = V == 1 ? rotation.inner_stride : 1;
-  T* const wire = static_cast<T*>(rotation.wire);
-  Index which = group * rotation.heads;  // head in the segment
-  T* tensor = static_cast<T*>(rotation.tensor) + at[0] +
-              (static_cast<int64_t>(segment.start) + which) * rotation.head_stride;
-  for (const Index last = which + rotation.heads; which < last; ++which, tensor += rotation.head_stride) {
-    Acc<T> a[V] = {}, b[V] = {};
-    if (kBackward) {
-      for (uint32_t s = 0; s < segment.sources; ++s) {
-        // Rows of the wire are counted in heads here, so that a segment means the same to vectors of any width.
-        const T* const from = wire + wire_unit(table, segment.source + s, token, which) * rotation.dim;
-        add<T, V>(from + first, a);
-        if (both) add<T, V>(from + second, b);
-      }
-    } else {
-      load<T, V>(tensor + first * inner, a);
-      if (both) load<T, V>(tensor + second * inner, b);
-    }
-    if (turned) {
-      UNROLL
-      for (int i = 0; i < V; ++i) turn<kBackward>(a[i], b[i], cos0[i], sin0[i], cos1[i], sin1[i]);
-    }
-    T* const to = kBackward ? tensor : wire + wire_unit(table, segment.source, token, which) * rotation.dim;
-    const int64_t apart = kBackward ? inner : 1;
-    store<T, V>(a, to + first * apart);
-    if (both) store<T, V>(b, to + second * apart);
+
+  const Segment<Index>& segment = table.segment
+      [rotation.equal.divisor ? static_cast<uint32_t>(rotation.equal(head))
+                              : segment_of(table, rotation.segments, head)];
+  const Index within = head - segment.first;
+  const uint32_t source = segment.source, sources = segment.sources;
+  Vector<T, V>* const wire = static_cast<Vector<T, V>*>(rotation.wire);
+  Vector<T, V>* const tensor =
+      static_cast<Vector<T, V>*>(rotation.tensor) + at[0] + (segment.start + within) * rotation.head_stride;
+  const auto sent = [&](uint32_t s) { return wire + wire_unit(table, source + s, token, within) * rotation.dim; };
+  const Index inner = V == 1 ? rotation.inner_stride : 1, apart = kBackward ? 1 : inner;
+  Vector<T, V> read0{}, read1{};
+  if (!kBackward || sources > 0) {
+    const Vector<T, V>* const from = kBackward ? sent(0) : tensor;
+    read0 = from[first * apart];
+    if (both) read1 = from[second * apart];
   }
+  LOADED
+
+  Acc<T> a[V], b[V];
+  UNROLL
+  for (int i = 0; i < V; ++i) {
+    a[i] = widened(read0.value[i]);
+    b[i] = widened(read1.value[i]);
+  }
+  if (kSums) {
+    ROLLED
+    for (uint32_t s = 1; s < sources; ++s) {
+      add(sent(s)[first], a);
+      if (both) add(sent(s)[second], b);
+    }
+  }
+  if (turned) {
+    UNROLL
+    for (int i = 0; i < V; ++i) {
+      turn<kBackward>(
+          a[i], b[i], widened(cos0.value[i]), widened(sin0.value[i]), widened(cos1.value[i]), widened(sin1.value[i]));
+    }
+  }
+  Vector<T, V>* const to = kBackward ? tensor : sent(0);
+  to[first * (kBackward ? inner : 1)] = rounded<T, V>(a);
+  if (both) to[second * (kBackward ? inner : 1)] = rounded<T, V>(b);
 }
 
 }  // namespace ds_sp_overlap

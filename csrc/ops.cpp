@@ -26,8 +26,8 @@ extern "C" __attribute__((visibility("default"))) void ds_sp_overlap_narrow_limi
 }
 
 #if defined(DS_SP_OVERLAP_ON_HOST)
-// kernels.cu compiled for the host: its launches on CPU tensors have so many blocks at most; with 0 the loops below do it all.
-extern "C" unsigned ds_sp_overlap_most_blocks;
+// kernels.cu compiled for the host: whether it is launched on CPU tensors, or the loops below do it all.
+extern "C" bool ds_sp_overlap_launches;
 #endif
 
 // For tests: the kernels' division, by 32-bit or 64-bit indices.
@@ -51,13 +51,16 @@ using Ints = std::vector<int64_t>;
 
 // A ValueError in Python.
 template <class... Args>
-void require(bool fine, const char* op, const Args&... message) {
-  if (fine) return;
+[[noreturn]] void refuse(const char* op, const Args&... message) {
   std::ostringstream text;
   text << "ds_sp_overlap." << op << ": ";
   (text << ... << message);
   throw std::invalid_argument(text.str());
 }
+
+// A macro, so that a call that is fine writes no message: messages took two thirds of its instructions.
+#define REQUIRE(fine, ...) \
+  if (!(fine)) refuse(__VA_ARGS__)
 
 std::string show(const Ints& values) {
   std::ostringstream text;
@@ -96,9 +99,8 @@ Type type_of(const char* op, const Tensor& x) {
     case ScalarType::Double:
       return Type::float64;
     default:
-      require(false, op, "dtype must be float16, bfloat16, float32 or float64, got ", show_type(x));
+      refuse(op, "dtype must be float16, bfloat16, float32 or float64, got ", show_type(x));
   }
-  return Type::half;
 }
 
 bool same_device(const Tensor& a, const Tensor& b) {
@@ -106,10 +108,10 @@ bool same_device(const Tensor& a, const Tensor& b) {
 }
 
 void check_like(const char* op, const char* name, const Tensor& other, const char* first, const Tensor& x) {
-  require(
+  REQUIRE(
       other.scalar_type() == x.scalar_type(), op, name, " has dtype ", show_type(other), ", ", first, " has ",
       show_type(x));
-  require(same_device(other, x), op, name, " is on ", show_device(other), ", ", first, " is on ", show_device(x));
+  REQUIRE(same_device(other, x), op, name, " is on ", show_device(other), ", ", first, " is on ", show_device(x));
 }
 
 // Bytes from the first to behind the last element.
@@ -120,18 +122,24 @@ std::pair<uintptr_t, uintptr_t> extent(const Tensor& x) {
   return {begin, begin + (x.numel() ? (last + 1) * x.element_size() : 0)};
 }
 
+// Elements from the first to behind the last.
+int64_t reach(const Tensor& x) {
+  const auto [begin, end] = extent(x);
+  return static_cast<int64_t>(end - begin) / x.element_size();
+}
+
 void check_apart(const char* op, const char* a_name, const Tensor& a, const char* b_name, const Tensor& b) {
   const auto x = extent(a), y = extent(b);
-  require(
+  REQUIRE(
       x.first == x.second || y.first == y.second || x.second <= y.first || y.second <= x.first, op, a_name, " ",
       show(shape(a)), " and ", b_name, " ", show(shape(b)), " share memory; give an output of its own");
 }
 
 void check_ranges(const char* op, const Ints& starts, const Ints& stops) {
-  require(
+  REQUIRE(
       starts.size() == stops.size(), op, starts.size(), " starts and ", stops.size(),
       " stops; give one of each a part");
-  require(!starts.empty(), op, "no parts given; there is one a rank, and an sp size of 0 does not exist");
+  REQUIRE(!starts.empty(), op, "no parts given; there is one a rank, and an sp size of 0 does not exist");
 }
 
 void check_parts(
@@ -139,17 +147,17 @@ void check_parts(
   const int64_t size = tensor.size(dim);
   int64_t slices = 0;
   for (size_t i = 0; i < starts.size(); ++i) {
-    require(
+    REQUIRE(
         0 <= starts[i] && starts[i] <= stops[i] && stops[i] <= size, op, "part (", starts[i], ", ", stops[i],
         ") does not lie in dim ", dim, " of ", show(shape(tensor)));
     slices += stops[i] - starts[i];
   }
   int64_t row = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) row *= d == dim ? 1 : tensor.size(d);
-  require(
+  REQUIRE(
       wire.dim() == 1 && wire.numel() == slices * row, op, "parts ", show_parts(starts, stops), " along dim ", dim,
       " of ", show(shape(tensor)), " hold ", slices * row, " elements, the wire buffer has shape ", show(shape(wire)));
-  require(wire.is_contiguous(), op, "the wire buffer must be contiguous, got stride ", wire.stride(0));
+  REQUIRE(wire.is_contiguous(), op, "the wire buffer must be contiguous, got stride ", wire.stride(0));
 }
 
 // Arguments of pack and unpack; dim is counted from the front afterwards.
@@ -159,7 +167,7 @@ Type check_relayout(
   const Type type = type_of(op, tensor);
   check_like(op, wire_name, wire, tensor_name, tensor);
   check_ranges(op, starts, stops);
-  require(
+  REQUIRE(
       -tensor.dim() <= dim && dim < tensor.dim(), op, "dim ", dim, " does not exist in a tensor of shape ",
       show(shape(tensor)));
   if (dim < 0) dim += tensor.dim();
@@ -192,7 +200,7 @@ struct Dims {
 
   template <class Index, int Tensors>
   Strided<Index, Tensors> in_units(const char* op, int64_t unit) const {
-    require(
+    REQUIRE(
         size.size() <= kDims, op, "the tensor has ", size.size(), " dimensions that strides don't let merge (at most ",
         kDims, "); call contiguous() first");
     Strided<Index, Tensors> strided{};
@@ -201,7 +209,7 @@ struct Dims {
     for (size_t i = 0; i < size.size(); ++i) {
       const size_t from = size.size() - 1 - i;
       strided.size[i] = divide_by<Index>(size[from]);
-      for (int t = 0; t < Tensors; ++t) strided.stride[t][i] = stride[from][t] / unit;
+      for (int t = 0; t < Tensors; ++t) strided.stride[t][i] = static_cast<Index>(stride[from][t] / unit);
     }
     return strided;
   }
@@ -241,7 +249,7 @@ std::vector<Slice> cut(bool pack, const Ints& starts, const Ints& stops, int64_t
 // An invariant of ours, kept on the CPU too so that its tests see a breach: 32-bit descriptors fit the kernel arguments.
 template <class Index>
 void check_fits(const char* op, const Descriptors<Index>& descriptors) {
-  require(
+  REQUIRE(
       sizeof(Index) == 8 || (descriptors.segments.size() <= kInline && descriptors.sources.size() <= kInline), op,
       descriptors.segments.size(), " descriptors do not fit ", kInline, " kernel arguments; this is a bug");
 }
@@ -272,37 +280,24 @@ void cpu_move(const Walk<Index>& walk, const PointedTable<Index>& table, bool pa
   pack ? cpu_move_units<Unit, true>(walk, table, from, to) : cpu_move_units<Unit, false>(walk, table, from, to);
 }
 
-template <class Call>
-void with_type(Type type, Call call) {
-  switch (type) {
-    case Type::half:
-      return call(Half{});
-    case Type::bfloat16:
-      return call(BFloat16{});
-    case Type::float32:
-      return call(float{});
-    case Type::float64:
-      return call(double{});
-  }
-}
-
 template <class T, int V, class Index>
 void cpu_sum(const Walk<Index>& walk, const PointedTable<Index>& table, const void* wire, void* out) {
   each(walk.total, [&](int64_t unit) {
-    sum_unit<T, V>(walk, table, static_cast<const T*>(wire), static_cast<T*>(out), static_cast<Index>(unit));
+    sum_unit<T, V>(
+        walk, table, static_cast<const Vector<T, V>*>(wire), static_cast<Vector<T, V>*>(out), static_cast<Index>(unit));
   });
 }
 
-template <class T, int V, class Index>
+template <class T, class C, int V, class Index>
 void cpu_rotate(const Rotation<Index>& rotation, const PointedTable<Index>& table, bool backward) {
   each(rotation.total, [&](int64_t item) {
-    backward ? rotate_item<T, V, true>(rotation, table, static_cast<Index>(item))
-             : rotate_item<T, V, false>(rotation, table, static_cast<Index>(item));
+    backward ? rotate_item<T, C, V, true, true>(rotation, table, static_cast<Index>(item))
+             : rotate_item<T, C, V, false, false>(rotation, table, static_cast<Index>(item));
   });
 }
 
 #if defined(DS_SP_OVERLAP_ON_HOST)
-bool launches(const Tensor&) { return ds_sp_overlap_most_blocks > 0; }
+bool launches(const Tensor&) { return ds_sp_overlap_launches; }
 void* current_stream(const Tensor&) { return nullptr; }
 struct DeviceGuard {
   explicit DeviceGuard(int32_t) {}
@@ -408,7 +403,7 @@ struct Relayout {
     walk.outer = outer.in_units<Index, 1>(op, unit);
     walk.inner = inside.in_units<Index, 1>(op, unit);
     walk.inner_size = divide_by<Index>(inside_units);
-    walk.cut_stride = merged ? cut_stride : cut_stride / unit;
+    walk.cut_stride = static_cast<Index>(merged ? cut_stride : cut_stride / unit);
     const int64_t rows = outer.numel();
     Descriptors<Index> descriptors;
     uint64_t total = 0, equal = 0;
@@ -481,7 +476,7 @@ struct Relayout {
     part_starts = &starts;
     size_t sources = 0;
     bool sums = false;
-    const int64_t furthest = std::max(tensor.numel(), wire.numel());
+    const int64_t furthest = std::max(reach(tensor), wire.numel());
     for (const Slice& slice : slices) {
       sources += slice.parts.size();
       sums |= slice.parts.size() > 1;
@@ -524,20 +519,20 @@ struct Rotated {
     const char* const name = backward ? "out" : "x";
     const char* const wire_name = backward ? "wire" : "out";
     const Ints whole = shape(tensor);
-    require(whole.size() >= 2, op, name, " must be [tokens..., heads, d], got ", show(whole));
+    REQUIRE(whole.size() >= 2, op, name, " must be [tokens..., heads, d], got ", show(whole));
     int64_t dim = -2;
     const Type type = check_relayout(op, tensor, name, wire, wire_name, dim, starts, stops);
     for (const Tensor* table : {&cos, &sin}) {
       const char* const which = table == &cos ? "cos" : "sin";
-      require(
+      REQUIRE(
           same_device(*table, tensor), op, which, " is on ", show_device(*table), ", ", name, " is on ",
           show_device(tensor));
-      require(
+      REQUIRE(
           table->scalar_type() == tensor.scalar_type() ||
               (tensor.element_size() == 2 && table->scalar_type() == ScalarType::Float),
           op, which, " has dtype ", show_type(*table), ", ", name, " has ", show_type(tensor),
           "; give tables of that dtype, or float32 for half precision");
-      require(
+      REQUIRE(
           table->scalar_type() == cos.scalar_type(), op, "cos has dtype ", show_type(cos), ", sin has ",
           show_type(sin));
       const Ints own = shape(*table);
@@ -546,13 +541,13 @@ struct Rotated {
         const int64_t tokens = whole[whole.size() - 2 - (own.size() - 1) + d];
         fits = own[d] == tokens || own[d] == 1;
       }
-      require(
+      REQUIRE(
           fits, op, which, " ", show(own), " does not broadcast to the tokens of ", show(whole),
           " (expected [tokens..., rot])");
       check_apart(op, which, *table, "out", backward ? tensor : wire);
     }
-    require(rot() % 2 == 0, op, "the rotary dims must be even, got ", rot());
-    require(rot() <= whole.back(), op, rot(), " rotary dims do not fit head dim ", whole.back(), " of ", name);
+    REQUIRE(rot() % 2 == 0, op, "the rotary dims must be even, got ", rot());
+    REQUIRE(rot() <= whole.back(), op, rot(), " rotary dims do not fit head dim ", whole.back(), " of ", name);
     return type;
   }
 
@@ -578,12 +573,10 @@ struct Rotated {
 
   template <class Index>
   void run(Type type, bool vector, const std::vector<Slice>& slices) const {
+    const Type angles = type_of(op, cos);
     const int64_t V = vector ? 16 / tensor.element_size() : 1;
     const int64_t last = tensor.dim() - 1, dim = tensor.size(last), turned = rot() / (2 * V);
     const int64_t items = turned + (dim / V - 2 * turned + 1) / 2;
-    int64_t heads = kAtOnce;
-    const auto divides = [&](const Slice& slice) { return (slice.stop - slice.start) % heads == 0; };
-    while (!std::all_of(slices.begin(), slices.end(), divides)) --heads;
     Dims tokens;
     for (int64_t d = 0; d < last - 1; ++d)
       tokens.add(tensor.size(d), {tensor.stride(d), table_stride(cos, d), table_stride(sin, d)});
@@ -592,16 +585,14 @@ struct Rotated {
     rotation.wire = wire.data_ptr();
     rotation.cos = cos.data_ptr();
     rotation.sin = sin.data_ptr();
-    rotation.tokens = tokens.in_units<Index, 3>(op, 1);
-    rotation.head_stride = tensor.stride(last - 1);
-    rotation.inner_stride = tensor.stride(last);
-    rotation.cos_stride = cos.stride(cos.dim() - 1);
-    rotation.sin_stride = sin.stride(sin.dim() - 1);
+    rotation.tokens = tokens.in_units<Index, 3>(op, V);
+    rotation.head_stride = static_cast<Index>(tensor.stride(last - 1) / V);
+    rotation.inner_stride = static_cast<Index>(tensor.stride(last));
+    rotation.cos_stride = static_cast<Index>(cos.stride(cos.dim() - 1));
+    rotation.sin_stride = static_cast<Index>(sin.stride(sin.dim() - 1));
     rotation.items = divide_by<Index>(items);
-    rotation.heads = static_cast<uint32_t>(heads);
-    rotation.dim = static_cast<uint32_t>(dim);
+    rotation.dim = static_cast<uint32_t>(dim / V);
     rotation.turned = static_cast<uint32_t>(turned);
-    rotation.accumulator_tables = cos.scalar_type() != tensor.scalar_type();
     Ints wire_first;  // of each part, in heads
     int64_t at = 0;
     for (size_t i = 0; i < starts.size(); ++i) {
@@ -609,13 +600,15 @@ struct Rotated {
       at += (stops[i] - starts[i]) * tokens.numel();
     }
     Descriptors<Index> descriptors;
-    uint64_t total = 0;
+    int64_t heads = 0, equal = 0;
+    bool all_equal = true;
     for (const Slice& slice : slices) {
-      const uint64_t units = (slice.stop - slice.start) / heads * items;
-      if (units * tokens.numel() == 0) continue;
+      const int64_t of_slice = slice.stop - slice.start;
+      if (of_slice == 0) continue;
+      all_equal &= equal == 0 || equal == of_slice;
+      equal = of_slice;
       Segment<Index> segment{};
-      segment.first = static_cast<Index>(total);
-      segment.row = divide_by<Index>(units);
+      segment.first = static_cast<Index>(heads);
       segment.start = static_cast<Index>(slice.start);
       segment.source = static_cast<uint32_t>(descriptors.sources.size());
       segment.sources = static_cast<uint32_t>(slice.parts.size());
@@ -625,8 +618,11 @@ struct Rotated {
              static_cast<Index>(stops[part] - starts[part])});
       }
       descriptors.segments.push_back(segment);
-      total += units * tokens.numel();
+      heads += of_slice;
     }
+    const int64_t total = tokens.numel() * heads * items;
+    rotation.heads = divide_by<Index>(heads);
+    rotation.equal = divide_by<Index>(all_equal ? equal : 0);
     rotation.total = static_cast<Index>(total);
     rotation.segments = static_cast<uint32_t>(descriptors.segments.size());
     check_fits(op, descriptors);
@@ -636,14 +632,17 @@ struct Rotated {
       const DeviceGuard guard(tensor.get_device_index());
       const auto memory = descriptor_memory(descriptors, tensor);
       cuda_rotate<Index>(
-          rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, vector, backward, current_stream(tensor));
+          rotation, descriptors, memory ? memory->data_ptr() : nullptr, type, angles, vector, backward,
+          current_stream(tensor));
       return;
     }
 #endif
     const PointedTable<Index> table{descriptors.segments.data(), descriptors.sources.data()};
-    with_type(type, [&](auto zero) {
+    with_types(type, angles, [&](auto zero, auto angle) {
       using T = decltype(zero);
-      vector ? cpu_rotate<T, 16 / sizeof(T)>(rotation, table, backward) : cpu_rotate<T, 1>(rotation, table, backward);
+      using C = decltype(angle);
+      vector ? cpu_rotate<T, C, 16 / sizeof(T)>(rotation, table, backward)
+             : cpu_rotate<T, C, 1>(rotation, table, backward);
     });
   }
 
@@ -653,10 +652,9 @@ struct Rotated {
     size_t sources = 0;
     for (const Slice& slice : slices) sources += slice.parts.size();
     const bool vector = vectors_fit();
-    // An item is at least one element; counted as such the limit is safe for vectors too.
-    const int64_t furthest = std::max(tensor.numel(), wire.numel()) + tensor.size(tensor.dim() - 2);
-    const int64_t items = furthest / (vector ? 16 / int64_t(tensor.element_size()) : 1);
-    const bool narrow = items <= narrow_limit && slices.size() <= kInline && sources <= kInline;
+    const int64_t furthest = std::max({reach(tensor), wire.numel(), reach(cos), reach(sin)});
+    const int64_t units = furthest / (vector ? 16 / int64_t(tensor.element_size()) : 1);
+    const bool narrow = units <= narrow_limit && slices.size() <= kInline && sources <= kInline;
     narrow ? run<uint32_t>(type, vector, slices) : run<uint64_t>(type, vector, slices);
   }
 };

@@ -139,6 +139,8 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
         nvcc() or "nvcc",
         *_flags(root),
         "-DDS_SP_OVERLAP_CUDA",
+        # Products are rounded before they are added, as by PyTorch's rotation: the same bits.
+        "-fmad=false",
         *architecture_flags,
         str(sources() / "kernels.cu"),
     ]
@@ -243,6 +245,8 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
         flags = [*_flags(root), *hidden, *(["-DDS_SP_OVERLAP_CUDA"] if with_cuda else [])]
+        # As for nvcc (`cuda_compile`).
+        flags.append("-ffp-contract=off")
         commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
         if with_cuda:
             objects.append(f"{scratch}/kernels.o")

@@ -1,4 +1,4 @@
-// CUDA kernels: the loops around the maps of maps.h, and their launches.
+// CUDA kernels: what a thread does with the maps of maps.h, and their launches.
 //
 // Every thread has several independent 16-byte loads in flight, and neighbouring threads touch neighbouring units of the
 // wire and of a row of the tensor: memory sees whole lines both ways. No shared memory, no atomics: every output unit is
@@ -126,7 +126,8 @@ void launch_sum(
 template <class T, class C, bool kBackward, bool kSums, class Index, class Table>
 void launch_rotate(const Rotation<Index>& rotation, const Table& table, bool vector, cudaStream_t stream) {
   constexpr int V = 16 / sizeof(T);
-  const auto kernel = vector ? rotate<T, C, V, kBackward, kSums, Index, Table> : rotate<T, C, 1, kBackward, kSums, Index, Table>;
+  const auto kernel =
+      vector ? rotate<T, C, V, kBackward, kSums, Index, Table> : rotate<T, C, 1, kBackward, kSums, Index, Table>;
   launch(kernel, rotation.total, kRotating, 1, stream, rotation, table);
 }
 

@@ -92,8 +92,9 @@ class SpOverlapConfig(_Section):
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
             its dgrad.
         kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled" (once
-            called "cuda"): the CUDA kernels and no others. "auto": PyTorch's, until a GPU has run
-            the compiled ones.
+            called "cuda"): the CUDA kernels and no others. "auto": the compiled ones where NCCL
+            carries the sp group and all ranks have them, built once where nvcc is; elsewhere
+            PyTorch's.
         transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
             over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
             copy engines, in one node.

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..profiling.timeline import Timeline
+from ..relayout import build, ops
+from ..warn import warn_once
 from .calls import Calls
 from .copy_engines import CopyEngine
 from .modes import outside_modes
@@ -103,7 +105,7 @@ class SPGroup:
 
     @outside_modes()
     def prepare(self) -> None:
-        """Prepare the transport, the first time; later calls do nothing.
+        """Choose the kernels and prepare the transport, the first time; later calls do nothing.
 
         Collective the first time. Called after the ranks have agreed (`agree`): by ``enable``, and
         by each layer's first call.
@@ -111,9 +113,32 @@ class SPGroup:
         Raises:
             ValueError: on all ranks alike, where the transport can't work.
         """
+        if self.kernels == "auto":
+            self.kernels = self._choose_kernels()
         if self._unprepared is not None:
             self._unprepared.prepare(self)
             self._unprepared = None
+
+    def _choose_kernels(self) -> str:
+        """Return "compiled" where NCCL carries the group and all ranks have the library, else "torch".
+
+        Collective where NCCL carries the group. A rank without a library builds one if it has nvcc.
+        """
+        if self.size == 1:
+            on_gpu = torch.cuda.is_available()
+        else:
+            on_gpu = backend_of(self.group, "cuda") == "nccl"
+        if not on_gpu:
+            return "torch"
+        lacks = self.gather(ops.lacks_compiled(build=build.nvcc() is not None))
+        missing = [f"sp rank {rank}: {reason}" for rank, reason in enumerate(lacks) if reason]
+        if not missing:
+            return "compiled"
+        warn_once(
+            "sp_overlap: PyTorch's copies pack and unpack, and rotate apart from that, "
+            f"in place of the compiled kernels ({missing[0]})"
+        )
+        return "torch"
 
     def find_nodes(self) -> None:
         """Learn the node of every rank by the names of their hosts, for `nodes`.

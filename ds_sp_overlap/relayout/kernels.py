@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..warn import inform
 from . import build
 
 REMEDY = "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a C++ compiler)"
@@ -123,11 +124,16 @@ def _first_use() -> Library:
     if baton.try_acquire():
         try:
             if not build.is_current(folder, kind):
+                inform(f"sp_overlap: compiling kernels, once, into {folder} (about a minute)")
                 build.build(folder, build.wish())
         finally:
             baton.release()
     else:
         # Another rank of this machine is building.
+        inform(
+            "sp_overlap: another process compiles the kernels, wait for it; if none does, "
+            f"remove {baton.lock_file_path}"
+        )
         baton.wait()
     if not path.is_file():
         raise build.BuildError(
@@ -139,8 +145,7 @@ def _first_use() -> Library:
 def demanded() -> Library:
     """Return `library`, built now if nobody built compiled operators before.
 
-    Called where ``sp_overlap.kernels`` is "compiled". If the build fails, the library's reason says
-    why.
+    If the build fails, the library's reason says why.
     """
     global _built_here
     installed = library()
@@ -148,7 +153,7 @@ def demanded() -> Library:
         return installed
     try:
         _built_here = _first_use()
-    except build.BuildError as error:
+    except (build.BuildError, OSError) as error:
         # A library that failed is returned by the next call: this process does not try again.
         reason = f"{installed.reason}, and building them failed: {error}"
         _built_here = Library(reason=reason, failed=True)

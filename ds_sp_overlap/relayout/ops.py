@@ -18,6 +18,7 @@ PyTorch's copies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -136,45 +137,58 @@ class Relayout(NamedTuple):
 _TORCH = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)
 
 
+@functools.cache
+def _compiled() -> Relayout:
+    """Return the compiled operators of a library that is loaded, looked up once."""
+    compiled = torch.ops.ds_sp_overlap
+    return Relayout(
+        compiled.pack.default,
+        compiled.unpack.default,
+        compiled.rotate_pack.default,
+        compiled.unpack_rotate_back.default,
+        folds=True,
+    )
+
+
 def implementation(which: str) -> Relayout:
     """Return the operators that ``sp_overlap.kernels`` names.
 
-    The first call for "compiled" loads the library, or builds it, which may take minutes.
+    Args:
+        which: "torch", PyTorch's copies; "compiled", which `check_usable` found usable; or "auto",
+            which is "torch" until the ranks have chosen (`SPGroup.prepare`).
+    """
+    return _compiled() if which == "compiled" else _TORCH
+
+
+def lacks_compiled(build: bool) -> str:
+    """Say why this process has no compiled operators for a GPU; empty if it has.
 
     Args:
-        which: "torch", PyTorch's copies; "compiled"; or "auto", the fastest that are known to be
-            right. "auto" is "torch" as long as no GPU has run the compiled kernels
-            (benchmarks/gpu.sh).
-
-    Raises:
-        ValueError: for "compiled" without CUDA kernels, with the reason and the command that helps.
+        build: Whether to build a library where there is none, which takes a minute.
     """
-    if which in ("auto", "torch"):
-        return _TORCH
-    library = kernels.demanded()
-    if not library.cuda:
-        raise ValueError(f'sp_overlap.kernels: "compiled", but {library.reason}; {kernels.REMEDY}')
-    compiled = torch.ops.ds_sp_overlap
-    return Relayout(
-        compiled.pack,
-        compiled.unpack,
-        compiled.rotate_pack,
-        compiled.unpack_rotate_back,
-        folds=True,
-    )
+    library = kernels.demanded() if build else kernels.library()
+    if library.cuda:
+        return ""
+    return f"{library.reason}; {kernels.REMEDY}"
 
 
 def check_usable(which: str) -> None:
     """Check that this process can use the operators that ``sp_overlap.kernels`` names.
 
-    Called where the ranks agree, so that all of them raise what one raises.
+    Called where the ranks agree, so that all of them raise what one raises. The first call for
+    "compiled" loads the library, or builds it.
 
     Raises:
-        ValueError: for "compiled" without a CUDA device or without CUDA kernels.
+        ValueError: for "compiled" without a CUDA device or without CUDA kernels, with the reason
+            and the command that helps.
     """
-    if which == "compiled" and not torch.cuda.is_available():
+    if which != "compiled":
+        return
+    if not torch.cuda.is_available():
         raise ValueError(
             f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device '
             'here; say "auto" or "torch"'
         )
-    implementation(which)
+    lacks = lacks_compiled(build=True)
+    if lacks:
+        raise ValueError(f'sp_overlap.kernels: "compiled", but {lacks}')

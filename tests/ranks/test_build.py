@@ -15,6 +15,7 @@ import torch
 import ds_sp_overlap
 from csrc import check_cubins
 from ds_sp_overlap import SpOverlapConfig
+from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
@@ -42,12 +43,11 @@ def test_without_the_binary_everything_is_pytorch():
         "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
         "out = torch.empty(6); ops.implementation('auto').pack(torch.arange(6.0).view(2, 3), 1, [0, 1], [1, 3], out)\n"
         "print(out.tolist(), kernels.library().path)\n"
-        "try: ops.implementation('compiled')\n"
-        "except ValueError as error: print(error)"
+        "print(ops.lacks_compiled(build=True))"
     )
     last = python(code, DS_SP_OVERLAP_BUILD="0").splitlines()[-2:]
     assert last[0] == "[0.0, 3.0, 1.0, 2.0, 4.0, 5.0] None"
-    assert last[1].startswith('sp_overlap.kernels: "compiled", but DS_SP_OVERLAP_BUILD is 0; build them with `python -m')
+    assert last[1].startswith("DS_SP_OVERLAP_BUILD is 0; build them with `python -m")
 
 
 def copy_of_the_package(folder):
@@ -197,9 +197,49 @@ def test_the_config_takes_each_kind_of_kernels_and_no_other():
         SpOverlapConfig.parse({"kernels": "triton"})
 
 
-def test_torch_is_the_reference_and_so_is_auto_until_a_gpu_has_run_the_others():
-    assert ops.implementation("torch") == ops.implementation("auto")
+def test_torch_is_the_reference():
     assert ops.implementation("torch").pack is ops.pack and not ops.implementation("torch").folds
+
+
+def chosen(rank, backend, lacks):
+    """What "auto" becomes on this rank, how often it looked for a library, and what was said."""
+    calls = []
+
+    def lacks_compiled(build):
+        calls.append(build)
+        return lacks[rank]
+
+    with (
+        mock.patch.object(sp_group_module, "backend_of", lambda group, device: backend),
+        mock.patch.object(ops, "lacks_compiled", lacks_compiled),
+        mock.patch.object(sp_group_module, "warn_once") as warned,
+    ):
+        sp_group = SPGroup(torch.distributed.group.WORLD, "c10d")
+        sp_group.prepare()
+        sp_group.prepare()
+        return sp_group.kernels, len(calls), [call.args[0] for call in warned.call_args_list]
+
+
+def test_auto_takes_compiled_kernels_over_nccl_where_all_ranks_have_them():
+    assert ranks.on_ranks(2, chosen, "nccl", ("", "")) == [("compiled", 1, [])] * 2
+    assert ranks.on_ranks(2, chosen, "gloo", ("", "")) == [("torch", 0, [])] * 2
+    for kind, looked, said in ranks.on_ranks(2, chosen, "nccl", ("", "nvcc failed (1)")):
+        assert (kind, looked) == ("torch", 1) and "(sp rank 1: nvcc failed (1))" in said[0]
+
+
+def test_a_build_that_fails_is_a_reason_and_is_not_tried_again(monkeypatch):
+    tried = []
+
+    def first_use():
+        tried.append(1)
+        raise PermissionError("no place to write")
+
+    monkeypatch.setattr(kernels, "_built_here", None)
+    monkeypatch.setattr(kernels, "_installed", lambda: kernels.Library(reason="none were built"))
+    monkeypatch.setattr(kernels, "_first_use", first_use)
+    for _ in range(2):
+        assert ops.lacks_compiled(build=True).startswith("none were built, and building them failed: no place to write; build them")
+    assert tried == [1]
 
 
 def exchanged(rank, kind):

@@ -240,7 +240,7 @@ def allowed(exact, magnitude, dtype, terms):
 def rotations(draw):
     head_dim = draw(st.sampled_from([16, 64, 80, 96, 128, 192, 256, 5, 18, 65]))
     rot = 2 * draw(st.integers(0, head_dim // 2)) if draw(st.booleans()) else head_dim // 16 * 16
-    cuts, each = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 4, 8]))  # the kernels take up to 4 heads at once
+    cuts, each = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
     edge = st.integers(0, cuts).map(lambda cut: cut * each)
     return dict(
         head_dim=head_dim, rot=rot, heads=cuts * each,

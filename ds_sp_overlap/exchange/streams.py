@@ -120,7 +120,8 @@ class SideStream:
         Returns:
             A mark for `end`, which must be called, and then for `before_compute`, each once.
         """
-        compute, event = self.backend.current_stream(self.index), self._event()
+        compute = self.backend.current_stream(self.index)
+        event = self.events.pop() if self.events else self.backend.Event()
         # One event serves the launch and the mark: a wait is for the record before the wait, so
         # that a later record does not disturb it.
         compute.record_event(event)  # guard: on the stream that made it
@@ -184,14 +185,10 @@ class SideStream:
 
     def _order(self, stream: Any, before: Any) -> None:
         """Let ``stream`` go on behind what ``before`` holds now."""
-        event = self._event()
+        event = self.events.pop() if self.events else self.backend.Event()
         before.record_event(event)  # guard: an event is recorded
         stream.wait_event(event)
         self.events.append(event)
-
-    def _event(self) -> Any:
-        """Return one of `events`; a new one if there are none."""
-        return self.events.pop() if self.events else self.backend.Event()
 
 
 class Accelerator:

@@ -265,7 +265,13 @@ def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
         part: Slices of one size, evenly spaced; slices that touch may be given as one range.
         count: The number of slices, one for each part of the ranks.
     """
+    first, last, size, step = _spacing(part, count)
+    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)
+
+
+@lru_cache(maxsize=4096)
+def _spacing(part: Ranges, count: int) -> tuple[int, int, int, int]:
+    """Return the begin and the end of the slices of `batched`, their size, and their distance."""
     first, last = part[0][0], part[-1][1]
     size = sum(stop - start for start, stop in part) // count
-    step = part[1][0] - first if len(part) > 1 else size
-    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)
+    return first, last, size, part[1][0] - first if len(part) > 1 else size

@@ -109,8 +109,10 @@ class GlobalSequence:
         largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
             (`transformers.forward`).
         bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
+        has_padding: Whether the mask tells padding.
         padded: Whether some document begins where positions go on and only the mask tells; then
             `Forwards.of` refuses a layer that is given no mask.
+        mask_made: Whether the model has made a mask that attention needs, set by `Masks`.
 
     Raises:
         ValueError: if there is padding between the tokens of a document.
@@ -134,8 +136,9 @@ class GlobalSequence:
         text = of_text(position_ids)
         if text is not None:
             starts[:, 1:] = restarts(text)
-        self.padded = False
+        self.padded = self.mask_made = self.has_padding = False
         if mask is not None and not mask.all():  # guard: padding is a document
+            self.has_padding = True
             starts = self._with_padding(starts, mask, where)
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask

@@ -115,6 +115,13 @@ class Forwards:
                 "on the way, or ds_sp_overlap.enable was called again for this layer meanwhile); "
                 "it can't be honoured on a sequence that is split over ranks"
             )
+        if sequence is not None and sequence.bounds is not None:
+            if sequence.padded or sequence.mask_made:  # guard: the mask that was made is given
+                raise ValueError(
+                    f"{where}: {type(module).__name__} is given no attention_mask, though there "
+                    "are packed documents or padding and its model made one; it would attend "
+                    "across them on one device. Pass the mask on"
+                )
         # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
 

@@ -194,6 +194,8 @@ def local_attention(
         # See Note [Queries of a share]. A single query sees all keys.
         if mask is None and length > 1:
             mask = _lower_right(length, keys)  # guard: the last query sees the last key
+            # torch passes a mask of this kind by autocast.
+            q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
         return attention(q, k, v, mask, is_causal=False)
 
     def alone(v: Tensor) -> Tensor:

@@ -390,7 +390,7 @@ SAID = {
         ("a bias", "a bias, bitnet"), "layers.0.self_attn: attention with position_bias (a mask for each head) can't be split"
     ),
     "my_flash": "2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but model.layers.0.self_attn: "
-    '"my_flash" is not transformers\' own flash attention',
+    '"my_flash" is not known to take the last queries alone',
     "my_flash, asked": "sp_overlap.shares is 2, so that",
     "eager": 'attention "eager" needs a mask of the whole sequence',
     "top left": "flash-attn >= 2.1",

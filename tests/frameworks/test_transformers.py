@@ -780,7 +780,8 @@ def flash_calls(rank, family, options):
     seen, tokens = [], batches(1)[0]
     whole = outcome(tiny(family=family, **EXACT), tokens, 0, 1, None)
     before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = stand_in(seen)
+    mine = ds_sp_overlap.attention_function(stand_in(seen), documents="positions", heads_alike=True)
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = mine
     try:
         model = tiny(family=family, **EXACT)
         model.config._attn_implementation = "flash_attention_2"

@@ -95,7 +95,7 @@ class Forwards:
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
         position_ids, sequence = kwargs.pop("position_ids", None), self.positions.current
-        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        if not getattr(module, "is_causal", True):
             raise ValueError(
                 f"{where}: {type(module).__name__} is told that its attention is not causal; "
                 "not supported here"
@@ -108,7 +108,7 @@ class Forwards:
         # A placeholder tells both.
         if (of_mask := self.masks.find(mask)) is not None:
             return of_mask
-        if mask is not None or (sequence is not None and sequence.padded):
+        if mask is not None:
             raise ValueError(
                 f"{where}: {type(module).__name__} is given a mask that is not as transformers' "
                 "mask functions made it in this model (it is for this rank's tokens, was changed "

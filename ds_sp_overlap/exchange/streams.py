@@ -3,7 +3,8 @@
 Note [Gate stream]
 ~~~~~~~~~~~~~~~~~~
 An exchange has to begin before the kernel that is to hide it. A kernel that takes every SM
-(attention) would otherwise run first and lock the exchange out. So compute has to wait until the
+(attention) would otherwise run first and lock the exchange out: on an H100 a block that was launched
+behind such a kernel waited for 99 % of it (benchmarks/contention.py). So compute has to wait until the
 transfer has been launched, but not until it is over, nor until earlier transfers are over. An event
 on the transfer stream would come behind the earlier transfers. Hence a gate stream that holds
 nothing: at each launch, compute waits for an event on the gate stream, in front of which there is

@@ -21,7 +21,8 @@ def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
     It pays if it takes no longer than one GEMM and a pack. By benchmarks/kernels.py
     (benchmarks/results/kernels-cpu-gemm.csv), on CPU in fp32: a projection with 256 rows or more
     takes no longer; with fewer rows it takes up to 10 % longer, and so does the output projection's
-    dgrad with any number of rows. No GPU was measured, so on a GPU it does not pay.
+    dgrad with any number of rows. On a GPU nobody has measured it, and
+    it is not done there.
 
     Args:
         x: The input of the GEMM, for its dtype and device.

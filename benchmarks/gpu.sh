@@ -152,7 +152,7 @@ stage() {
     case $1 in
     install | build) "$1" ;;
     whole) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --minutes 1 --out "$results/whole" ;;
-    whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.4 --out "$results/whole-1b" ;;
+    whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.6 --out "$results/whole-1b" ;;
     parity) shared 2 benchmarks/nccl.py "${rehearsed[@]}" --first --steps 7 --out "$results" ;;
     models)
         local ranks=4

@@ -36,7 +36,7 @@ from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.products import autocast, batched_pays
+from .runtime.products import autocast, batched_is_slow, batched_pays
 from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
@@ -408,6 +408,9 @@ class SelfAttention:
         For o this is the GEMM of do. ``split`` are the projections computed part by part.
         """
         geometry = call.geometry
+
+        if batched_is_slow(x):
+            return frozenset()
 
         def is_sliced(kind: str) -> bool:
             # The rows of a group lie apart; one plain GEMM would need a copy of them, which a

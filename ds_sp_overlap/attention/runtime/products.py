@@ -15,6 +15,18 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, math.prod(x.shape[2:]))
 
 
+# Devices without a kernel for batched products of half precision into views: they may take a hundred
+# times as long as one product. A recording for a GPU, which is made on a CPU, empties the set.
+unbatched = {"cpu"}
+
+
+def batched_is_slow(x: Tensor) -> bool:
+    """Return whether batched products with ``x`` are slow: half precision on such a device."""
+    if x.device.type not in unbatched or x.dtype == torch.float64:
+        return False
+    return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
+
+
 def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
     """Return whether a batched GEMM that writes the send buffer pays.
 

@@ -21,6 +21,7 @@ from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ....attention.runtime import products
 from ....attention.self_attention import SelfAttention
 from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
@@ -272,8 +273,13 @@ def record(layer: LayerShape, groups: int) -> list[Launch]:
             layers += [_Residual(attention(at)), _Residual(mlp)]
         forward = nn.Sequential(*layers)
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
-    with recorder:
-        x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        y = forward(x)
-        y.backward(torch.empty_like(y))
+    unbatched = set(products.unbatched)
+    products.unbatched.clear()
+    try:
+        with recorder:
+            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+            y = forward(x)
+            y.backward(torch.empty_like(y))
+    finally:
+        products.unbatched.update(unbatched)
     return recorder.launches

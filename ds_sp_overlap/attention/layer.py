@@ -24,6 +24,7 @@ from ..autotune.trial import Candidate
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
+from ..profiling.steps import in_checkpoint
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
@@ -333,6 +334,7 @@ class LayerRuntime:
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {geometry.shares} shares {geometry.query_chunks}, "
             f"{'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
+            f"{'in an' if in_checkpoint() else 'in no'} activation checkpoint, "
             f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
 

@@ -324,6 +324,7 @@ class _Header(NamedTuple):
         length: The local sequence length.
         masked: 1 if the rank has a mask, else 0.
         fallbacks: A checksum of the names of the layers that fall back on the rank.
+        checkpointed: A checksum of the names of the modules that are checkpointed on the rank.
     """
 
     fault: int
@@ -333,6 +334,7 @@ class _Header(NamedTuple):
     length: int = 0
     masked: int = 0
     fallbacks: int = 0
+    checkpointed: int = 0
 
     @property
     def lines(self) -> int:
@@ -343,6 +345,19 @@ class _Header(NamedTuple):
     def values(self) -> int:
         """The number of values behind the header."""
         return (self.lines + self.masked * self.batch) * self.length
+
+
+def _differs(checkpointed: list[Sequence[str]], where: str) -> str:
+    """Return the error for modules that are checkpointed on some ranks alone."""
+    lines = []
+    for rank, names in enumerate(checkpointed):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"sp rank {rank}: {names[0] if names else 'nothing'}{more}")
+    return (
+        f"{where}: gradient checkpointing is on for other modules on other ranks "
+        f"({'; '.join(lines)}), and what backward computes again exchanges again; switch it on or "
+        "off for the same modules on every rank"
+    )
 
 
 class Positions:
@@ -376,6 +391,7 @@ class Positions:
         arguments: dict[str, Any],
         cache: Any = None,
         fallbacks: Sequence[str] = (),
+        checkpointed: Sequence[str] = (),
     ) -> Iterator[GlobalSequence]:
         """Hold the global sequence while the body runs the forward of a model. Collective.
 
@@ -384,13 +400,13 @@ class Positions:
             arguments: The arguments of its forward by name.
             cache: The KV cache among the arguments, or None.
             fallbacks: As for `gather`.
+            checkpointed: As for `gather`.
         """
         given = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
         tokens = next(given, None)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        gathered = self.gather(
-            where, tokens, positions, mask=mask, cache=cache, fallbacks=fallbacks
-        )
+        names = dict(fallbacks=fallbacks, checkpointed=checkpointed)
+        gathered = self.gather(where, tokens, positions, mask=mask, cache=cache, **names)
         outer, self.current = self.current, gathered
         try:
             yield gathered
@@ -406,6 +422,7 @@ class Positions:
         mask: Any = None,
         cache: Any = None,
         fallbacks: Sequence[str] = (),
+        checkpointed: Sequence[str] = (),
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
@@ -419,6 +436,7 @@ class Positions:
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
             fallbacks: The names of the layers that fall back on this rank, in ascending order.
+            checkpointed: The names of the modules that are checkpointed on this rank.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -440,6 +458,7 @@ class Positions:
                 length=length,
                 masked=int(mask is not None),
                 fallbacks=zlib.crc32(repr(list(fallbacks)).encode()),
+                checkpointed=zlib.crc32(repr(list(checkpointed)).encode()),
             )
             values = [position_ids] if mask is None else [position_ids, mask != 0]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
@@ -447,6 +466,8 @@ class Positions:
         messages = self._every(list(header), values, device)
         headers = [_Header(*line) for line in messages[:, : len(header)].tolist()]
         self._refuse(where, headers)
+        if len({each.checkpointed for each in headers}) > 1:  # guard: recomputed on all ranks
+            raise ValueError(_differs(self.sp_group.gather(checkpointed, where), where))
         needed = max(each.values for each in headers)
         if needed > self._room:  # guard: travels in one message
             self._room = needed

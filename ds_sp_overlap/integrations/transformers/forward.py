@@ -199,10 +199,12 @@ class Host:
         if not self._has_looked:  # for units of FSDP that were made since `enable`
             sharded.look_for_units(self.model)
             self._has_looked = True
-        fallbacks = self.forwards.fallbacks()
+        names = dict(
+            fallbacks=self.forwards.fallbacks(), checkpointed=self.checkpoints.checkpointed()
+        )
         with (
             self.checkpoints.keeping(),
-            positions.forward(self.name, arguments, cache, fallbacks=fallbacks) as sequence,
+            positions.forward(self.name, arguments, cache, **names) as sequence,
             _witnessed(self.forwards, self.unseen, self.watched.foreign()),
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),

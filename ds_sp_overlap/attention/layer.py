@@ -184,6 +184,7 @@ class LayerRuntime:
                 "host (to compare calls over the ranks), which no graph can hold; capture what "
                 "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
             )
+        self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         if local is not None and call.geometry.groups > 1 and not self.heads_alike:
             if not self._may_call_by_group(call, inputs, local):  # guard: heads alike

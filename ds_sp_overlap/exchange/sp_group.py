@@ -140,6 +140,20 @@ class SPGroup:
         )
         return "torch"
 
+    def refuse_destroyed(self, where: str) -> None:
+        """Raise RuntimeError, on this rank, if the process group was destroyed meanwhile.
+
+        Its transport may live on. Asked before each call of a layer, ``where``, and each forward.
+        """
+        try:
+            if self.group is not None:
+                dist.get_rank(self.group)
+        except ValueError as error:  # guard: a group that is there
+            raise RuntimeError(
+                f"{where}: the process group of the sp ranks was destroyed ({error}); make the "
+                "layer, or call ds_sp_overlap.enable, over a group that is there"
+            ) from error
+
     def find_nodes(self) -> None:
         """Learn the node of every rank by the names of their hosts, for `nodes`.
 

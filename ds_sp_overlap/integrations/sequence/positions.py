@@ -446,6 +446,7 @@ class Positions:
                 sequence.
             RuntimeError: for a KV cache that is in use.
         """
+        self.sp_group.refuse_destroyed(where)
         # A rank with a fault sends a header all the same, so that no other rank waits for it.
         header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))
         values: list[Tensor] = []
@@ -547,6 +548,12 @@ class Positions:
             raise ValueError(
                 f"{where}: position_ids differ in batch or axes over the sp ranks "
                 f"({'; '.join(forms)}); cut one batch over them"
+            )
+        lengths = [header.length for header in headers]
+        if not headers[0].batch * sum(lengths):  # guard: somebody has a token
+            raise ValueError(
+                f"{where}: no sp rank has a token (batch {headers[0].batch}, local lengths "
+                f"{lengths}); leave such a batch out on all ranks"
             )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:

@@ -123,7 +123,7 @@ class SelfAttention:
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.batch_first = local_attention, batch_first
         self.plain = plain
-        parsed = SpOverlapConfig.parse(config or {})
+        parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         self.may_window = parsed.window_of(1) is not None
         # A window replaces the schedule of the call, so that the caller's would be lost in silence.
         if schedule is not by_head_groups and self.may_window:
@@ -149,6 +149,8 @@ class SelfAttention:
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
         )
+        # `enable` hands over the config of its model, and reports.
+        self.layer.tells = not isinstance(config, SpOverlapConfig)
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
         self.layer.windowed = self.can_window(self.split_projections())

@@ -160,7 +160,7 @@ class InFlight:
             )
             if self.track is not None:
                 self.track.follow(self.handle)
-            if not self.side.blocks:
+            if not (self.side.blocks and self.side.overlaps):
                 # The transfer stream waits at once, so that a mark behind the wait tells when the
                 # data has arrived.
                 self.handle.wait()  # guard: waits on its stream
@@ -239,7 +239,7 @@ class InFlight:
     def _receive(self) -> None:
         """Order compute after the transfer, let go of what was sent, and unpack."""
         mark = self.received
-        if self.side.blocks:  # guard: waits before it unpacks
+        if self.side.blocks and self.side.overlaps:  # guard: waits before it unpacks
             try:
                 self.handle.wait()  # guard: waits before it reads
             except RuntimeError as error:  # guard: a failed wait has a name

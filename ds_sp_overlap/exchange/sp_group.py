@@ -50,6 +50,8 @@ class SPGroup:
         stream: Carries the transfers instead of our own stream (accelerators only).
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
         settings: As for `C10d`.
+        overlaps: Whether anything is computed while an exchange is under way; otherwise each is
+            waited for at once.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -62,6 +64,7 @@ class SPGroup:
         stream: Any | None = None,
         kernels: str = "auto",
         settings: dict[str, int] | None = None,
+        overlaps: bool = True,
     ):
         self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -81,6 +84,7 @@ class SPGroup:
         self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
+        self._overlaps = overlaps
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
     def streams(self, device: torch.device) -> HostStream | SideStream:
@@ -95,6 +99,7 @@ class SPGroup:
                 side = HostStream()
             else:
                 side = SideStream(accelerator(device.type), device, self._stream)
+            side.overlaps = self._overlaps
             self._sides[device] = side
         return side
 

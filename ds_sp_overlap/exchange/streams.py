@@ -55,6 +55,8 @@ class HostStream:
 
     # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
     blocks = True
+    # Whether anything is computed during an exchange, which is waited for at once otherwise.
+    overlaps = True
 
     def begin(self) -> Any:
         pass
@@ -105,7 +107,7 @@ class SideStream:
         stream: Carries the transfers instead of our own stream, which all layers share.
     """
 
-    blocks = False
+    blocks, overlaps = False, True
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
         self.backend = backend
@@ -142,6 +144,8 @@ class SideStream:
         self.backend.set_stream(compute)
         compute.wait_event(event)  # guard: goes on after the launch
         self.transfer.record_event(event)  # guard: marked behind the transfer
+        if not self.overlaps:
+            compute.wait_event(event)
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:

@@ -131,6 +131,7 @@ def _errors(
         sequence_process_group=dist.group.WORLD, config={"head_groups": groups}, name="doctor",
         transport=_Faulty() if faulty else None, **layer,
     )  # fmt: skip
+    attend.layer.tells = False
     y = attend(x)
     y.backward(cotangent[:, local])
 

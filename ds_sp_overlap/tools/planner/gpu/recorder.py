@@ -261,7 +261,7 @@ def record(layer: LayerShape, groups: int) -> list[Launch]:
             config={"head_groups": groups, "shares": layer.shares},
             name=f"layer {at}" if layer.intermediate else "layer",
         )
-        made.layer.sp_group = sp_group
+        made.layer.sp_group, made.layer.tells = sp_group, False
         return made
 
     forward: Callable[[Tensor], Tensor] = attention(0)

@@ -564,7 +564,9 @@ def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases,
     for figures in on_ranks(2, acquainted, cases):
         for options, (errors, report) in zip(cases, figures, strict=True):
             assert max(errors) < IN_FP32.get(options["family"], FP64), (options, errors)
-            assert says in report and ("projections stay its own" in report) == (cases is STRANGERS), report
+            assert says in report and ("nobody looked whether tokens meet outside attention" in report) == (cases is STRANGERS), (
+                report
+            )
 
 
 def with_images(kind):

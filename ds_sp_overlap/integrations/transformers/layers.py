@@ -43,6 +43,9 @@ from .modules import (
     why_not,
 )
 
+# Why no more is overlapped of a layer that runs its own forward.
+OWN = "projections stay its own, and nobody looked whether tokens meet outside attention"
+
 
 def find_group(model: nn.Module) -> Any:
     """Return the sp group of stock Ulysses, if that is registered in transformers' table under the
@@ -271,7 +274,7 @@ class _Search:
             groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
             got = f"attention function, {overlap.describe_groups(groups, shares)}"
             reason = no_latents or f"{type(module).__name__}: {unknown}"
-            lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
+            lacks = overlap.why_not_more(f"{reason}; {OWN}", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)
         # The layer runs its own forward. Each forward of the model checks that the layer has called
         # its attention function, where it is overlapped.

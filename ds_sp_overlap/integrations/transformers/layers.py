@@ -41,6 +41,7 @@ from .modules import (
     takes_tokens,
     unfit,
     why_not,
+    without_stock,
 )
 
 # Why no more is overlapped of a layer that runs its own forward.
@@ -132,7 +133,7 @@ def find_layers(
         ):
             search.add_attention(name, module)
     search.add_delta_nets()
-    return search.layers, [*search.hosts(), *search.rotary_embeddings()]
+    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *search.apart]
 
 
 class _Search:
@@ -147,6 +148,7 @@ class _Search:
         unseen: The names of layers that must be seen to call their attention function.
         saving: The layers whose attention is saved over checkpoints.
         known: The readings of forwards; layers that are alike share a reading.
+        apart: The attention layers that are not of the sequence that is split.
     """
 
     def __init__(self, model: nn.Module, overlap: OverlapSettings):
@@ -163,6 +165,7 @@ class _Search:
         self.unseen: set[str] = set()
         self.saving: set[nn.Module] = set()
         self.known: list[Reader] = []
+        self.apart: list[HostModule] = []
 
     def add_attention(self, name: str, module: Any) -> None:
         """Find out how an attention layer is overlapped, and add it to ``layers``.
@@ -175,6 +178,8 @@ class _Search:
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
+            bind = functools.partial(rebind, module, without_stock(module), whole=False)
+            self.apart.append(HostModule(module, bind))
             return
         if (reason := why_not(name, module, models)) is not None:
             raise ValueError(

@@ -10,7 +10,7 @@ import dis
 import inspect
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -46,6 +46,27 @@ def _stock_for(module: Any) -> Any:
     """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return stock_of(attention_functions().get(implementation))
+
+
+def without_stock(module: Any) -> Callable:
+    """Return a forward for an attention layer that is not of the sequence that is split.
+
+    While it runs, the function around which stock Ulysses exchanges stands in transformers' table.
+    """
+    original, functions = module.forward, attention_functions()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        name = module.config._attn_implementation
+        function = functions.get(name)
+        if (stock := stock_of(function)) is None:
+            return original(*args, **kwargs)
+        functions[name] = stock.attn
+        try:
+            return original(*args, **kwargs)
+        finally:
+            functions[name] = function
+
+    return forward
 
 
 def off_in_eval(module: Any) -> bool:

@@ -100,13 +100,14 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
 
 
 def predict(shape, args: argparse.Namespace) -> dict[str, float]:
-    """Step ms of each schedule by `ds_sp_overlap.tools.planner`, at rates that its own measurement finds on this link. Collective."""
+    """Step ms of each schedule, simulated at rates that the planner's measurement finds on this link. Collective."""
     import torch
     import torch.distributed as dist
 
+    from benchmarks.simulated import UPSTREAM, Costs
     from ds_sp_overlap.schedule import by_head_groups
     from ds_sp_overlap.tools.planner import measure, plan
-    from ds_sp_overlap.tools.planner.costs import Costs, LayerShape
+    from ds_sp_overlap.tools.planner.costs import LayerShape
 
     layer = LayerShape(
         shape.width,
@@ -120,7 +121,7 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     )
     rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
     one = Costs(layer, rates, 1)
-    played = {"DeepSpeed": one.simulate(plan.BASELINE), "five of eight": one.simulate(plan.UPSTREAM)}
+    played = {"DeepSpeed": one.simulate(plan.BASELINE), "five of eight": one.simulate(UPSTREAM)}
     for groups in args.groups:
         costs = Costs(layer, rates, groups)
         played[f"G = {groups}"] = costs.simulate(by_head_groups(costs.geometry.kinds))

@@ -7,11 +7,11 @@ from statistics import mean, median
 from typing import Any
 
 OFF = "off"
-# Head groups that are tried, and that the planner simulates. With "off" there are at most four
+# Head groups that are tried, and that the planner plays. With "off" there are at most four
 # candidates, on which `config._LEAST_WARMUP` counts.
 GROUPS = (1, 2, 4)
 # Times that differ by no more than this share count as equal, where memory counts, and in the
-# planner, which leaves out some costs of each group.
+# planner.
 CLOSE = 0.01
 # G, or OFF.
 Candidate = int | str

@@ -79,8 +79,7 @@ Which code reads a schedule:
 - In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
-- `tools.planner` simulates programs with the cost of each step, and computes the bytes in memory
-  meanwhile.
+- `tools.planner` computes the bytes in memory while they run.
 - `profiling.timeline` names measured bars by the steps.
 - Tests compare the order that a layer recorded with its schedule.
 

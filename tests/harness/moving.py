@@ -54,4 +54,6 @@ def moving(kernels, direct):
 
 def packed(tensors, sides):
     """What travels of ``tensors``."""
-    return pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), tensors[0].new_empty)
+    wire = tensors[0].new_empty(sides.elements)
+    pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), wire)
+    return wire

@@ -98,13 +98,10 @@ main(sys.argv[2].split())
     [
         ("--help", "usage: ds-sp-overlap"),
         ("--version", "ds-sp-overlap 1.2.3"),
-        (
-            "plan --hidden 64 --heads 8 --seq 64 --sp 2 --bandwidth 1 --tflops 1 --memory 80 --layers 1 --params 1",
-            "one attention layer",
-        ),
+        ("plan --help", "usage: ds-sp-overlap plan"),
     ],
 )
-def test_help_and_plan_load_neither_torch_nor_deepspeed(words, said):
+def test_help_loads_neither_torch_nor_deepspeed(words, said):
     command = [sys.executable, "-c", BARE, str(Path(ds_sp_overlap.__file__).parent), words]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0 and said in ran.stdout, ran.stderr

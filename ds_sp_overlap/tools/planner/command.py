@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import re
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from ...exchange.geometry import shares_for
 from .costs import WINDOWS, LayerShape, Rates
-from .fits import Model, Way, longest
 from .gpu.constants import GPUS, Gpu, gpu
-from .plan import CLOSE, GROUPS, Plan, plan
+
+if TYPE_CHECKING:  # They load torch.
+    from .fits import Model
+    from .plan import Row
+
+# GB/s of a bandwidth's units.
+UNITS = {
+    "GB/s": 1.0,
+    "MB/s": 1e-3,
+    "Gbit/s": 1 / 8,
+    "Mbit/s": 1e-3 / 8,
+    "Gb/s": 1 / 8,
+    "Gbps": 1 / 8,
+}
+# A number without a unit may be meant in another one from here on: GB/s, TFLOP/s.
+MANY_GBS, MANY_TFLOPS = 100, 10_000
 
 
 def _whole(text: str) -> int:
@@ -45,6 +64,31 @@ def _positive(text: str) -> float:
     return value
 
 
+def _bandwidth(text: str) -> float:
+    """Read a bandwidth in GB/s: 45, 50GB/s, 400Gbit/s."""
+    found = re.fullmatch(rf"(.+?)\s*({'|'.join(UNITS)})", text)
+    if found is not None:
+        return _positive(found[1]) * UNITS[found[2]]
+    value = _positive(text)
+    if value >= MANY_GBS:
+        gigabits = value if value < 1e6 else 8e-9 * value
+        raise argparse.ArgumentTypeError(
+            f"{text} of what? Write {gigabits:g}Gbit/s, which is {gigabits / 8:g} GB/s, or "
+            f"{gigabits:g}GB/s"
+        )
+    return value
+
+
+def _tflops(text: str) -> float:
+    """Read a number of TFLOP/s."""
+    value = _positive(text)
+    if value >= MANY_TFLOPS:
+        raise argparse.ArgumentTypeError(
+            f"{text} TFLOP/s? A GPU has hundreds; did you mean {value / 1e12:g}?"
+        )
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan`` to its parser."""
     shape = parser.add_argument_group(
@@ -67,7 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="global sequence, tokens: 65536 or 64k, 1m (of 1024)",
     )
-    run.add_argument("--sp", type=_whole, required=True, help="ranks of the sp group, P")
+    run.add_argument("--sp", type=_whole, help="ranks of the sp group, P")
+    run.add_argument(
+        "--nodes", type=_whole, help="with --gpus-per-node, in place of --sp: which sp size?"
+    )
+    run.add_argument("--gpus-per-node", type=_whole)
     run.add_argument(
         "--shares",
         type=_whole,
@@ -89,38 +137,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fits.add_argument("--layers", type=_whole)
     fits.add_argument("--params", type=_positive, help="parameters in billions: 8.03")
-    rates = parser.add_argument_group("rates", "of one GPU; what it reaches, not its data sheet")
+    rates = parser.add_argument_group(
+        "rates", "figures that are not given are those of --gpu, see docs/planning.md"
+    )
+    rates.add_argument("--gpu", choices=list(GPUS), default="h100", help="default h100")
     rates.add_argument(
         "--bandwidth",
-        type=_positive,
-        help="GB/s that it sends in an all-to-all while it receives as many",
+        type=_bandwidth,
+        help="that a GPU sends in an all-to-all while it receives as much: 45 (GB/s), 50GB/s, "
+        "400Gbit/s; with --nodes, between nodes",
     )
-    rates.add_argument("--tflops", type=_positive, help="TFLOP/s of matrix products")
+    rates.add_argument("--tflops", type=_tflops, help="TFLOP/s that matrix products reach")
     rates.add_argument(
-        "--attention-tflops", type=_positive, help="TFLOP/s of causal attention (default: --tflops)"
+        "--attention-tflops", type=_tflops, help="TFLOP/s that causal attention reaches"
     )
-    rates.add_argument(
-        "--latency-us",
-        type=_positive,
-        help=f"of an exchange of nothing (default {1e3 * Rates.latency_ms:g}, or measured)",
-    )
+    rates.add_argument("--latency-us", type=_positive, help="of an exchange of nothing")
     rates.add_argument(
         "--measure",
-        action="store_true",
-        help="measure what is not given: on the ranks of torchrun (-m ds_sp_overlap plan ...), "
-        "else on --sp processes of this machine",
-    )
-    on_gpu = parser.add_argument_group(
-        "a GPU on paper", "plays what a layer launches on SMs, hardware queues and communicators"
-    )
-    on_gpu.add_argument(
-        "--gpu", choices=list(GPUS), help="rates that are not given come from its table"
-    )
-    on_gpu.add_argument(
-        "--measured",
         type=Path,
-        help="figures that win over the table: measured.json of benchmarks/gpu.sh",
+        nargs="?",
+        const=Path("measured.json"),
+        metavar="FILE",
+        help="measure these rates and write them to FILE (measured.json), for --measured: on the "
+        "ranks of torchrun (-m ds_sp_overlap plan ...), else on --sp processes of this machine",
     )
+    rates.add_argument(
+        "--measured", type=Path, help="figures that --measure or benchmarks/gpu.sh wrote"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def _layer(args: argparse.Namespace) -> LayerShape:
@@ -131,6 +175,10 @@ def _layer(args: argparse.Namespace) -> LayerShape:
     Raises:
         ValueError: if a value is missing, or the values are no layer.
     """
+    if args.sp is None:
+        raise ValueError(
+            "--sp missing: the ranks of the sp group; or give --nodes, --gpus-per-node"
+        )
     if args.sp == 1:
         raise ValueError("--sp 1 exchanges nothing; give the ranks of the sp group, at least 2")
     shape = {
@@ -186,6 +234,8 @@ def _model(args: argparse.Namespace) -> Model | None:
     Raises:
         ValueError: if the model is not given.
     """
+    from .fits import Model
+
     if args.memory is None:
         return None
     if args.params is None and args.model is not None:
@@ -278,118 +328,91 @@ def _measured(layer: LayerShape) -> Rates:
         return Rates(*torch.load(result))
 
 
-def _gpu(args: argparse.Namespace) -> Gpu | None:
-    """Return the GPU on paper; None without --gpu.
+def _gpu(args: argparse.Namespace, layer: LayerShape) -> Gpu:
+    """Return the GPU, with what is measured or given in place of its table's figures.
 
     Raises:
-        ValueError: if --measured can't be used.
+        ValueError: if --measured can't be used, or a figure is missing.
+        RuntimeError: if --measure failed.
     """
-    if args.gpu is None:
-        if args.measured is not None:
-            raise ValueError("--measured is for a GPU on paper; give --gpu, or leave it out")
-        return None
-    if args.measure:
-        raise ValueError(
-            "--gpu is for a machine that is not there; leave it out where --measure can measure"
-        )
-    if args.dtype_bytes != 2:
-        raise ValueError(
-            f"--gpu knows the rates of elements of 2 bytes, got --dtype-bytes {args.dtype_bytes}; "
-            "leave out one of the two"
-        )
     try:
         found = gpu(args.gpu, args.measured)
     except OSError as error:
         raise ValueError(f"--measured {args.measured}: {error.strerror}") from None
-    found = found.given("given", wire_gbs=args.bandwidth, latency_us=args.latency_us)
-    if args.tflops is not None:
-        found = found.given("given, as --tflops", gemm_share=args.tflops / found["tflops"])
-    if args.attention_tflops is not None:
-        share = args.attention_tflops / found["tflops"]
-        found = found.given(
-            "given, as --attention-tflops", attention_share=share, backward_share=share
-        )
-    return found
-
-
-def _rates(args: argparse.Namespace, layer: LayerShape, on_paper: Gpu | None) -> tuple[Rates, str]:
-    """Return the rates, and a line with each rate and its source.
-
-    Raises:
-        ValueError: if a rate is neither given nor measured.
-    """
-    if on_paper is not None:
-        known = Rates(
-            1e12 * on_paper["tflops"] * on_paper["gemm_share"],
-            1e12 * on_paper["tflops"] * on_paper["attention_share"],
-            1e9 * on_paper["wire_gbs"],
-            1e-3 * on_paper["latency_us"],
-        )
-        return known, f"rates: see figures of {args.gpu} below"
-    missing = [f"--{name}" for name in ("bandwidth", "tflops") if getattr(args, name) is None]
-    if missing and not args.measure:
-        raise ValueError(
-            f"{' and '.join(missing)} missing; give them, or --measure on the machine itself"
-        )
-    found = _measured(layer) if args.measure else None
-
-    def rate(
-        option: str, unit: float, measured: str, otherwise: tuple[float, str]
-    ) -> tuple[float, str]:
-        """Return a rate and its source: given, else measured, else ``otherwise``."""
-        if (given := getattr(args, option)) is not None:
-            return unit * given, "given"
-        return otherwise if found is None else (getattr(found, measured), "measured")
-
-    # Without a default: a rate that is missing is measured, or was refused above.
-    matmul = rate("tflops", 1e12, "matmul", (0.0, ""))
-    attention = rate("attention_tflops", 1e12, "attention", (matmul[0], "that of matrix products"))
-    wire = rate("bandwidth", 1e9, "wire", (0.0, ""))
-    latency = rate("latency_us", 1e-3, "latency_ms", (Rates.latency_ms, "assumed"))
-    words = (
-        f"rates: {matmul[0] / 1e12:.4g} TFLOP/s in matrix products ({matmul[1]}), "
-        f"{attention[0] / 1e12:.4g} in attention ({attention[1]}), "
-        f"{wire[0] / 1e9:.4g} GB/s on the wire ({wire[1]}), "
-        f"{1e3 * latency[0]:.3g} us an exchange ({latency[1]})"
-    )
-    return Rates(matmul[0], attention[0], wire[0], latency[0]), words
-
-
-def describe(layer: LayerShape, rates: str, result: Plan) -> str:
-    """Return the plan as text, its advice first; ``rates`` is the line about the rates."""
-    base = result.results["none"]
-    rows = []
-    for name, simulated in result.results.items():
-        exposed_ms = simulated.step_ms - simulated.compute_ms
-        row = {
-            "overlapped exchanges": name,
-            "step ms": f"{simulated.step_ms:.3f}",
-            "limit ms": f"{result.limits[name]:.3f}",
-            "exposed ms": f"{exposed_ms:.3f}",
-            "exposed": f"{simulated.exposed:.1%}",
-            "saves": f"{1 - simulated.step_ms / base.step_ms:.1%}",
-            "peak MiB": f"{simulated.peak / 2**20:.1f}",
+    if args.measure is not None:
+        rates, peak = _measured(layer), 1e12 * found["tflops"]
+        values = {
+            "gemm_share": rates.matmul / peak,
+            "attention_share": rates.attention / peak,
+            "backward_share": rates.attention / peak,
+            "wire_gbs": rates.wire / 1e9,
+            "latency_us": 1e3 * rates.latency_ms,
         }
-        rows.append(row)
-    what = "layer with its MLP" if layer.intermediate else "attention layer"
-    shared = ""
-    if layer.shares > 1:
-        shared = f", r = {layer.shares} ranks share query heads"
-    if layer.heads < layer.sp_size:
-        shared += "; DeepSpeed's class can't run, and none is the same without overlap"
+        args.measure.write_text(json.dumps(values, indent=1))
+        found = found.given(f"measured, {args.measure}", **values)
+    elif layer.element_bytes != 2 and not (args.measured or args.tflops):
+        raise ValueError(
+            f"--gpu knows the rates of elements of 2 bytes, got --dtype-bytes "
+            f"{layer.element_bytes}; give --tflops, or --measure"
+        )
+    share = None if args.tflops is None else args.tflops / found["tflops"]
+    attention = args.attention_tflops and args.attention_tflops / found["tflops"]
+    return found.given(
+        "given",
+        wire_gbs=args.bandwidth,
+        latency_us=args.latency_us,
+        gemm_share=share,
+        attention_share=attention,
+        backward_share=attention,
+    )
+
+
+def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice: str) -> str:
+    """Return the plan as text, its advice first; ``name`` is that of the GPU."""
+    base = rows[0]
+    cells = []
+    for row in rows:
+        cell = {
+            "": row.variant,
+            "ms": f"{row.step_ms:.2f}",
+            "times": f"{base.step_ms / row.step_ms:.2f}",
+            "exposed ms": f"{row.exposed_ms:.2f}",
+            "exposed": f"{row.exposed_ms / row.step_ms:.1%}",
+            "host ms": f"{row.host_ms:.2f}",
+            "GPU waits for it": f"{row.starved_ms:.2f}",
+            "peak MiB": f"{row.peak_bytes / 2**20:.1f}",
+        }
+        if base.whole_ms is not None:
+            whole = row.whole_ms
+            cell["whole layer ms"] = "" if whole is None else f"{whole:.2f}"
+            cell["times "] = "" if whole is None else f"{base.whole_ms / whole:.2f}"
+        cells.append(cell)
+    shared = f", r = {layer.shares} ranks share query heads" if layer.shares > 1 else ""
+    without = (
+        ""
+        if base.variant == "stock"
+        else (
+            f"\nDeepSpeed's class can't split {layer.heads} query and {layer.kv_heads} KV heads over "
+            f"{layer.sp_size} ranks; times is over our layer without overlap"
+        )
+    )
+    given = [
+        f"{key} {k.value:.4g} ({k.source})" for key, k in on.known.items() if k != GPUS[name][key]
+    ]
     return "\n".join(
         (
-            result.advice,
+            advice,
             "",
-            f"one {what}, forward and backward, on one of {layer.sp_size} ranks: "
+            f"one attention layer, forward and backward, on one of {layer.sp_size} ranks: "
             f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
             f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}",
-            rates,
-            "times are computed from the rates, not measured: "
-            f"{base.compute_ms:.3f} ms of computing, {base.wire_ms:.3f} ms of exchanges",
-            tabulate(rows, headers="keys", tablefmt="simple", stralign="right"),
-            f"of those that take no longer than the shortest ({CLOSE:.0%}) the smallest peak: "
-            f"{result.smallest}",
+            f"played, not measured, on one {name} with {on['wire_gbs']:.4g} GB/s to the other ranks "
+            f"and {on['tflops'] * on['gemm_share']:.4g} TFLOP/s in products; "
+            + "; ".join(["figures with sources: docs/planning.md", *given])
+            + without,
+            tabulate(cells, headers="keys", tablefmt="simple", stralign="right"),
+            "times: of the first row's; exposed: what a wire that costs nothing would save; stock "
+            "is DeepSpeed's class, five of eight what its pull requests 5691 and 415 overlap",
         )
     )
 
@@ -399,6 +422,8 @@ def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> st
 
     ``best`` is the number of head groups that the plan advises.
     """
+    from .fits import Way, longest
+
     windows = [Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups]
     names = ("all kept", "checkpointed", "keep", "inputs on host", "offload")
     rows = []
@@ -418,16 +443,68 @@ def _describe_fits(layer: LayerShape, model: Model, best: int, gib: float) -> st
     )
 
 
+def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, object]]]:
+    """Return which sp size of a cluster to take, and a row for each that is possible.
+
+    Sequences are many, so that what counts is how many tokens a GPU computes in a second.
+    """
+    from .fits import Way, longest
+    from .plan import best_of, plan
+
+    world, rows = args.nodes * args.gpus_per_node, []
+    for size in range(2, world + 1):
+        if world % size:
+            continue
+        args.sp = size
+        try:
+            layer = _layer(args)
+        except ValueError as error:
+            reason = str(error)
+            continue
+        network = size > args.gpus_per_node
+        if network and args.bandwidth is None:
+            raise ValueError("--nodes needs --bandwidth, that of a GPU to other nodes")
+        on = _gpu(args, layer)
+        on = on if network else on.given("a node", wire_gbs=GPUS[args.gpu]["wire_gbs"].value)
+        played = plan(layer, on, with_all=False)
+        best = best_of(played)
+        ms = best.step_ms if best.whole_ms is None else best.whole_ms
+        row: dict[str, object] = {"sp": size, "GB/s": on["wire_gbs"], "best": best.variant}
+        row |= {"ms": round(ms, 2), "tokens/s a GPU": round(1e3 * layer.seq / size / ms)}
+        if (model := _model(args)) is not None:
+            most = longest(layer, model, Way(best.groups), int(args.memory * 2**30))
+            row["fits"] = "yes" if most["checkpointed"] >= layer.seq else "no"
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"no sp size of {world} GPUs: {reason}")
+    fitting = [row for row in rows if row.get("fits") != "no"]
+    if not fitting:
+        return "no sp size: the sequence fits into none of them", rows
+    best_row = max(fitting, key=lambda row: int(str(row["tokens/s a GPU"])))
+    unknown = "" if "fits" in best_row else "; --memory says which of them fit"
+    return f"sp size {best_row['sp']}, with {best_row['best']}: most tokens a second{unknown}", rows
+
+
 def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the plan, under a launcher on rank 0; return the exit status 0.
 
     Exits with argparse's error where nothing can be planned or measured.
     """
     try:
+        if args.nodes is not None or args.gpus_per_node is not None:
+            if None in (args.nodes, args.gpus_per_node) or args.sp is not None:
+                raise ValueError("--nodes and --gpus-per-node go together, in place of --sp")
+            advice, sizes = _sizes(args)
+            table = tabulate(sizes, headers="keys", tablefmt="simple", stralign="right")
+            print(
+                json.dumps({"sp": sizes, "verdict": advice})
+                if args.json
+                else f"{advice}\n\n{table}"
+            )
+            return 0
         layer = _layer(args)
         model = _model(args)
-        on_paper = _gpu(args)
-        rates, words = _rates(args, layer, on_paper)
+        on = _gpu(args, layer)
     except ValueError as error:
         parser.error(str(error))
     except RuntimeError as error:
@@ -438,14 +515,16 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
     # A launcher's ranks all find the same; one of them prints it.
     if (_launched() or (0, 1))[0] == 0:
-        found = plan(layer, rates)
-        print(describe(layer, words, found))
-        if model is not None:
-            print(f"\n{_describe_fits(layer, model, found.best, args.memory)}")
-        if on_paper is not None:
-            # Runs the layer, for which it needs torch.
-            from .gpu.expected import describe as describe_gpu
+        # It loads torch.
+        from .plan import ours_of, plan, verdict
 
-            groups = [g for g in GROUPS if g <= layer.geometry(1).max_groups]
-            print(f"\n{describe_gpu(layer, on_paper, groups)}")
+        rows = plan(layer, on)
+        advice = verdict(rows)
+        if args.json:
+            print(json.dumps({"layer": [asdict(row) for row in rows], "verdict": advice}))
+            return 0
+        print(describe(layer, on, args.gpu, rows, advice))
+        if model is not None:
+            fastest = min(ours_of(rows), key=lambda row: row.step_ms)
+            print(f"\n{_describe_fits(layer, model, fastest.groups, args.memory)}")
     return 0

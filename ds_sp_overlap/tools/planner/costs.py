@@ -1,4 +1,4 @@
-"""Computes the duration and the memory of each step of a layer, from the layer's shape."""
+"""Computes the memory of each step of a layer, from the layer's shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Layout
-from ...schedule import MLP, O, Op, Schedule, Simulation, Step, simulate
+from ...schedule import Schedule, Step
 from .memory import Tensor, memory_bytes
 
 
@@ -177,48 +177,6 @@ class Sizes:
         dims = (self.layer.head_dim,) * len(kinds)
         layout = self.geometry.exchange(kinds, step.group, dims)
         return layout.inverse if step.grad else layout
-
-
-class Costs(Sizes):
-    """Memory and durations of a layer in G head groups on rank 0."""
-
-    def __init__(self, layer: LayerShape, rates: Rates, groups: int):
-        super().__init__(layer, groups)
-        self.rates = rates
-
-    def ms(self, step: Step) -> float:
-        """Return the duration of a step, in ms.
-
-        A start takes as long as its transfer, a product or attention as long as its work.
-        """
-        layer, tokens = self.layer, self._tokens
-        if step.op is Op.START:
-            # The part of rank 0 itself, at index 0, is not sent.
-            layout = self._exchange(step)
-            sent, received = sum(layout.sources.sizes[1:]), sum(layout.targets.sizes[1:])
-            moved_bytes = layer.element_bytes * max(sent, received)
-            return self.rates.latency_ms + 1e3 * moved_bytes / self.rates.wire
-        if step == MLP:
-            # Three matrices, of width times intermediate each. Backward takes twice as long as
-            # forward: three times forward in all.
-            return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
-        if step.op is Op.ATTEND:
-            start, stop = self.geometry.query_range(0, step.group)
-            pairs = layer.seq * self._global_tokens("q") * layer.batch
-            # Two products of 2 FLOP for each pair, of which half are masked: 2 * 2 / 2.
-            products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
-            forward = products / self.rates.attention
-            # The backward makes five products, the forward two.
-            return forward * (2.5 if step.grad else 1)
-        # A projection, its dgrad or its wgrad.
-        (kind,) = step.tensors
-        heads = self._local_heads("q" if step.tensors == O else kind, step.group)
-        return 1e3 * 2 * tokens * layer.width * heads * layer.head_dim / self.rates.matmul
-
-    def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
-        """Simulate a whole transformer layer: forward, the MLP and backward; see `memory_bytes`."""
-        program = (*schedule.forward, MLP, *schedule.backward)
-        return simulate(schedule, program, self.ms, self.memory_bytes(schedule, is_baseline))
 
 
 # The windows (G, W) that `plan` shows. Windows of more groups save little memory.

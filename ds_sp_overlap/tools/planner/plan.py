@@ -1,42 +1,25 @@
 """Predicts what overlap would save, before anything is run: ``python -m ds_sp_overlap plan``.
 
-The schedules that layers run by, and those of DeepSpeed's class, are simulated with the costs of a
-layer (`schedule.simulate`).
-
-The simulation leaves out relayout copies, kernel launches, the smaller matrix products of more head
-groups, and the compute units that an exchange takes while it is under way. Each of these makes the
-real step longer, or more groups less attractive.
+Every variant's launches are recorded from the code that makes them (`gpu.recorder`) and played on a
+GPU with its host (`gpu.player`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...autotune.trial import CLOSE, GROUPS
-from ...schedule import (
-    MLP,
-    Op,
-    Program,
-    Schedule,
-    Simulation,
-    Step,
-    by_head_groups,
-    needs_of,
-    schedule_of,
-)
-from .costs import WINDOWS, Costs, LayerShape, Rates
-from .limit import limit
+from ...schedule import Op, Program, Schedule, Step, schedule_of
+from .costs import WINDOWS, LayerShape, Sizes
+from .gpu.constants import Gpu
+from .gpu.launches import COMPUTE, Host, Launch, Record, Transfer, Wait
+from .gpu.player import play
+from .gpu.recorder import LAYERS, record
 
 # A step that would be shorter by less than this share is not worth the bother.
 WORTH = 0.02
-
-
-def limit_of(costs: Costs) -> float:
-    """Return the `limit` of forward and backward of a layer whose MLP hides nothing."""
-    kinds = costs.geometry.kinds
-    return costs.ms(MLP) + sum(
-        limit(needs, costs.ms) for needs in needs_of(kinds, by_head_groups(kinds).starts)
-    )
 
 
 def _forward(text: str) -> Program:
@@ -47,19 +30,6 @@ def _forward(text: str) -> Program:
 def _backward(text: str) -> Program:
     """Read a program of backward from text: ``start q`` sends dq."""
     return tuple(step._replace(grad=True) for step in _forward(text))
-
-
-# The overlap of DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415: v, o and dv stay exposed.
-UPSTREAM = Schedule(
-    _forward(
-        "project q, start q, project k, start k, project v, finish q, finish k, start v, finish v, "
-        "attend o, start o, finish o, merge o"
-    ),
-    _backward(
-        "dgrad o, start o, wgrad o, finish o, attend o, start v, finish v, start k, start q, "
-        "dgrad v, wgrad v, finish k, dgrad k, wgrad k, finish q, dgrad q, wgrad q"
-    ),
-)
 
 
 def _waiting(program: Program) -> Program:
@@ -90,86 +60,168 @@ BASELINE = Schedule(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The outcome of `plan`.
+class Row:
+    """A variant of the layer, forward and backward, as it is played; times in ms.
 
     Attributes:
-        results: The simulated schedules, by name.
-        best: The fewest head groups that come close to the shortest step.
-        max_groups: The most head groups of the layer.
-        limits: For each schedule, the time that no order of its steps can beat (`limit`). Nothing
-            runs under the MLP.
+        variant: Its name.
+        groups: G; 0 if it isn't ours.
+        window: W; None without a window.
+        step_ms: The attention layer.
+        host_ms: When the host is done with it.
+        exposed_ms: What the layer would be shorter over a wire that costs nothing.
+        starved_ms: How long the GPU waits for its host.
+        peak_bytes: The most bytes in memory, without x, dy and the weights.
+        whole_ms: A whole layer with its MLP, of several; None if it was not played.
     """
 
-    results: dict[str, Simulation]
-    best: int
-    max_groups: int
-    limits: dict[str, float]
-
-    @property
-    def gain(self) -> float:
-        """The share of the step without overlap that the best schedule saves."""
-        best = self.results[f"eight of eight, G = {self.best}"]
-        return 1 - best.step_ms / self.results["none"].step_ms
-
-    @property
-    def advice(self) -> str:
-        """A line that says whether overlap is worth it."""
-        base = self.results["none"]
-        few = ""
-        if self.max_groups == 1:
-            few = "; a rank has one query head, so nothing hides v, o and dv"
-        if self.gain < WORTH:
-            why = "what could hide them is too short"
-            if base.exposed < 2 * WORTH:
-                why = (
-                    f"the exchanges are {base.exposed:.1%} of the layer's time without any overlap"
-                )
-            elif base.compute_ms < WORTH * base.wire_ms:
-                share = base.compute_ms / base.wire_ms
-                why = f"the layer computes for {share:.1%} of what its exchanges take"
-            return f"don't bother: it would save {self.gain:.1%} of the layer's time; {why}{few}"
-        return f"worth it: G = {self.best} saves {self.gain:.1%} of the layer's time{few}"
-
-    @property
-    def smallest(self) -> str:
-        """The schedule with the smallest peak, of those whose step is close to the shortest."""
-        shortest = min(result.step_ms for result in self.results.values())
-        peaks = {}
-        for name, result in self.results.items():
-            if result.step_ms <= (1 + CLOSE) * shortest:
-                peaks[name] = result.peak
-        return min(peaks, key=peaks.__getitem__)
+    variant: str
+    groups: int
+    window: int | None
+    step_ms: float
+    host_ms: float
+    exposed_ms: float
+    starved_ms: float
+    peak_bytes: int
+    whole_ms: float | None = None
 
 
-def plan(layer: LayerShape, rates: Rates) -> Plan:
-    """Simulate schedules and windows; choose the head groups among the former.
+def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the launches of G = 1 as those pull requests would order them.
 
-    Plain arithmetic: nothing is measured or exchanged.
+    Compute waits for v, o and dv where they are launched.
+    """
+    changed: list[Launch] = []
+    for launch in launches:
+        changed.append(launch)
+        if isinstance(launch, Transfer) and launch.name in ("v", "o", "dv"):
+            # Numbers of events below 0, which the layer's own events don't have.
+            event = -len(changed)
+            changed += [Record(launch.stream, event), Wait(COMPUTE, event)]
+    return changed
+
+
+def in_one_stream(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the launches without overlap: everything on the compute stream."""
+    changed: list[Launch] = []
+    for launch in launches:
+        if isinstance(launch, Host):
+            changed.append(launch)
+        elif not isinstance(launch, (Record, Wait)):
+            changed.append(launch._replace(stream=COMPUTE))
+    return changed
+
+
+def stock_runs(layer: LayerShape) -> bool:
+    """Return whether DeepSpeed's class splits the layer's heads evenly over the ranks."""
+    return layer.heads % layer.sp_size == 0 and (
+        layer.kv_heads % layer.sp_size == 0 or layer.sp_size % layer.kv_heads == 0
+    )
+
+
+def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
+    """Play every variant of a layer; the first row is without overlap.
 
     Args:
-        layer: Shape of the layer.
-        rates: Rates of one GPU.
+        layer: Shape of the layer. With an MLP, whole layers are played as well.
+        gpu: The GPU.
+        with_all: Whether to play five of eight and windows, too.
     """
-    possible = [groups for groups in GROUPS if groups <= layer.geometry(1).max_groups]
-    # Stock has no shares. Where it can't run, the same shares without overlap stand in its place.
-    stock = replace(layer, shares=1) if layer.heads >= layer.sp_size else layer
-    one = Costs(stock, rates, 1)
-    results = {
-        "none": one.simulate(BASELINE, is_baseline=True),
-        "five of eight": one.simulate(UPSTREAM),
-    }
-    limits = dict.fromkeys(results, limit_of(one))
-    for groups in possible:
-        costs = Costs(layer, rates, groups)
-        name = f"eight of eight, G = {groups}"
-        results[name], limits[name] = costs.simulate(schedule_of(costs.geometry)), limit_of(costs)
-    for groups, window in WINDOWS:
-        if groups <= layer.geometry(1).max_groups:
-            costs = Costs(layer, rates, groups)
-            name = f"window, G = {groups}, W = {window}"
-            schedule = schedule_of(costs.geometry, window)
-            results[name], limits[name] = costs.simulate(schedule), limit_of(costs)
-    steps = {groups: results[f"eight of eight, G = {groups}"].step_ms for groups in possible}
-    best = next(groups for groups in possible if steps[groups] <= (1 + CLOSE) * min(steps.values()))
-    return Plan(results, best, layer.geometry(1).max_groups, limits)
+    alone = replace(layer, intermediate=0)
+    most = layer.geometry(1).max_groups
+
+    def row(
+        variant: str,
+        run: list[Launch],
+        whole: list[Launch] | None = None,
+        groups: int = 0,
+        window: int | None = None,
+    ) -> Row:
+        """Play one variant; ``whole`` is what whole layers launch."""
+        # Ours permute by the compiled kernels.
+        share = gpu["kernel_share"] if groups else None
+        on = gpu.given("our kernels", permute_share=share)
+        played, free = play(on, run), play(replace(on, free_wire=True), run)
+        sizes = Sizes(alone, max(groups, 1))
+        schedule = schedule_of(sizes.geometry, window) if groups else BASELINE
+        return Row(
+            variant,
+            groups,
+            window,
+            step_ms=played.us / 1e3,
+            host_ms=played.host_us / 1e3,
+            exposed_ms=(played.us - free.us) / 1e3,
+            starved_ms=played.starved_us / 1e3,
+            peak_bytes=max(sizes.memory_bytes(schedule, is_baseline=not groups)),
+            whole_ms=None if whole is None else play(on, whole).us / 1e3 / LAYERS,
+        )
+
+    def recorded(config: dict[str, Any] | None) -> tuple[list[Launch], list[Launch] | None]:
+        return record(alone, config), record(layer, config) if layer.intermediate else None
+
+    ours = {groups: recorded({"head_groups": groups}) for groups in GROUPS if groups <= most}
+    if stock_runs(layer):
+        rows = [row("stock", *recorded(None))]
+    else:
+        run, whole = ours[1]
+        whole = None if whole is None else in_one_stream(whole)
+        rows = [row("no overlap", in_one_stream(run), whole)]
+    if with_all:
+        rows.append(row("five of eight", five_of_eight(ours[1][0])))
+    for groups, (run, whole) in ours.items():
+        rows.append(row(f"G = {groups}", run, whole, groups))
+    for groups, window in WINDOWS if with_all else ():
+        if groups <= most:
+            run = record(alone, {"head_groups": groups, "window": window})
+            rows.append(row(f"G = {groups}, W = {window}", run, None, groups, window))
+    return rows
+
+
+def ours_of(rows: Sequence[Row]) -> list[Row]:
+    """Return our rows, without windows."""
+    return [row for row in rows if row.groups and row.window is None]
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    """Return the row to choose: of stock's and ours the first whose step is close to the shortest."""
+    chosen = [rows[0], *ours_of(rows)]
+    shortest = min(map(_decides_ms, chosen))
+    return next(row for row in chosen if _decides_ms(row) <= (1 + CLOSE) * shortest)
+
+
+def _decides_ms(row: Row) -> float:
+    return row.step_ms if row.whole_ms is None else row.whole_ms
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return what to do, and what it brings."""
+    base, best = rows[0], best_of(rows)
+    what = "an attention layer" if base.whole_ms is None else "a whole layer with its MLP"
+    saved = 1 - _decides_ms(best) / _decides_ms(base)
+    ours = ours_of(rows)
+    few = "" if len(ours) > 1 else "; a rank has one query head, so nothing hides v, o and dv"
+    if best is not base and saved >= WORTH:
+        times = f"{what} takes {_decides_ms(best):.1f} ms instead of {_decides_ms(base):.1f}"
+        return (
+            f'overlap, with "head_groups": {best.groups}: {times} '
+            f"({_decides_ms(base) / _decides_ms(best):.2f} times as fast){few}"
+        )
+    nearest = min(ours, key=_decides_ms)
+    if nearest.starved_ms > 0.1 * nearest.step_ms:
+        why = (
+            f"the GPU waits for its host: {nearest.variant} needs {nearest.host_ms:.1f} ms of it a "
+            f"layer, {base.variant} {base.host_ms:.1f}; more tokens a rank would change that"
+        )
+    elif base.exposed_ms < 2 * WORTH * base.step_ms:
+        why = f"exchanges are {base.exposed_ms / base.step_ms:.1%} of an attention layer's time"
+    else:
+        why = "what could hide the exchanges is too short"
+    if base.variant != "stock":
+        return (
+            f'"head_groups": {nearest.groups}, since stock can\'t run: overlap saves {saved:.1%} of '
+            f"{what}; {why}{few}"
+        )
+    return (
+        f"don't overlap: {nearest.variant} takes {_decides_ms(nearest):.1f} ms for {what}, "
+        f"{base.variant} {_decides_ms(base):.1f}; {why}{few}"
+    )

@@ -1,14 +1,13 @@
-"""Holds what is known of a GPU, each figure with its source, and how long its kernels take."""
+"""Holds what is known of a GPU and its host, each figure with its source, and what launches take."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..costs import Rates
-from .launches import COMPUTE, Attention, Gemm, Launch, Move, Transfer
+from .launches import Attention, Gemm, Host, Launch, Move, Transfer, Wait
 
 
 class Known(NamedTuple):
@@ -19,24 +18,43 @@ class Known(NamedTuple):
 
 
 DATA_SHEET = "NVIDIA's H100 SXM data sheet"
+# "Measured" is measured on an H100, see docs/planning.md.
+HOST = "measured, a call"
+PROFILE = "measured, from a profile of a layer's step"
 HOPPER = {
     "sms": Known(132, "NVIDIA's white paper on the H100, SXM5"),
     "tflops": Known(989.4, f"{DATA_SHEET}, bf16 without sparsity"),
     "memory_gbs": Known(3350.0, DATA_SHEET),
-    "gemm_share": Known(0.7, "assumed: share of --tflops that matrix products reach"),
-    "attention_share": Known(0.7, "assumed: FlashAttention-3's paper has up to 0.75 in forward"),
-    "backward_share": Known(0.55, "assumed"),
-    "memory_share": Known(0.8, "assumed"),
+    "gemm_share": Known(0.69, "measured, 8192 x 4096 x 4096: share of tflops"),
+    "attention_share": Known(0.57, "measured, a layer of 65,536 tokens without a wire: 32 ms"),
+    "backward_share": Known(0.57, "as attention_share: both were alike at 16,384 tokens"),
+    "memory_share": Known(0.85, "measured, a copy of 64 and 256 MB"),
+    "permute_share": Known(0.45, "measured, PyTorch's permuting copy of 2-byte elements"),
+    "kernel_share": Known(0.81, "measured, our pack and unpack: 92 to 100 % of a copy"),
     "tile_m": Known(128, "assumed"),
     "tile_n": Known(256, "assumed"),
     "attention_tile": Known(128, "assumed"),
     "nccl_ctas": Known(16, "what the package asks of NCCL, exchange/transport.py"),
     "nccl_cluster": Known(4, "NCCL 2.30's default for cga_cluster_size"),
     "wire_gbs": Known(450.0, f"{DATA_SHEET}, NVLink, one direction; less is reached"),
-    "latency_us": Known(1e3 * Rates.latency_ms, "assumed, as by plan without --gpu"),
-    "launch_us": Known(6.0, "assumed: the host's time for a kernel or an exchange"),
-    "event_us": Known(1.5, "assumed: the host's time for an event"),
+    "latency_us": Known(20.0, "assumed: an exchange of nothing"),
     "wait_us": Known(1.0, "assumed: from an event on one stream to work on another"),
+    "launch_us": Known(9.5, f"{HOST}: add_, copy_"),
+    "gemm_us": Known(16.0, f"{HOST}: torch.mm"),
+    "attention_us": Known(60.0, PROFILE),
+    "transfer_us": Known(25.0, PROFILE),
+    "record_us": Known(1.8, HOST),
+    "event_wait_us": Known(1.7, HOST),
+    "empty_us": Known(4.5, HOST),
+    "view_us": Known(3.0, f"{PROFILE}: 2.3 to 5.8"),
+    "accelerator_us": Known(1.0, f"{PROFILE}: torch's current stream, read or set"),
+    "stream_us": Known(6.8, f"{HOST}: torch.cuda.current_stream, at 17d94d8"),
+    "context_us": Known(15.6, f"{HOST}: with torch.cuda.stream, at 17d94d8"),
+    "custom_us": Known(
+        88.0, "measured: what a layer of ALST takes beyond the rest, by 8 of its ops"
+    ),
+    "call_us": Known(3.0, "measured: a function of Python; from the host's time of four layers"),
+    "cold": Known(1.5, "measured: a layer's host in a training step over one in a loop of its own"),
 }
 GPUS = {
     "h100": HOPPER,
@@ -45,89 +63,73 @@ GPUS = {
 
 
 class Grid(NamedTuple):
-    """The blocks of a kernel; each block takes an SM.
+    """The blocks of a kernel; each block takes an SM, and tile after tile while any are left.
+
+    Measured on an H100: an exchange that is launched behind a product, attention, its backward or a
+    copy gets its first SM when that kernel is over.
 
     Attributes:
         ctas: Blocks that are launched.
         tiles: Pieces of work.
-        tile_us: Time of a block for one of its turns.
-        holds: Whether a block takes the next piece of work itself, and gives its SM back only when
-            no work is left. Otherwise ``ctas == tiles``.
+        tile_us: Time of a block for a tile.
     """
 
     ctas: int
     tiles: int
     tile_us: float
-    holds: bool = False
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and how it is used.
+    """A GPU with its host, and how they are used.
 
     Attributes:
         known: Figures with their sources, by name.
-        queues: Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS).
-        in_order: Whether collectives begin in the order in which the host launches them
-            (NCCL_LAUNCH_ORDER_IMPLICIT).
-        ctas: SMs of a collective by communicator; ``nccl_ctas`` where a communicator is missing.
-        free_wire: Whether transfers take no time and no SM.
+        free_wire: Whether exchanges take no time and no SM.
     """
 
     known: dict[str, Known]
-    queues: int = 8
-    in_order: bool = False
-    ctas: dict[str, int] = field(default_factory=dict)
     free_wire: bool = False
 
     def __getitem__(self, name: str) -> float:
         return self.known[name].value
 
     def grid(self, launch: Launch) -> Grid:
-        """Return the blocks of a kernel."""
+        """Return the blocks of a kernel or an exchange."""
         sms = int(self["sms"])
         per_sm = 1e6 * self["tflops"] / sms  # FLOP per us
         if isinstance(launch, Gemm):
             tile_m, tile_n = int(self["tile_m"]), int(self["tile_n"])
             tiles = launch.batch * -(-launch.m // tile_m) * -(-launch.n // tile_n)
             tile_us = 2 * tile_m * tile_n * launch.k / (per_sm * self["gemm_share"])
-            # Persistent: as many blocks as SMs, the tiles dealt out beforehand (PyTorch issue
-            # 143988). Each block has one turn, which takes the time of all its tiles.
-            ctas = min(tiles, sms)
-            return Grid(ctas, ctas, -(-tiles // ctas) * tile_us)
-        if isinstance(launch, Attention):
+        elif isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
             # Pairs of a query and a key: the last query sees ``keys``, each one before sees one
-            # less.
+            # less. Backward makes five products instead of two.
             seen = launch.seq * (launch.keys - launch.seq / 2)
             flops = 4 * seen * launch.heads * launch.head_dim
-            # Five products instead of two, in many short blocks.
-            if launch.backward:
-                tile_us = 2.5 * flops / tiles / (per_sm * self["backward_share"])
-                return Grid(tiles, tiles, tile_us)
-            tile_us = flops / tiles / (per_sm * self["attention_share"])
-            # FlashAttention-3's forward is persistent, and its blocks take tile after tile.
-            return Grid(min(tiles, sms), tiles, tile_us, holds=True)
-        assert isinstance(launch, Move)
-        # Eight turns of each SM, so that a few SMs less make it longer by their share.
-        whole_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * self["memory_share"])
-        return Grid(8 * sms, 8 * sms, whole_us / 8)
-
-    def transfer(self, launch: Transfer) -> tuple[int, float]:
-        """Return the SMs and the time in us of a collective whose ranks are all there."""
-        if self.free_wire:
-            return 0, 0.0
-        ctas = self.ctas.get(launch.stream, int(self["nccl_ctas"]))
-        return ctas, self["latency_us"] + 1e-3 * launch.n_bytes / self["wire_gbs"]
+            share = self["backward_share"] / 2.5 if launch.backward else self["attention_share"]
+            tile_us = flops / tiles / (per_sm * share)
+        elif isinstance(launch, Move):
+            # Eight turns of each SM, so that a few SMs less make it longer by their share.
+            tiles = 8 * sms
+            share = self["permute_share" if launch.permutes else "memory_share"]
+            tile_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * share) / 8
+        else:
+            assert isinstance(launch, Transfer)
+            if self.free_wire:
+                return Grid(0, 1, 0.0)
+            moved_us = self["latency_us"] + 1e-3 * launch.n_bytes / self["wire_gbs"]
+            return Grid(int(self["nccl_ctas"]), 1, moved_us)
+        return Grid(min(tiles, sms), tiles, tile_us)
 
     def host_us(self, launch: Launch) -> float:
-        """Return the host's time for a launch."""
-        is_work = isinstance(launch, (Gemm, Attention, Move, Transfer))
-        return self["launch_us"] if is_work else self["event_us"]
-
-    def priority(self, stream: str) -> int:
-        """Return 0 for the compute stream, 1 for all others, those of exchanges."""
-        return int(stream != COMPUTE)
+        """Return the host's time for a launch, or for what is before it."""
+        if isinstance(launch, Host):
+            return launch.times * self[f"{launch.name}_us"] * self["cold"]
+        renamed = {Move: "launch", Wait: "event_wait"}
+        name = renamed.get(type(launch), type(launch).__name__.lower())
+        return self[f"{name}_us"] * self["cold"]
 
     def given(self, source: str, **values: float | None) -> Gpu:
         """Return this GPU with figures from elsewhere; None leaves a figure as it is."""
@@ -135,18 +137,17 @@ class Gpu:
         return replace(self, known=self.known | new)
 
 
-def gpu(name: str, measured: Path | None = None, **use: Any) -> Gpu:
+def gpu(name: str, measured: Path | None = None) -> Gpu:
     """Return the GPU of this name.
 
     Args:
         name: A key of `GPUS`.
         measured: A file of figures that win over the table: JSON, by name.
-        use: Attributes of `Gpu`.
 
     Raises:
         ValueError: if the file is no such file, or names a figure that the table has not.
     """
-    found = Gpu(GPUS[name], **use)
+    found = Gpu(GPUS[name])
     if measured is None:
         return found
     try:

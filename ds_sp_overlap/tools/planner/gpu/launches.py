@@ -35,11 +35,16 @@ class Attention(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A kernel that takes the time of reading and writing ``n_bytes``."""
+    """A kernel that takes the time of reading and writing ``n_bytes``.
+
+    Attributes:
+        permutes: Whether a tensor is read or written in another order than it lies in memory.
+    """
 
     stream: str
     name: str
     n_bytes: int
+    permutes: bool = False
 
 
 class Transfer(NamedTuple):
@@ -64,4 +69,12 @@ class Wait(NamedTuple):
     event: int
 
 
-Launch = Gemm | Attention | Move | Transfer | Record | Wait
+class Host(NamedTuple):
+    """What the host does before its next launch: ``times`` what `Gpu` has as ``{name}_us``."""
+
+    name: str
+    times: int
+
+
+Queued = Gemm | Attention | Move | Transfer | Record | Wait
+Launch = Queued | Host

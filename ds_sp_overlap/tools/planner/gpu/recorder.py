@@ -10,10 +10,15 @@ device, the list has the copy that it makes on a CPU.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +26,13 @@ from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ....attention.runtime import products
 from ....attention.self_attention import SelfAttention
 from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
 from ....exchange.streams import SideStream
 from ....exchange.transport import DONE, Done
+from ....integrations.distributed_attention import STOCK
+from ....rotary import Rotary, rotate
 from ..costs import LayerShape
 from .launches import (
     COMPUTE,
@@ -34,6 +40,7 @@ from .launches import (
     TRANSFER,
     Attention,
     Gemm,
+    Host,
     Launch,
     Move,
     Record,
@@ -43,6 +50,9 @@ from .launches import (
 
 # Layers that are recorded where there is an MLP: a first, a middle and a last one.
 LAYERS = 3
+# Files of torch whose functions it calls for a dispatch mode.
+OF_A_MODE = re.compile(r"torch/(_library|_dynamo|_compile\.py|compiler)")
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 # Operators whose last two arguments are multiplied.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -63,14 +73,14 @@ class _Stream:
         self.recorder.record(self.name, event)
 
     def wait_event(self, event: _Event) -> None:
-        self.recorder.wait(self.name, event)
+        self.recorder.launches.append(Wait(self.name, event.number))
 
 
 class Recorder(TorchDispatchMode):
     """The part of `Accelerator` that `SideStream` uses, a transport, and a list of launches.
 
     Attributes:
-        launches: What was launched, in the order of the host.
+        launches: What was launched, in the order of the host, and what the host did in between.
     """
 
     def __init__(self) -> None:
@@ -83,6 +93,35 @@ class Recorder(TorchDispatchMode):
             (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
         )
         self._events = 0
+        # How many Python frames deep the host is in a stand-in of this file.
+        self._inside = 0
+
+    def host(self, name: str) -> None:
+        """Count what the host does before its next launch."""
+        at = len(self.launches)
+        while at and isinstance(last := self.launches[at - 1], Host):
+            at -= 1
+            if last.name == name:
+                self.launches[at] = Host(name, last.times + 1)
+                return
+        self.launches.append(Host(name, 1))
+
+    def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Count a call of a Python function, as ``sys.setprofile`` asks.
+
+        Stand-ins of this file, and what torch calls for a dispatch mode, are not called on a GPU.
+        Comprehensions are calls in some versions of Python alone.
+        """
+        code = frame.f_code
+        if event == "return" and self._inside:
+            self._inside -= 1
+        elif event == "call" and self._inside:
+            self._inside += 1
+        elif event == "call" and code.co_filename == __file__ and code.co_name != "forward":
+            self._inside = 1
+        elif event == "call" and code.co_name not in COMPREHENSIONS:
+            if not OF_A_MODE.search(code.co_filename):
+                self.host("call")
 
     # The interface of `Accelerator`.
 
@@ -93,9 +132,11 @@ class Recorder(TorchDispatchMode):
         return _Event()
 
     def current_stream(self, device: Any) -> _Stream:
+        self.host("accelerator")
         return self.current
 
     def set_stream(self, stream: _Stream) -> None:
+        self.host("accelerator")
         self.current = stream
 
     def record(self, stream: str, event: _Event) -> None:
@@ -103,9 +144,6 @@ class Recorder(TorchDispatchMode):
         self._events += 1
         event.number = self._events
         self.launches.append(Record(stream, event.number))
-
-    def wait(self, stream: str, event: _Event) -> None:
-        self.launches.append(Wait(stream, event.number))
 
     # A transport.
 
@@ -119,6 +157,17 @@ class Recorder(TorchDispatchMode):
         self.launches.append(Transfer(self.current.name, name, remote * send.element_size()))
         return DONE
 
+    # What DeepSpeed's class calls of ``deepspeed.comm``.
+
+    def get_world_size(self, group: SPGroup) -> int:
+        return group.size
+
+    def all_to_all_single(
+        self, recv: Tensor, send: Tensor, group: SPGroup, async_op: bool = False
+    ) -> None:
+        size = send.numel() // group.size
+        self.launch(send, recv, (size,) * group.size, (size,) * group.size, group, "stock")
+
     # Kernels.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,6 +175,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
+            self.host("empty" if "empty" in name else "view")
             return func(*args, **kwargs)
         # An operator that writes into a tensor returns that; others get new memory of their shapes.
         if func._schema.is_mutable:
@@ -149,7 +199,9 @@ class Recorder(TorchDispatchMode):
             batch = a.shape[0] if a.dim() == 3 else 1
             self.launches.append(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch))
         elif n_bytes := sum(x.numel() * x.element_size() for x in tensors.values()):
-            self.launches.append(Move(on, name, n_bytes))
+            shape = returned.shape if isinstance(returned, Tensor) else None
+            orders = {_order(x) for x in tensors.values() if x.shape == shape}
+            self.launches.append(Move(on, name, n_bytes, len(orders) > 1))
 
     def attention(self, q: Tensor, keys: int, backward: bool) -> None:
         """Record one launch for attention of q, [s, b, h, d], whose last query sees ``keys``."""
@@ -157,7 +209,15 @@ class Recorder(TorchDispatchMode):
         self.launches.append(Attention(COMPUTE, seq, keys, batch * heads, head_dim, backward))
 
 
+def _order(x: Tensor) -> tuple[int, ...]:
+    """Return the dims of ``x`` in the order in which they lie in memory."""
+    dims = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
+    return tuple(sorted(dims, key=x.stride, reverse=True))
+
+
 def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -186,35 +246,45 @@ class _Attend(torch.autograd.Function):
 
 
 class _Residual(nn.Module):
-    """Adds what a module makes of the normed x to x.
+    """Adds what a module makes of the normed x to x; the norm is Llama's."""
 
-    ``neg`` stands for the norm: one kernel in forward and one in backward.
-    """
-
-    def __init__(self, of: Callable[[Tensor], Tensor]):
+    def __init__(self, of: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype):
         super().__init__()
-        self.of = of
+        self.of, self.weight = of, nn.Parameter(torch.empty(width, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.of(torch.neg(x))
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.of(self.weight * normed.to(x.dtype))
 
 
 class _MLP(nn.Module):
-    """A gated MLP; one kernel stands for what lies between its products."""
+    """Llama's MLP."""
 
     def __init__(self, up: nn.Linear, gate: nn.Linear, down: nn.Linear):
         super().__init__()
         self.up, self.gate, self.down = up, gate, down
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.mul(self.gate(x), self.up(x)))
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class _Local(nn.Module):
+    """Local attention as a module, for DeepSpeed's class."""
+
+    def __init__(self, attend: Callable[..., Tensor]):
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
 
 
 class _Alone(SPGroup):
     """Rank 0 of an sp group that is not there: all ranks say what this rank says."""
 
     def __init__(self, size: int, recorder: Recorder):
-        super().__init__(None, recorder)
+        super().__init__(None, recorder, kernels="torch")
         self.size = size
         # Nobody is there to compare calls with.
         self.calls.EVERY = sys.maxsize
@@ -225,61 +295,107 @@ class _Alone(SPGroup):
         return [what] * self.size
 
 
-def record(layer: LayerShape, groups: int) -> list[Launch]:
-    """Return the launches of forward and backward on rank 0.
+def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYERS) -> list[Launch]:
+    """Return the launches of forward and backward on rank 0, in the second of two steps.
 
     Args:
-        layer: Shape of the layer. Without an MLP one attention layer runs; with one, `LAYERS`
-            whole layers, one behind the other.
-        groups: Head groups, G.
+        layer: Shape of the layer. Without an MLP one attention layer runs; with one, whole layers
+            with Llama's rotation and norms, one behind the other.
+        config: The ``sp_overlap`` section; None: DeepSpeed's class between whole projections.
+        layers: The number of whole layers.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
     sp_group = _Alone(layer.sp_size, recorder)
 
+    linears: list[nn.Linear] = []
+
     def linear(inside: int, out: int) -> nn.Linear:
-        return skip_init(nn.Linear, inside, out, bias=False, dtype=dtype)
+        linears.append(skip_init(nn.Linear, inside, out, bias=False, dtype=dtype))
+        return linears[-1]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None) -> Tensor:
         return _Attend.apply(q, k, v, recorder, queries[1] if queries else len(q))
 
+    shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
+    tables = None
+    if layer.intermediate:
+        tables = (torch.empty(shape[0], 1, 1, layer.head_dim, dtype=dtype),) * 2
     rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
 
-    def attention(at: int) -> SelfAttention:
+    def attention(at: int) -> Callable[[Tensor], Tensor]:
         """Make the attention of layer ``at``, over the sp group that is not there."""
+        projections: dict[str, Any] = {
+            "q_proj": linear(layer.width, rows),
+            "k_proj": linear(layer.width, kv_rows),
+            "v_proj": linear(layer.width, kv_rows),
+            "o_proj": linear(rows, layer.width),
+        }
+        if config is None:
+            return _stock(_Local(attend), sp_group, layer, tables, **projections)
         made = SelfAttention(
             local_attention=attend,
             num_heads=layer.heads,
             num_kv_heads=layer.kv_heads,
             head_dim=layer.head_dim,
-            q_proj=linear(layer.width, rows),
-            k_proj=linear(layer.width, kv_rows),
-            v_proj=linear(layer.width, kv_rows),
-            o_proj=linear(rows, layer.width),
             batch_first=False,
             heads_alike=True,
-            config={"head_groups": groups, "shares": layer.shares},
+            rope=tables and Rotary(lambda tables: tables),
+            config={"shares": layer.shares, **config},
             name=f"layer {at}" if layer.intermediate else "layer",
+            **projections,
         )
-        made.layer.sp_group, made.layer.tells = sp_group, False
-        return made
+        made.layer.sp_group = sp_group
+        return partial(made, position_embeddings=tables)
 
     forward: Callable[[Tensor], Tensor] = attention(0)
     if layer.intermediate:
         wide = layer.width, layer.intermediate
-        layers = []
-        for at in range(LAYERS):
+        whole: list[nn.Module] = []
+        for at in range(layers):
             mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
-            layers += [_Residual(attention(at)), _Residual(mlp)]
-        forward = nn.Sequential(*layers)
-    shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
-    unbatched = set(products.unbatched)
-    products.unbatched.clear()
-    try:
-        with recorder:
-            x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            y = forward(x)
-            y.backward(torch.empty_like(y))
-    finally:
-        products.unbatched.update(unbatched)
+            for each in (attention(at), mlp):
+                whole.append(_Residual(each, layer.width, dtype))
+        forward = nn.Sequential(*whole)
+    with recorder, mock.patch(f"{STOCK}.dist", recorder):
+        x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        dy = torch.empty_like(x)
+        # The first step probes and plans.
+        for _ in range(2):
+            recorder.launches.clear()
+            x.grad = None
+            for each in linears:
+                each.weight.grad = None
+            sys.setprofile(recorder.count_calls)
+            try:
+                forward(x).backward(dy)
+            finally:
+                sys.setprofile(None)
     return recorder.launches
+
+
+def _stock(
+    local: nn.Module,
+    sp_group: SPGroup,
+    layer: LayerShape,
+    tables: tuple[Tensor, Tensor] | None,
+    *,
+    q_proj: nn.Linear,
+    k_proj: nn.Linear,
+    v_proj: nn.Linear,
+    o_proj: nn.Linear,
+) -> Callable[[Tensor], Tensor]:
+    """Return DeepSpeed's class between whole projections."""
+    ulysses = importlib.import_module(STOCK).DistributedAttention(local, sp_group)
+    repeat = max(1, layer.sp_size // layer.kv_heads)
+
+    def forward(x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, layer.head_dim)) for each in (q_proj, k_proj, v_proj))
+        if tables is not None:
+            q, k = rotate(q, *tables), rotate(k, *tables)
+        # It refuses fewer KV heads than ranks; DeepSpeed's adapter for transformers repeats them.
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+        return o_proj(ulysses(q, k, v, 1).flatten(2))
+
+    return forward

@@ -1,0 +1,90 @@
+"""Print what the planner's player says of everything that was measured on an H100, beside what was measured.
+
+    python benchmarks/planned.py            the tables of docs/planning.md
+    python benchmarks/planned.py --write    puts them there
+
+`results/h100/launches.json.gz` has the cases: what the code that was measured (17d94d8) launched and did on its host, recorded from that
+code by `tools.planner.gpu.recorder`; and the milliseconds measured, medians. So these tables hold the player and its figures to what was
+measured, and don't change with the package's code; `plan` records the code that is there.
+
+five of eight       G = 1, with compute that waits at once for v, o and dv
+compiled kernels    the same launches, permuting copies at the rate of the package's kernels
+whole steps         layers alone: embedding, loss, and the host's time for transformers and ZeRO are left out; the reduction of gradients
+                    between the two ranks is one transfer at the end
+two ranks           half a GPU each
+"""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from ds_sp_overlap.tools.planner.gpu import launches as kinds  # noqa: E402
+from ds_sp_overlap.tools.planner.gpu.constants import GPUS, gpu  # noqa: E402
+from ds_sp_overlap.tools.planner.gpu.player import play  # noqa: E402
+from ds_sp_overlap.tools.planner.plan import five_of_eight  # noqa: E402
+
+CASES = ROOT / "benchmarks/results/h100/launches.json.gz"
+PAGE = ROOT / "docs/planning.md"
+
+
+class Row(NamedTuple):
+    case: str
+    variant: str
+    planned_ms: float
+    measured_ms: float
+    planned_times: float
+    measured_times: float
+
+
+def rows() -> list[Row]:
+    """Play every case; "times" are over stock's time of the same case."""
+    found = []
+    for case in json.loads(gzip.decompress(CASES.read_bytes())):
+        recorded = {}
+        for row in case["rows"]:
+            if "launches" in row:
+                recorded[row["variant"]] = [getattr(kinds, kind)(*values) for kind, *values in row["launches"]]
+        on = gpu("h100").given("as measured", **case["gpu"])
+        compiled = on.given("compiled kernels", permute_share=on["kernel_share"])
+        ms = {}
+        for row in case["rows"]:
+            name, _, kernels = row["variant"].partition(", ")
+            launches = five_of_eight(recorded["G = 1"]) if name == "five of eight" else recorded[name]
+            ms[row["variant"]] = play(compiled if kernels else on, launches).us / 1e3, row["measured"]
+        for variant, (planned, measured) in ms.items():
+            found.append(Row(case["what"], variant, planned, measured, ms["stock"][0] / planned, ms["stock"][1] / measured))
+    return found
+
+
+def tables() -> str:
+    """Return both tables as Markdown."""
+    lines = [
+        "| | variant | planned ms | measured ms | | planned, times stock | measured, times stock |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    case = ""
+    for row in rows():
+        off, times = row.planned_ms / row.measured_ms - 1, f"{row.planned_times:.2f} | {row.measured_times:.2f}"
+        first = "" if row.case == case else row.case
+        lines.append(f"| {first} | {row.variant} | {row.planned_ms:.2f} | {row.measured_ms:.2f} | {off:+.1%} | {times} |")
+        case = row.case
+    lines += ["", "| figure of an H100 | value | source |", "|---|---|---|"]
+    lines += [f"| {name} | {known.value:g} | {known.source} |" for name, known in GPUS["h100"].items()]
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """Return the page with the tables of today."""
+    before, mark, rest = page.partition("<!-- planned -->\n")
+    after = rest.partition("<!-- end -->")[2]
+    return f"{before}{mark}\n{tables()}\n\n<!-- end -->{after}"
+
+
+if __name__ == "__main__":
+    print(tables())
+    if "--write" in sys.argv:
+        PAGE.write_text(written(PAGE.read_text()))

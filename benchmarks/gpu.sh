@@ -11,7 +11,7 @@
 #     build        the library with CUDA kernels, unless one is there that loads; no kernel spills registers
 #     whole        whole_steps.py: 2 ranks share the GPU over NCCL; four layers of Llama-8B, DeepSpeed's and ours in turn
 #     parity       nccl.py: 2 ranks share the GPU; a layer and ZeRO-3 against the whole sequence, a trace, what is exposed
-#     models       models.py: 2, then 4 ranks share the GPU; transformers models with every mode against one rank
+#     models       models.py: 4 ranks share the GPU; transformers models with every mode against one rank
 #     checks       side by side: exact   the kernels' tests, on the device
 #                                race    slow exchanges that begin by writing NaN
 #                                sync    a transformers layer makes the host wait for nothing
@@ -35,7 +35,7 @@ wheels=${WHEELS:-.wheels}
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-declare -A limits=([install]=60 [build]=120 [whole]=110 [parity]=70 [models]=110 [checks]=90 [host]=40 [emulated]=90 [bandwidth]=40
+declare -A limits=([install]=60 [build]=120 [whole]=95 [parity]=70 [models]=85 [checks]=90 [host]=40 [emulated]=90 [bandwidth]=40
     [contention]=50 [whole-1b]=60 [convergence]=90 [memcheck]=60 [initcheck]=60)
 stages=(install build whole parity models checks host emulated bandwidth contention whole-1b convergence memcheck initcheck)
 
@@ -152,12 +152,12 @@ stage() {
     case $1 in
     install | build) "$1" ;;
     whole) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --minutes 1 --out "$results/whole" ;;
-    whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.4 --out "$results/whole-1b" ;;
+    whole-1b) shared 2 benchmarks/whole_steps.py "${rehearsed[@]}" --model 1b --groups 1 2 --minutes 0.6 --out "$results/whole-1b" ;;
     parity) shared 2 benchmarks/nccl.py "${rehearsed[@]}" --first --steps 7 --out "$results" ;;
     models)
-        shared 2 benchmarks/models.py "${rehearsed[@]}" --minutes 0.4
-        local two=$?
-        [ $device = cpu ] || shared 4 benchmarks/models.py --minutes 0.6 && return $two
+        local ranks=4
+        [ $device = cpu ] && ranks=2
+        shared $ranks benchmarks/models.py "${rehearsed[@]}" --minutes $patience
         ;;
     checks) side_by_side exact race sync layer ordered one ;;
     exact) tests_on_the_device ;;

@@ -27,7 +27,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_sp_overlap
-from benchmarks import record
+from benchmarks import instructions, record
 from benchmarks.profiles import synchronise
 from benchmarks.variants import Layer, Shape
 
@@ -47,7 +47,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--out", type=Path, help="write OUT.csv and OUT.json")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last variant goes")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count instructions instead, on a GPU's code path (instructions.py)"
+    )
     args = parser.parse_args()
+    if args.instructions:
+        instructions.main([])
+        return
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())

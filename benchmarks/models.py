@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+BEGIN = time.monotonic()  # imports take seconds, too
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed
 import torch
@@ -150,11 +152,11 @@ def main() -> None:
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
     torch.set_default_dtype(torch.float64)
-    size, begin = dist.get_world_size(), time.monotonic()
+    size = dist.get_world_size()
     cases = [case for case in CASES if case.ranks <= size]
     right, wrong, left = 0, [], 0
     for case in [cases[at] for at in args.cases] if args.cases else cases:
-        late = torch.tensor(float(time.monotonic() - begin > 60 * args.minutes), device=device)
+        late = torch.tensor(float(time.monotonic() - BEGIN > 60 * args.minutes), device=device)
         dist.all_reduce(late, op=dist.ReduceOp.MAX)
         if late.item():
             left += 1

@@ -199,6 +199,7 @@ class Emulated(SPGroup):
 
     def __init__(self, size: int, transport):
         super().__init__(None, transport)
+        self.kernels = self._choose_kernels()  # as the one rank that it is
         self.size = size
         self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
 

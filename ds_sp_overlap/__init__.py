@@ -56,6 +56,7 @@ from .integrations.megatron.bridge import bridge
 
 if TYPE_CHECKING:
     from .attention.arguments import PerHead
+    from .attention.declared import attention_function
     from .attention.drop_in import DistributedAttention
     from .attention.memory.checkpoint_cache import keep_attention
     from .attention.self_attention import SelfAttention
@@ -64,7 +65,8 @@ if TYPE_CHECKING:
     from .rotary import Rotary
 
 __all__ = [
-    "DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "disable", "enable", "keep_attention",
+    "DistributedAttention", "PerHead", "Report", "Rotary", "SelfAttention", "SpOverlapConfig", "attention_function", "disable",
+    "enable", "keep_attention",
 ]  # fmt: skip
 __version__ = "0.3.0"
 
@@ -75,6 +77,7 @@ _MODULES = {
     "Rotary": "rotary",
     "SelfAttention": "attention.self_attention",
     "SpOverlapConfig": "config",
+    "attention_function": "attention.declared",
     "disable": "integrations.registry",
     "enable": "integrations.registry",
     "keep_attention": "attention.memory.checkpoint_cache",

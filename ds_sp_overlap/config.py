@@ -164,7 +164,18 @@ class SpOverlapConfig(_Section):
             value = getattr(self, key)
             if value != "auto":
                 settings[key] = value
-        return dict(kernels=self.kernels, settings=settings)
+        return dict(kernels=self.kernels, settings=settings, overlaps=self.enabled)
+
+    def of_own_layer(self) -> SpOverlapConfig:
+        """Return the config for a layer that nobody else runs: without `enabled` it overlaps nothing.
+
+        That is this config, or if ``enabled`` is false, this config with one head group and
+        projections that are called whole. `of_sp_group` then has each exchange waited for at once.
+        """
+        if self.enabled:
+            return self
+        off = dict(head_groups=1, window=None, checkpointing="recompute", projections=False)
+        return self.model_copy(update={**off, "memory": None, "wgrad": False})
 
     @property
     def keeps_over_checkpoints(self) -> bool:

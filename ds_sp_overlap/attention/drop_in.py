@@ -68,10 +68,11 @@ class DistributedAttention(nn.Module):
         self.heads_alike = heads_alike
         # Whether the layer runs as it was made, whatever the section of the model says.
         self.has_own_config = config is not None or transport is not None
-        parsed = SpOverlapConfig.parse(config or {})
+        parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         group = sequence_process_group or dist.group.WORLD
         sp_group = SPGroup(group, transport or parsed.transport, sp_stream, **parsed.of_sp_group)
         layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
+        layer.tells = True
         self._attend = ProjectedAttention(layer)
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,12 @@ from ..autotune.trial import Candidate
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
+from ..profiling.steps import in_checkpoint
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..schedule import Schedule, Windowed, by_head_groups, check
-from ..warn import warn_once
+from ..warn import inform, warn_once
 from .heads import Local, fault_of_heads
 from .runtime.execution import Call
 
@@ -49,6 +51,21 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
+# The policies of layers of one's own, which choose together over one group with one config.
+_policies: WeakValueDictionary[tuple, Policy] = WeakValueDictionary()
+# What start-up lines told of such layers.
+_told: set[str] = set()
+
+
+def _policy_of(config: SpOverlapConfig, sp_group: SPGroup) -> Policy | None:
+    """Return the policy of a layer that `enable` does not know; None where nothing is chosen."""
+    key = sp_group.group, config.model_dump_json()
+    policy = _policies.get(key) or Policy.of(config, sp_group)
+    if policy is not None:
+        _policies[key] = policy
+    return policy
+
+
 class LayerRuntime:
     """Makes the `Call`s of one layer; all kinds of attention layer share it.
 
@@ -67,6 +84,9 @@ class LayerRuntime:
             section gives the window alone.
     """
 
+    # Whether a first call tells what the layer got: one that `enable`, which reports, did not make.
+    tells = False
+
     def __init__(
         self,
         sp_group: SPGroup,
@@ -78,7 +98,7 @@ class LayerRuntime:
     ):
         self.sp_group, self.config, self.where = sp_group, config, where
         self.heads_alike, self.schedule = heads_alike, schedule
-        self.policy = policy or Policy.of(config, sp_group)
+        self.policy = policy or _policy_of(config, sp_group)
         # The place among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
         sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
@@ -183,6 +203,7 @@ class LayerRuntime:
                 "host (to compare calls over the ranks), which no graph can hold; capture what "
                 "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
             )
+        self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         if local is not None and call.geometry.groups > 1 and not self.heads_alike:
             if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
@@ -279,7 +300,22 @@ class LayerRuntime:
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
         # Once more, since the geometry depends on nodes that may have been found just now.
         geometry, _ = describe()
+        if is_first and self.tells:
+            self._tell(geometry)
         return self._call_of(geometry, is_first and self.config.check)
+
+    def _tell(self, geometry: Geometry) -> None:
+        """Log the start-up line of layers of one shape, once in a process."""
+        got = f"G = {geometry.groups}"
+        if self.policy is not None:
+            got = f"G by timing in the first {self.policy.warmup_steps} steps"
+        if not self.config.enabled:
+            got = "off (enabled is false in its config)"
+        heads = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
+        what = f"{heads} over {geometry.sp_size} ranks: {got}"
+        if what not in _told:
+            _told.add(what)
+            inform(f"sp_overlap: {self.where}, and layers of one's own like it: {what}")
 
     def _call_of(self, geometry: Geometry, checked: bool) -> Call:
         """Make a call with this geometry and the schedule for it; ``checked`` as for `Call`."""
@@ -333,6 +369,7 @@ class LayerRuntime:
             f"{geometry.heads} query and {geometry.kv_heads} KV heads, "
             f"{geometry.groups} head groups, {geometry.shares} shares {geometry.query_chunks}, "
             f"{'batch' if geometry.batch_first else 'sequence'} first, {types()}, "
+            f"{'in an' if in_checkpoint() else 'in no'} activation checkpoint, "
             f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
 

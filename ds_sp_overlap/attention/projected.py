@@ -23,8 +23,9 @@ from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
 class ProjectedAttention:
     """Ulysses attention of q, k and v that the caller has projected.
 
-    The exchanges overlap with one another and with attention (head groups). The exchanges of dq, dk
-    and dv overlap with the backward of the caller's projections. Holds no module and no parameter.
+    The exchanges overlap with one another and with attention (head groups). dq, dk and dv have all
+    arrived when the backward of the caller's projections begins: autograd runs first what was made
+    last, and the exchanges were made behind the projections. Holds no module and no parameter.
 
     Args:
         layer: The runtime of the layer.

@@ -36,7 +36,7 @@ from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.products import autocast, batched_pays
+from .runtime.products import autocast, batched_is_slow, batched_pays
 from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
@@ -123,7 +123,7 @@ class SelfAttention:
         self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads or num_heads, head_dim
         self.local_attention, self.batch_first = local_attention, batch_first
         self.plain = plain
-        parsed = SpOverlapConfig.parse(config or {})
+        parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         self.may_window = parsed.window_of(1) is not None
         # A window replaces the schedule of the call, so that the caller's would be lost in silence.
         if schedule is not by_head_groups and self.may_window:
@@ -149,6 +149,8 @@ class SelfAttention:
         self.layer = LayerRuntime(
             sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
         )
+        # `enable` hands over the config of its model, and reports.
+        self.layer.tells = not isinstance(config, SpOverlapConfig)
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
         self.layer.windowed = self.can_window(self.split_projections())
@@ -408,6 +410,9 @@ class SelfAttention:
         For o this is the GEMM of do. ``split`` are the projections computed part by part.
         """
         geometry = call.geometry
+
+        if batched_is_slow(x):
+            return frozenset()
 
         def is_sliced(kind: str) -> bool:
             # The rows of a group lie apart; one plain GEMM would need a copy of them, which a

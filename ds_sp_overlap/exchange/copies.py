@@ -8,7 +8,7 @@ So a plan of an exchange is a value: `pack` and `unpack` carry it out, and decid
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,14 +51,6 @@ class Run(NamedTuple):
         """Elements of the tensor that the view holds, each counted once."""
         return math.prod(size for size, step in zip(self.shape, self.strides) if step)
 
-    @property
-    def grain(self) -> int:
-        """The most elements that can be one: ends and starts of all rows are multiples of it."""
-        if not self.strides[-1] == self.wire_strides[-1] == 1:
-            return 1
-        steps = *self.strides[:-1], *self.wire_strides[:-1]
-        return math.gcd(self.shape[-1], self.offset, self.wire_offset, *steps)
-
 
 @dataclass(frozen=True)
 class Copies:
@@ -66,17 +58,24 @@ class Copies:
 
     Attributes:
         runs: The pairs of views.
-        grains: `Run.grain` of each.
+        repeats: `Run.repeats` of each.
+        elements: Elements of the wire.
         flat: If the one tensor lies in memory as it travels: the offset of its first element; else
             None.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that each
             part is copied. Otherwise parts are added to zeros.
+        is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
+        in_order: For each tensor the shape, the strides and the offset of one view of the wire,
+            which made contiguous is the tensor; empty where one view is not enough.
     """
 
     runs: tuple[Run, ...]
-    grains: tuple[int, ...]
+    repeats: tuple[list[int], ...]
+    elements: int
     flat: int | None
     disjoint: bool
+    is_wire: bool
+    in_order: tuple[tuple[tuple[int, ...], Strides, int], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -87,24 +86,33 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         sides: The parts of each tensor.
         strides: The strides of each tensor; None for those of contiguous tensors.
     """
-    if strides is None:
-        strides = tuple(contiguous(shape) for shape in sides.shapes)
-    runs = runs_of(sides, strides)
-    sizes = [math.prod(shape) for shape in sides.shapes]
-    held = [0] * len(sizes)
+    of_tensors = strides or tuple(contiguous(shape) for shape in sides.shapes)
+    runs = runs_of(sides, of_tensors)
+    sizes, held = [math.prod(shape) for shape in sides.shapes], [0] * len(sides.shapes)
     for run in runs:
         held[run.tensor] += run.elements
     disjoint = held == sizes  # guard: disjoint parts need no sum
+    repeats = tuple(run.repeats for run in runs)
+    one = runs[0] if len(runs) == len(sizes) == 1 else None
     flat = None
-    if len(runs) == 1 and sides.elements == sizes[0]:
-        (run,) = runs
+    if one is not None and sides.elements == sizes[0]:
         # A dimension of one element has no stride.
-        steps = zip(run.shape, run.strides, run.wire_strides)
-        if all(
-            size == 1 or step == wire for size, step, wire in steps
-        ):  # guard: lies as it travels
-            flat = run.offset
-    return Copies(tuple(runs), tuple([run.grain for run in runs]), flat, disjoint)
+        steps = zip(one.shape, one.strides, one.wire_strides)
+        alike = [size == 1 or step == wire for size, step, wire in steps]
+        if all(alike):  # guard: lies as it travels
+            flat = one.offset
+    is_wire = one is not None and one.wire_strides == contiguous(one.shape)
+    in_order = []
+    is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
+    if strides is None and disjoint and is_one_each and not any(repeats):
+        for run in runs:
+            # In the order of memory of the tensor.
+            order = sorted(range(len(run.shape)), key=lambda dim: -run.strides[dim])
+            shape = tuple(run.shape[dim] for dim in order)
+            in_order.append((shape, tuple(run.wire_strides[dim] for dim in order), run.wire_offset))
+    return Copies(
+        tuple(runs), repeats, sides.elements, flat, disjoint, is_wire, in_order=tuple(in_order)
+    )
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
@@ -112,15 +120,25 @@ def contiguous(shape: Sequence[int]) -> Strides:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def pack(tensors: Sequence[Tensor], copies: Copies, wire: Tensor) -> None:
-    """Copy the parts of ``tensors`` to their places in the flat ``wire``."""
-    for run, grain in zip(copies.runs, copies.grains):
-        part, place = _views(run, grain, tensors[run.tensor], wire)
-        place.copy_(part)
+def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Tensor]) -> Tensor:
+    """Copy the parts of ``tensors`` to a new flat buffer.
+
+    Args:
+        tensors: What is sent.
+        copies: Those of the tensors.
+        new_empty: Makes the buffer from a number of elements, of one dtype for all tensors.
+    """
+    if copies.is_wire:
+        # A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
+        return _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format).view(-1)
+    wire = new_empty(copies.elements)
+    for run in copies.runs:
+        wire.as_strided(run.shape, run.wire_strides, run.wire_offset).copy_(_part(tensors, run))
+    return wire
 
 
 def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
-    """Copy what is in the flat ``wire`` to ``tensors``, the inverse of `pack`.
+    """Copy what is in the flat buffer ``wire`` to ``tensors``, the inverse of `pack`.
 
     Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
     become zero.
@@ -130,12 +148,12 @@ def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
         totals = [  # guard: halves are summed in fp32
             torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in tensors
         ]
-    for run, grain in zip(copies.runs, copies.grains):
-        x, repeats = totals[run.tensor], run.repeats
-        # Sums have no wide elements.
-        part, place = _views(run, grain if copies.disjoint and not repeats else 1, x, wire)
+    for run, repeats in zip(copies.runs, copies.repeats):
+        part = _part(totals, run)
+        place = wire.as_strided(run.shape, run.wire_strides, run.wire_offset)
         if repeats:
-            place = place.sum(repeats, dtype=sum_dtype(x.dtype))  # guard: repeats are summed
+            exact = sum_dtype(part.dtype)
+            place = place.sum(repeats, dtype=exact)  # guard: repeats are summed
             for dim in reversed(repeats):
                 part = part.select(dim, 0)
         if copies.disjoint:
@@ -147,22 +165,23 @@ def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
             x.copy_(total)
 
 
-def _views(run: Run, grain: int, x: Tensor, wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the view of a tensor and that of the wire; 16 bytes an element where that pays."""
-    _, shape, strides, offset, wire_strides, wire_offset = run
+def unpacked(wire: Tensor, copies: Copies, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Copy what is in the flat buffer ``wire`` to new tensors, for `Copies.in_order`."""
+    outs = []
+    for view, shape in zip(copies.in_order, shapes):
+        x = wire.as_strided(*view)
+        out = x.reshape(shape)
+        if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
+            out = out.clone(memory_format=torch.contiguous_format)
+        outs.append(out)
+    return outs
+
+
+def _part(tensors: Sequence[Tensor], run: Run) -> Tensor:
+    """Return the view of a tensor that is the first of a pair."""
+    x = tensors[run.tensor]
     # ``as_strided`` counts from the storage, which other tensors may share.
-    part = x.as_strided(shape, strides, x.storage_offset() + offset)
-    place = wire.as_strided(shape, wire_strides, wire.storage_offset() + wire_offset)
-    if prefers_16_bytes(x) and x.dtype == wire.dtype and grain * x.element_size() % 16 == 0:
-        if not (x.data_ptr() % 16 or wire.data_ptr() % 16):
-            part, place = part.view(torch.complex128), place.view(torch.complex128)
-    return part, place
-
-
-def prefers_16_bytes(x: Tensor) -> bool:
-    """Return whether PyTorch's copies of 16 bytes an element are faster on the device of ``x``."""
-    # On a GPU its permuting copy of 2-byte elements reaches half of the bandwidth.
-    return x.is_cuda
+    return x.as_strided(run.shape, run.strides, x.storage_offset() + run.offset)
 
 
 def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:

@@ -78,7 +78,7 @@ class ZeroCta:
         self.symmetric = symmetric
         # torch's stub lacks the policy.
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-        self.group = communicator(group, cta_policy=policy)
+        self.group = communicator(group, self, cta_policy=policy)
         symmetric.set_backend("NCCL")
         # (source, target) pairs that no exchange uses now, by size, dtype and device; as many as
         # were in flight at once.

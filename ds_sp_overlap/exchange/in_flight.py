@@ -23,7 +23,7 @@ from ..profiling.ranges import is_profiled, named
 from ..profiling.timeline import Track
 from ..relayout import ops
 from . import check
-from .copies import Copies, copies_of, pack, unpack
+from .copies import Copies, copies_of, pack, unpack, unpacked
 from .layout import Layout, Patches, Side
 from .sp_group import SPGroup
 from .streams import HostStream, SideStream
@@ -96,7 +96,7 @@ class InFlight:
             ValueError: before any communication, if a tensor has another shape.
         """
         sp_group, layout, x = self.sp_group, self.layout, xs[0]
-        shapes = [each.shape for each in xs]
+        shapes = list(map(Tensor.size, xs))
         if shapes != layout.sources.shapes:  # guard: this half belongs here
             raise ValueError(
                 f"{self.name}: expected a tensor of shape {_listed(layout.sources.shapes)}, "
@@ -109,13 +109,13 @@ class InFlight:
             ]
         self.side = sp_group.streams(x.device)
         self.sources = xs
-        self.copies = copies_of(layout.sources, tuple([each.stride() for each in xs]))
+        self.copies = copies_of(layout.sources, tuple(map(Tensor.stride, xs)))
         self.copies_back = copies_of(layout.targets)
         new_empty = x.new_empty
-        dtypes = [each.dtype for each in xs]
-        if len(set(dtypes)) > 1:
-            self.dtypes = dtypes
-            new_empty = partial(new_empty, dtype=functools.reduce(torch.promote_types, dtypes))
+        if layout.also and len({each.dtype for each in xs}) > 1:
+            self.dtypes = [each.dtype for each in xs]
+            wider = functools.reduce(torch.promote_types, self.dtypes)
+            new_empty = partial(new_empty, dtype=wider)
         rotates = self.rope_back is not None  # guard: rotated, so unpacked
         self.unpacks = rotates or self.copies_back.flat is None
         if self.unpacks:
@@ -150,79 +150,63 @@ class InFlight:
             self.send = x.as_strided((size,), (1,), x.storage_offset() + flat)
         if self.track is not None:
             self.track.mark("packed")
+        sp_group, sizes = self.sp_group, (self.layout.sources.sizes, self.layout.targets.sizes)
         self.received = self.side.begin()
         try:
-            self._transfer()
+            if self.track is not None:
+                self.track.mark("started")
+            self.handle = sp_group.transport.launch(
+                self.send, self.recv, *sizes, sp_group.group, self.name
+            )
+            if self.track is not None:
+                self.track.follow(self.handle)
+            if not (self.side.blocks and self.side.overlaps):
+                # The transfer stream waits at once, so that a mark behind the wait tells when the
+                # data has arrived.
+                self.handle.wait()  # guard: waits on its stream
+                if self.track is not None:
+                    self.track.mark("arrived")
+        except RuntimeError as error:  # guard: a failed launch has a name
+            raise sp_group.failed(self.name, "the exchange", error) from error
         finally:
             # Also after an exception: work that was queued may use the buffers.
             self.side.end(self.received)  # guard: what is sent is kept
-
-    def _transfer(self) -> None:
-        """Have the transport move the buffer, on the stream that is current."""
-        sp_group, layout = self.sp_group, self.layout
-        if self.track is not None:
-            self.track.mark("started")
-        try:
-            self.handle = sp_group.transport.launch(
-                self.send,
-                self.recv,
-                layout.sources.sizes,
-                layout.targets.sizes,
-                sp_group.group,
-                self.name,
-            )
-        except RuntimeError as error:  # guard: a failed launch has a name
-            raise sp_group.failed(self.name, "the exchange", error) from error
-        if self.track is not None:
-            self.track.follow(self.handle)
-        if not self.side.blocks:
-            # The transfer stream waits at once, so that a mark behind the wait tells when the data
-            # has arrived.
-            self._wait()
-            if self.track is not None:
-                self.track.mark("arrived")
 
     def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
         """Allocate the tensors that are received, on the device of ``like``."""
         shapes = self.layout.targets.shapes
         if self.dtypes is None:
-            return tuple([like.new_empty(*shape) for shape in shapes])  # guard: memory of its own
+            return tuple(map(like.new_empty, shapes))  # guard: memory of its own
         typed = zip(shapes, self.dtypes)
         return tuple([like.new_empty(*shape, dtype=dtype) for shape, dtype in typed])
 
-    def _wait(self) -> None:
-        """Wait for the transfer: on the host, or on the stream that is current (`Handle`)."""
-        try:
-            self.handle.wait()  # guard: waits before it reads
-        except RuntimeError as error:  # guard: a failed wait has a name
-            raise self.sp_group.failed(self.name, "the exchange", error) from error
-
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
-        wire, x, source = (
-            new_empty(self.layout.sources.elements),
-            self.sources[0],
-            self.layout.source,
-        )
+        x, source = self.sources[0], self.layout.source
         relayout = ops.implementation(self.sp_group.kernels)
+        if self.rope is None and not self._is_one_cut(relayout, source):
+            return pack(self.sources, self.copies, new_empty)
+        wire = new_empty(self.copies.elements)
         if self.rope is not None:
             relayout.rotate_pack(x, *self.rope, *source.edges, wire)
-        elif self._is_one_cut(relayout, source):
-            relayout.pack(x, source.dim, *source.edges, wire)
         else:
-            pack(self.sources, self.copies, wire)
+            relayout.pack(x, source.dim, *source.edges, wire)
         return wire
 
     def _unpacked(self) -> tuple[Tensor, ...]:
         """Unpack what was received, into new tensors."""
-        outs, target = self._new_outs(self.recv), self.layout.target
+        target, copies = self.layout.target, self.copies_back
         relayout = ops.implementation(self.sp_group.kernels)
+        is_one_cut = self._is_one_cut(relayout, target)
+        if copies.in_order and self.dtypes is None and self.rope_back is None and not is_one_cut:
+            return tuple(unpacked(self.recv, copies, self.layout.targets.shapes))
+        outs = self._new_outs(self.recv)
         if self.rope_back is not None:
             relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
-        elif self._is_one_cut(relayout, target):
+        elif is_one_cut:
             relayout.unpack(self.recv, target.dim, *target.edges, *outs)
         else:
-            unpack(self.recv, self.copies_back, outs)
+            unpack(self.recv, copies, outs)
         return outs
 
     def _is_one_cut(self, relayout: ops.Relayout, side: Side) -> bool:
@@ -255,8 +239,11 @@ class InFlight:
     def _receive(self) -> None:
         """Order compute after the transfer, let go of what was sent, and unpack."""
         mark = self.received
-        if self.side.blocks:  # guard: waits before it unpacks
-            self._wait()
+        if self.side.blocks and self.side.overlaps:  # guard: waits before it unpacks
+            try:
+                self.handle.wait()  # guard: waits before it reads
+            except RuntimeError as error:  # guard: a failed wait has a name
+                raise self.sp_group.failed(self.name, "the exchange", error) from error
         current = self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         if self.track is not None:

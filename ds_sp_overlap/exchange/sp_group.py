@@ -50,6 +50,8 @@ class SPGroup:
         stream: Carries the transfers instead of our own stream (accelerators only).
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
         settings: As for `C10d`.
+        overlaps: Whether anything is computed while an exchange is under way; otherwise each is
+            waited for at once.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -62,6 +64,7 @@ class SPGroup:
         stream: Any | None = None,
         kernels: str = "auto",
         settings: dict[str, int] | None = None,
+        overlaps: bool = True,
     ):
         self.group, self.kernels = group, kernels
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -81,6 +84,7 @@ class SPGroup:
         self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
+        self._overlaps = overlaps
         self._sides: dict[torch.device, HostStream | SideStream] = {}
 
     def streams(self, device: torch.device) -> HostStream | SideStream:
@@ -95,6 +99,7 @@ class SPGroup:
                 side = HostStream()
             else:
                 side = SideStream(accelerator(device.type), device, self._stream)
+            side.overlaps = self._overlaps
             self._sides[device] = side
         return side
 
@@ -139,6 +144,20 @@ class SPGroup:
             f"in place of the compiled kernels ({missing[0]})"
         )
         return "torch"
+
+    def refuse_destroyed(self, where: str) -> None:
+        """Raise RuntimeError, on this rank, if the process group was destroyed meanwhile.
+
+        Its transport may live on. Asked before each call of a layer, ``where``, and each forward.
+        """
+        try:
+            if self.group is not None:
+                dist.get_rank(self.group)
+        except ValueError as error:  # guard: a group that is there
+            raise RuntimeError(
+                f"{where}: the process group of the sp ranks was destroyed ({error}); make the "
+                "layer, or call ds_sp_overlap.enable, over a group that is there"
+            ) from error
 
     def find_nodes(self) -> None:
         """Learn the node of every rank by the names of their hosts, for `nodes`.

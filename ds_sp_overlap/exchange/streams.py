@@ -3,7 +3,8 @@
 Note [Gate stream]
 ~~~~~~~~~~~~~~~~~~
 An exchange has to begin before the kernel that is to hide it. A kernel that takes every SM
-(attention) would otherwise run first and lock the exchange out. So compute has to wait until the
+(attention) would otherwise run first and lock the exchange out: on an H100 a block that was launched
+behind such a kernel waited for 99 % of it (benchmarks/contention.py). So compute has to wait until the
 transfer has been launched, but not until it is over, nor until earlier transfers are over. An event
 on the transfer stream would come behind the earlier transfers. Hence a gate stream that holds
 nothing: at each launch, compute waits for an event on the gate stream, in front of which there is
@@ -54,6 +55,8 @@ class HostStream:
 
     # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
     blocks = True
+    # Whether anything is computed during an exchange, which is waited for at once otherwise.
+    overlaps = True
 
     def begin(self) -> Any:
         pass
@@ -104,7 +107,7 @@ class SideStream:
         stream: Carries the transfers instead of our own stream, which all layers share.
     """
 
-    blocks = False
+    blocks, overlaps = False, True
 
     def __init__(self, backend: Any, device: Any, stream: Any | None = None):
         self.backend = backend
@@ -120,7 +123,8 @@ class SideStream:
         Returns:
             A mark for `end`, which must be called, and then for `before_compute`, each once.
         """
-        compute, event = self.backend.current_stream(self.index), self._event()
+        compute = self.backend.current_stream(self.index)
+        event = self.events.pop() if self.events else self.backend.Event()
         # One event serves the launch and the mark: a wait is for the record before the wait, so
         # that a later record does not disturb it.
         compute.record_event(event)  # guard: on the stream that made it
@@ -140,6 +144,8 @@ class SideStream:
         self.backend.set_stream(compute)
         compute.wait_event(event)  # guard: goes on after the launch
         self.transfer.record_event(event)  # guard: marked behind the transfer
+        if not self.overlaps:
+            compute.wait_event(event)
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
@@ -184,14 +190,10 @@ class SideStream:
 
     def _order(self, stream: Any, before: Any) -> None:
         """Let ``stream`` go on behind what ``before`` holds now."""
-        event = self._event()
+        event = self.events.pop() if self.events else self.backend.Event()
         before.record_event(event)  # guard: an event is recorded
         stream.wait_event(event)
         self.events.append(event)
-
-    def _event(self) -> Any:
-        """Return one of `events`; a new one if there are none."""
-        return self.events.pop() if self.events else self.backend.Event()
 
 
 class Accelerator:

@@ -30,8 +30,11 @@ for all ranks of the world; so the group is unbound meanwhile (`_unbound`).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -50,7 +53,8 @@ from .launch_order import LAUNCH_ORDER
 # would take up to 32. Where the sp group spans nodes its network card is the slowest link, which
 # blocks beyond its bandwidth don't fill faster. NCCL counts 14 GB/s a block and network
 # (P2P_PER_CHANNEL_NET_BW in its src/graph/paths.cc), so 4 blocks fill a card of 400 Gbit/s a GPU,
-# which is 50 GB/s. Not measured by us; ``sp_overlap.max_ctas`` wins.
+# which is 50 GB/s: not measured. Beside 16 blocks an H100's products took 1.03 to 1.12 times as
+# long, attention 1.04 (benchmarks/results/h100/contention.csv). ``sp_overlap.max_ctas`` wins.
 MAX_CTAS = 16
 NETWORK_CTAS = 4
 
@@ -148,7 +152,7 @@ class C10d:
                 sp_group.find_nodes()  # alike on all ranks
                 blocks = MAX_CTAS if len(set(sp_group.nodes)) == 1 else NETWORK_CTAS
                 self.settings["max_ctas"] = max(blocks, self.settings.get("min_ctas", 0))
-            self.group = communicator(sp_group.group, **self.settings)
+            self.group = communicator(sp_group.group, self, **self.settings)
             if LAUNCH_ORDER not in os.environ:
                 warn_once(
                     f"sp_overlap: {LAUNCH_ORDER} is not set, and this process had an NCCL group "
@@ -236,9 +240,25 @@ class OneRank(Done):
         return self
 
 
-# By group name and settings: the group that a communicator was made for, and the communicator. The
-# group tells whether a later group has taken the name.
-_communicators: dict[tuple, tuple[Any, Any]] = {}
+@dataclass
+class _Made:
+    """A communicator of our own.
+
+    Attributes:
+        made_for: The sp group; tells whether a later group has taken its name.
+        own: The communicator, or the sp group itself.
+        ranks: The ranks of the world that are in both.
+        users: The transports that exchange over it.
+    """
+
+    made_for: Any
+    own: Any
+    ranks: list[int]
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+# By group name and settings.
+_communicators: dict[tuple, _Made] = {}
 
 
 def _groups_made() -> int:
@@ -246,15 +266,17 @@ def _groups_made() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def communicator(group: Any, **settings: int) -> Any:
+def communicator(group: Any, user: Any, **settings: int) -> Any:
     """Return an NCCL communicator of our own over the ranks of ``group``, at high priority.
 
-    Layers that ask for the same settings share one communicator, see Note [Two communicators].
+    Layers that ask for the same settings share one communicator, see Note [Two communicators]. See
+    Note [Given back] for its end.
 
     Collective over ``group`` alone: ranks outside of it take no part.
 
     Args:
         group: The sp group.
+        user: The transport that asks.
         settings: Fields of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``.
 
     Returns:
@@ -262,10 +284,41 @@ def communicator(group: Any, **settings: int) -> Any:
         ranks would not meet.
     """
     key = (group.group_name, *sorted(settings.items()))
-    made_for, known = _communicators.get(key, (None, None))
-    if made_for is group:
-        return known
-    own, ranks = group, dist.get_process_group_ranks(group)
+    made = _communicators.get(key)
+    if made is None or made.made_for is not group:
+        ranks = dist.get_process_group_ranks(group)
+        _give_back(group, ranks)
+        made = _communicators[key] = _Made(group, _make(group, ranks, settings), ranks)
+    made.users.add(user)
+    return made.own
+
+
+def _give_back(group: Any, ranks: list[int]) -> None:
+    """End communicators over ``ranks`` that no transport uses on any rank. Collective.
+
+    Note [Given back]
+    ~~~~~~~~~~~~~~~~~
+    Communicators hold memory of the GPU: a process that made 17 engines, one after the other, ran
+    out of it. To end one is a collective. Nobody may do that in a finalizer, since each rank's
+    garbage collector runs at its own time. So the ranks end what is unused together, before they
+    make the next communicator.
+    """
+    gc.collect()  # transports that are held by nothing but reference cycles
+    unused = []
+    for key, made in _communicators.items():
+        if made.ranks == ranks and not made.users and made.own is not made.made_for:
+            unused.append(key)
+    every = [unused] * len(ranks)
+    dist.all_gather_object(every, unused, group=group)
+    for key in unused:
+        if all(key in of_rank for of_rank in every):
+            torch.cuda.synchronize(_device())
+            # It keeps its name: torch makes the next one's of the number of groups.
+            _communicators.pop(key).own.shutdown()
+
+
+def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
+    """Make a communicator, or say why not and return ``group``; arguments as `_make_connected`."""
     # Ranks meet under the name of the new group, which torch makes of the number of groups that a
     # rank has made.
     counts = [0] * len(ranks)
@@ -280,11 +333,10 @@ def communicator(group: Any, **settings: int) -> Any:
         say(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is")
     else:
         try:
-            own = _make_connected(group, ranks, settings)
+            return _make_connected(group, ranks, settings)
         except NotImplementedError as error:
             say(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is")
-    _communicators[key] = group, own
-    return own
+    return group
 
 
 def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:

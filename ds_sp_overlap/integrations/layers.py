@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..attention.call_geometry import shares_of
+from ..attention.declared import in_one_group
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -74,11 +75,18 @@ class OverlapSettings(NamedTuple):
         sp_group: The sp group with its transport.
         config: The ``sp_overlap`` section.
         policy: Chooses the number of head groups G by timing; None if the section gives G.
+        one_group: Why a layer gets all of a rank's heads at once, in words; empty if it needn't.
     """
 
     sp_group: SPGroup
     config: SpOverlapConfig
     policy: Policy | None
+    one_group: str = ""
+
+    def in_one_group(self, reason: str) -> OverlapSettings:
+        """Return the settings of a layer that gets all of a rank's heads at once."""
+        config = in_one_group(self.config)
+        return self._replace(config=config, policy=None, one_group=reason)
 
     def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
         """Return r, how many ranks share the query heads of a layer; 1 where none do.
@@ -154,7 +162,7 @@ class OverlapSettings(NamedTuple):
             The reason, the options of the section that have no effect, and the lack of heads, as
             far as each of them applies; empty if none does.
         """
-        reasons = [reason] if reason else []
+        reasons = [text for text in (reason, self.one_group) if text]
         if not windowed:
             # Options at their defaults ask for nothing that this layer lacks.
             changed = self.config.model_dump(exclude_defaults=True)

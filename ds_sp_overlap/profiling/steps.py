@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
@@ -52,6 +53,15 @@ def in_backward() -> bool:
     A layer that is called in backward is a checkpointed layer, which is recomputed.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def in_checkpoint() -> bool:
+    """Return whether a forward runs in a non-reentrant activation checkpoint of torch's.
+
+    A reentrant one records no gradients.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class OptimizerSteps:

@@ -3,11 +3,13 @@
 The self-check runs one attention layer on P ranks, overlapped. It compares the output and gradients
 with those of the same layer on the whole sequence in one process, in fp64. Each run ends with a
 negative control: one exchange delivers values that are off by one part in 10^9. If the check does
-not see that, the outcome is BLIND.
+not see that, the outcome is BLIND. It runs over NCCL where there is a GPU, also where ranks have to
+share it (`shared_gpu`), and else over gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -28,6 +30,7 @@ from ..exchange.streams import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
 from ..integrations.deepspeed import op_builds
 from ..relayout import kernels
+from .shared_gpu import lacks, nccl_version, sharing
 
 # Of relative errors; fp64 rounding of sums over a few thousand terms stays below 1e-13.
 BOUND = 1e-12
@@ -50,7 +53,7 @@ def versions() -> str:
     rows += [("op builds", line) for line in found or ["no lock"]]
     rows.append((CONNECTIONS, one_queue() or os.environ.get(CONNECTIONS, "not set")))
     if dist.is_nccl_available():
-        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+        rows.append(("NCCL", ".".join(map(str, nccl_version()))))
         order = os.environ.get(LAUNCH_ORDER, "not set")
         if order != "1":
             order += "; set it to 1 for every rank, see docs/correctness.md"
@@ -128,6 +131,7 @@ def _errors(
         sequence_process_group=dist.group.WORLD, config={"head_groups": groups}, name="doctor",
         transport=_Faulty() if faulty else None, **layer,
     )  # fmt: skip
+    attend.layer.tells = False
     y = attend(x)
     y.backward(cotangent[:, local])
 
@@ -147,21 +151,22 @@ def _errors(
     return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
 
 
-def _rank(rank: int, size: int, store: str, result: str) -> None:
+def _rank(rank: int, size: int, on_gpu: bool, store: str, result: str) -> None:
     """Run one rank of the self-check in a process of its own; rank 0 saves the errors.
 
     Args:
         rank: This rank.
         size: The number of ranks, P.
+        on_gpu: Whether it runs over NCCL; ranks share GPUs where there are fewer.
         store: The file by which the ranks find each other.
         result: The file for the errors of `_errors` by run, as `verdict` takes them.
     """
-    on_gpu = torch.cuda.device_count() >= size
     # The ranks share the cores of this machine.
     torch.set_num_threads(1)
+    device = torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=size
     )
@@ -207,10 +212,19 @@ def doctor(ranks: int) -> int:
         return 2
     print(versions(), flush=True)
     print(f"\nstarting {ranks} ranks for the self-check, in up to a minute", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    gpus, where = torch.cuda.device_count(), "gloo on the CPU"
+    with contextlib.ExitStack() as stack:
+        if gpus >= ranks:
+            where = "NCCL, a GPU each"
+        elif gpus and (reason := lacks()):
+            print(f"\nthe ranks can't share the {gpus} GPU, and run on the CPU: {reason}")
+        elif gpus:
+            where = f"NCCL, sharing {gpus} GPU {stack.enter_context(sharing())}"
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         store, result = str(Path(folder, "store")), str(Path(folder, "result"))
+        arguments = ranks, "NCCL" in where, store, result
         torch.multiprocessing.start_processes(
-            _rank, (ranks, store, result), nprocs=ranks, start_method="forkserver"
+            _rank, arguments, nprocs=ranks, start_method="forkserver"
         )
         runs = torch.load(result)
     names = list(next(iter(runs.values())))
@@ -218,8 +232,8 @@ def doctor(ranks: int) -> int:
     for name in names:
         rows.append([name, *(f"{errors[name]:.1e}" for errors in runs.values())])
     print(
-        f"\ngradient self-check, {ranks} ranks, fp64: largest relative error against the whole "
-        "sequence in one process"
+        f"\ngradient self-check, {ranks} ranks over {where}, fp64: largest relative error against "
+        "the whole sequence in one process"
     )
     print(tabulate(rows, headers=["", *runs], tablefmt="simple"))
     outcome = verdict(runs)

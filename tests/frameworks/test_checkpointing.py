@@ -20,6 +20,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.attention.memory.recompute import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.integrations.sequence.masks import Masks
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from tests.harness import clients, layers, megatron_layers
 from tests.harness.cases import full, since_transformers
@@ -403,6 +404,44 @@ def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context():
     assert kept < recomputed
 
 
+def on_one_rank(rank, later, use_reentrant):
+    """What a rank says to a forward in whose layers rank 0 alone is checkpointed, at once or behind a first step; and then."""
+    inputs = cut(batches(1)[0], rank, 2)
+    del inputs["labels"]
+
+    def step():
+        model(**inputs, use_cache=False).logits.sum().backward()
+
+    with sequence_parallel_model(2, **EXACT) as (model, group):
+        ds_sp_overlap.enable(model.train(), {"head_groups": 2}, group)
+        if later:
+            step()
+        if rank == 0:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return refusal(step)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, full(True)])
+@pytest.mark.parametrize("later", [False, True])
+def test_checkpoints_on_one_rank_alone_are_refused_on_all(later, use_reentrant):
+    for kind, message in on_ranks(2, on_one_rank, later, use_reentrant, timeout_s=60):
+        assert kind == "ValueError" and "(sp rank 0: model and 2 more; sp rank 1: nothing)" in message, message
+
+
+def own_on_one_rank(rank):
+    """The same of a layer of one's own, in its first call."""
+    shape = Shape(config={"head_groups": 2})
+    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    call = functools.partial(layers.call_block, shape, attend, rank)
+    return refusal(lambda: call(x) if rank else checkpoint(call, x, use_reentrant=False))
+
+
+def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on_all():
+    for kind, message in on_ranks(2, own_on_one_rank, timeout_s=60):
+        assert kind == "ValueError" and "in an activation checkpoint" in message and "in no activation checkpoint" in message
+
+
 # Guards.
 
 
@@ -416,6 +455,19 @@ def refused_by_another(rank):
     return [] if "sp rank 1: " in message else [f"{kind}: {message}"]
 
 
-@pytest.mark.parametrize("watched", [Watched(Guard("refused on all ranks", without="pass"), refused_by_another)], ids=str)
+def checkpointed_alone(rank):
+    """Whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
+    with mock.patch.object(Masks, "for_attention", side_effect=NotImplementedError("went on")):
+        kind, message = on_one_rank(rank, later=False, use_reentrant=False)
+    return [message] if "went on" in message else []
+
+
+WATCHED = [
+    Watched(Guard("refused on all ranks", without="pass"), refused_by_another),
+    Watched(Guard("recomputed on all ranks", without="if False:"), checkpointed_alone),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_notices_a_removed_guard(watched):
     must_notice(watched)

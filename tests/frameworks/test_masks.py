@@ -3,6 +3,7 @@
 Held against the model on the whole sequence, as in `test_transformers`.
 """
 
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -179,6 +180,53 @@ def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank():
         assert said.pop("fine") is None
         for name, message in MASKS.items():
             assert said[name] is not None and said[name][0] == "ValueError" and message in said[name][1], (name, said[name])
+
+
+def without_mask(rank):
+    """Of decoder layers that give their attention no mask: the error, or what was said, of each batch and section."""
+    counted = PADDING["both sides"].cumsum(1).sub(1).clamp_min(0)
+    given = {
+        "one document": (None, None),
+        "documents": (packed([[10, 22], [3, 13, 16]]), None),
+        "padding": (counted, PADDING["both sides"]),
+    }
+    tokens, group, found = batches(1)[0], torch.distributed.group.WORLD, {}
+
+    def made():
+        model = tiny(**EXACT)
+        for layer in model.model.layers:
+            layer.forward = functools.partial(
+                lambda inner, *args, **options: inner(*args, **{**options, "attention_mask": None}), layer.forward
+            )
+        return model
+
+    for what, (positions, mask) in given.items():
+        whole = outcome(made(), tokens, 0, 1, None, positions, mask)
+        for section in ({"head_groups": 1}, {"head_groups": 2}, {"shares": 2}):
+            model, results = made(), []
+            ds_sp_overlap.enable(model, section, group)
+            said = refusal(lambda: results.append(outcome(model, tokens, rank, 2, group, positions, mask)))
+            ds_sp_overlap.disable(model)
+            found[what, str(section)] = said or worst(results[0], whole)
+    return found
+
+
+def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused():
+    """transformers would attend across the documents and to padding; documents were kept apart here, which was off by 1.5."""
+    for found in on_ranks(2, without_mask):
+        for (what, section), result in found.items():
+            if what == "one document":
+                assert result < FP64, (what, section)
+            else:
+                assert result[0] == "ValueError" and "LlamaAttention is given no attention_mask, though" in result[1], (
+                    what,
+                    section,
+                    result,
+                )
+
+
+def faults_of_no_mask(rank):
+    return [f"{key}: {x}" for key, x in without_mask(rank).items() if key[0] == "documents" and not isinstance(x, tuple)]
 
 
 def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
@@ -450,6 +498,7 @@ WATCHED = [
         faults_of_length,
     ),
     Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
+    Watched(Guard("the mask that was made is given", without="if sequence.padded:"), faults_of_no_mask),
     Watched(Guard("not another model", without="has_gathered = outer is not None"), faults_of_another_model),
     Watched(
         Guard("of its own forward", without="placeholder = list(self._placeholders.values())[-1]"),

@@ -168,17 +168,24 @@ def test_a_mistake_is_answered_with_the_message_of_the_readme(mistake):
         assert all(piece.strip() in text for piece in message.split("...")), text
 
 
-def accumulating(rank, caller):
-    """What is said where a module of the name ``caller`` makes an engine that accumulates two batches."""
+def by_a_trainer(rank, caller, trainer):
+    """What is raised, or said, where a method of a trainer makes an engine that accumulates two batches."""
+    kind = type(trainer, (), {"__module__": "trl.trainer"})
+    names = {"self": kind(), "__name__": caller, "make": lambda: made(ds_config(0, accumulation=2, sp_overlap=SECTION))}
     with listening(logging.WARNING) as messages:
-        eval("make()", {"__name__": caller, "make": lambda: made(ds_config(0, accumulation=2, sp_overlap=SECTION))})
-    return messages
+        error = refusal(eval, "make()", names)
+    return [str(error)] if error else messages
 
 
 def test_the_trainer_is_told_that_it_weighs_accumulated_batches_alike():
-    said, _ = on_ranks(2, accumulating, "transformers.trainer")
+    said, _ = on_ranks(2, by_a_trainer, "transformers.trainer", "SFTTrainer")
     assert any("(sp size 2) the Trainer weighs each of 2 accumulated batches alike" in message for message in said), said
-    assert not any("accumulated" in message for message in on_ranks(2, accumulating, "a_loop_of_ones_own")[0])
+    assert not any("accumulated" in message for message in on_ranks(2, by_a_trainer, "a_loop_of_ones_own", "SFTTrainer")[0])
+
+
+def test_a_trainer_that_knows_nothing_of_a_split_sequence_is_refused_on_every_rank():
+    for (said,) in on_ranks(2, by_a_trainer, "transformers.trainer", "DPOTrainer"):
+        assert "ValueError" in said and "TRL's DPOTrainer computes its loss from whole rows" in said
 
 
 WITHOUT_THE_IMPORT = """

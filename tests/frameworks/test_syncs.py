@@ -214,7 +214,7 @@ def by_positions(module, *qkv_and_mask, position_ids, **options):
 def against_documents_alone(rank, attention, options):
     """Errors of one and two head groups, of each packing."""
     errors = []
-    ALL_ATTENTION_FUNCTIONS["my_flash"] = by_positions
+    ALL_ATTENTION_FUNCTIONS["my_flash"] = ds_sp_overlap.attention_function(by_positions, documents="positions", heads_alike=True)
     for lengths in (*ROWS["packed"], *ROWS["packed in two rows"]):
         positions = packed(lengths)
         tokens = batches(1, *positions.shape)[0]

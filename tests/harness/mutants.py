@@ -41,7 +41,11 @@ PLANTED = {  # one fault of each kind: file, text that stands there once and beg
         'ranges = self.heads_of("q" if kind == "o" else kind, group)',
         'ranges = self.heads_of("q" if kind == "o" else kind, self.groups - 1 - group)',
     ),
-    "missing wait": ("exchange/in_flight.py", "self.handle.wait()  # guard", "pass  # guard"),
+    "missing wait": (
+        "exchange/in_flight.py",
+        "self.handle.wait()  # guard: waits before it reads",
+        "pass  # guard: waits before it reads",
+    ),
     "buffer freed early": ("exchange/in_flight.py", "mark = self.received\n", "mark, self.send = self.received, None\n"),
     "gradient missing on one rank": (
         "exchange/exchange.py",

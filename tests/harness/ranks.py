@@ -47,6 +47,7 @@ def _work(rank, size, store, tasks, results):
     torch.set_num_threads(1)
     import deepspeed
 
+    from ds_sp_overlap.attention import layer
     from ds_sp_overlap.exchange.calls import Calls
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build it, behind a file lock
@@ -61,6 +62,7 @@ def _work(rank, size, store, tasks, results):
             function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # for `mutants`, which asks who reaches a line
             torch.manual_seed(0)
             torch.nn.functional.linear = linear  # ZeRO-3 puts its own there for the rest of the process
+            layer._policies.clear(), layer._told.clear()  # layers of another task, if they are still there, choose alone
             Calls._of_groups.clear()  # each task's first call is call 1, so that none is compared with another task's
             results.put((rank, None, function(rank, *args)))
         except BaseException as error:  # sent to the test, which decides

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 import ds_sp_overlap
 import ds_sp_overlap.exchange.sp_group
 from ds_sp_overlap.attention.runtime.projections import Projections
+from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
 from tests.harness.models import forget_sequence_parallel, sequence_parallel
@@ -359,4 +360,4 @@ def overlaps(trial):
 def reasons(trial):
     """Why layers are overlapped at their attention function alone."""
     own = [lacks for what, lacks in zip(trial.got, trial.lacks) if what == "attention function"]
-    return list(dict.fromkeys(lacks.replace("; projections stay its own", "") for lacks in own))
+    return list(dict.fromkeys(lacks.replace(f"; {OWN}", "") for lacks in own))

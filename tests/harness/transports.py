@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ds_sp_overlap.exchange.copies import blocks_of
 from ds_sp_overlap.exchange.in_flight import InFlight
+from ds_sp_overlap.relayout import ops
 
 
 class Armed:
@@ -59,6 +60,12 @@ def _packs(in_flight):
     return in_flight.layout.sources.elements > 0 and (in_flight.rope is not None or in_flight.copies.flat is None)
 
 
+def _makes_memory(in_flight, copies, side, rope):
+    """Whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
+    relayout = ops.implementation(in_flight.sp_group.kernels)
+    return rope is None and copies and in_flight.dtypes is None and not in_flight._is_one_cut(relayout, side)
+
+
 def _unpacks(in_flight):
     layout = in_flight.layout
     return layout.targets.elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
@@ -96,7 +103,8 @@ def spoiled_buffers():
             launched = launch(self, *args, **kwargs)
         finally:
             here.launching = None
-        here.due.update(owned=_packs(self), filled=_packs(self))
+        made = _makes_memory(self, self.copies.is_wire, self.layout.source, self.rope)
+        here.due.update(owned=_packs(self), filled=_packs(self) and not made)
         return launched
 
     @functools.wraps(pack)
@@ -126,7 +134,8 @@ def spoiled_buffers():
     @functools.wraps(collect)
     def collecting(self):
         out = collect(self)
-        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self))
+        made = _makes_memory(self, self.copies_back.in_order, self.layout.target, self.rope_back)
+        here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self) and not made)
         return out
 
     wrapped = {"launch": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}

@@ -98,7 +98,7 @@ def made_by_one_group(rank):
     with bound_to_a_gpu(), listening() as messages:
         if rank > 1:
             return None
-        own = transport.communicator(group, max_ctas=4)
+        own = transport.communicator(group, transport.C10d(), max_ctas=4)
         asked_for = Nccl.made[-1].asked_for
         received = torch.empty(2)
         dist.all_to_all_single(received, torch.tensor([10.0, 11.0]) + rank, group=own)
@@ -119,7 +119,7 @@ def beside_one_that_falls_back(rank):
     if rank == 3:
         dist.new_group([3], use_local_synchronization=True)
     with bound_to_a_gpu(), listening() as messages:
-        own = transport.communicator(group)
+        own = transport.communicator(group, transport.C10d())
         return own is group, len(Nccl.made), ["have made" in message for message in messages]
 
 
@@ -130,7 +130,7 @@ def test_an_sp_group_that_keeps_its_own_does_not_hang_another():
 def made_in_vain(rank):
     group = dist.new_group([0, 1])
     with bound_to_a_gpu(), mock.patch.object(dist, "new_group", side_effect=RuntimeError("out of memory")):
-        return refusal(transport.communicator, group), dist.group.WORLD.bound_device_id
+        return refusal(transport.communicator, group, transport.C10d()), dist.group.WORLD.bound_device_id
 
 
 def test_the_default_group_stays_bound_where_the_making_fails():
@@ -147,3 +147,37 @@ def bound_groups_are_split(rank):
 def test_the_stand_in_hangs_where_nccl_would():
     said = ("TimeoutError", "ncclCommSplit hangs: 2 of 4 ranks came")
     assert on_ranks(4, bound_groups_are_split) == [said, said, None, None]
+
+
+class Counted:
+    """Stands in for an NCCL communicator of its own."""
+
+    alive = 0
+
+    def __init__(self, *asked_for):
+        Counted.alive += 1
+
+    def shutdown(self):
+        Counted.alive -= 1
+
+
+def engines_made_and_dropped(rank):
+    """Communicators alive after each of five engines; rank 1 lets go of the second one engine late."""
+    alive, late, Counted.alive = [], None, 0
+    with bound_to_a_gpu(), mock.patch.object(transport, "_make_connected", Counted):
+        for engine in range(5):
+            group = dist.new_group([0, 1])
+            layers = [transport.C10d(own=True), transport.C10d(own=True)]
+            assert len({id(transport.communicator(group, layer, max_ctas=4)) for layer in layers}) == 1
+            transport.communicator(group, layers[0], max_ctas=8)
+            late = layers if (rank, engine) == (1, 1) else late
+            if engine == 3:
+                late = None
+            layers[0].circle = layers  # as layers of a model hold one another
+            del layers
+            alive.append(Counted.alive)
+        return alive
+
+
+def test_communicators_are_given_back_by_all_ranks_together_before_the_next_is_made():
+    assert on_ranks(2, engines_made_and_dropped) == [[2, 2, 4, 4, 2]] * 2

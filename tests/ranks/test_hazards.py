@@ -263,6 +263,7 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
     Watched(Guard("what is sent is kept", without="self.side.end(self.received)\nself.send = None"), late_delivery),
+    Watched(Guard("a copy, no view", without="if False:"), late_delivery),
     Watched(SEEN_BY_PROGRAMS["lies as it travels"], one_position_a_rank),
     Watched(
         Guard(

@@ -6,9 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sp_overlap.exchange import copies
+from ds_sp_overlap.exchange.copies import copies_of, unpack
 from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
@@ -16,7 +15,7 @@ from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
 from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
 from tests.harness.layers import Shape
-from tests.harness.moving import moving
+from tests.harness.moving import moving, packed
 from tests.harness.ranks import no_faults, on_ranks
 from tests.harness.schedules import travelling
 
@@ -162,34 +161,15 @@ def part_by_part(xs, sides):
     return wire, [total.to(torch.bfloat16) for total in totals]
 
 
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("head_dims", [(8, 8, 8), (16, 16, 8), (2, 2, 2)])
 @pytest.mark.parametrize("size,heads,kv_heads", [(4, 8, 2), (4, 4, 1), (4, 8, 4), (4, 8, 8), (3, 6, 2), (2, 6, 3)])
-def test_repeated_heads_are_packed_and_summed_also_16_bytes_at_a_time(size, heads, kv_heads, head_dims, wide, monkeypatch):
-    """As on a GPU, where copies of 2-byte elements are viewed as wider ones if memory is aligned (head dims of 2 are not)."""
-    monkeypatch.setattr(copies, "prefers_16_bytes", lambda x: wide)
+def test_repeated_heads_are_packed_and_summed(size, heads, kv_heads, head_dims):
     ends, xs = sides(size, heads, kv_heads, head_dims, batch=2)
-    wire, outs = xs[0].new_empty(ends.elements), [torch.empty_like(x) for x in xs]
-    with Copied() as copied:
-        copies.pack(xs, copies.copies_of(ends), wire)
-        copies.unpack(wire, copies.copies_of(ends), outs)
+    wire, outs = packed(xs, ends), [torch.empty_like(x) for x in xs]
+    unpack(wire, copies_of(ends), outs)
     expected, totals = part_by_part(xs, ends)
     assert torch.equal(wire, expected)
     assert all(map(torch.equal, outs, totals))
-    assert (torch.complex128 in copied.dtypes) == (wide and head_dims != (2, 2, 2))
-
-
-class Copied(TorchDispatchMode):
-    """The dtypes of what was copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "copy_":
-            self.dtypes.add(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 # Guards.

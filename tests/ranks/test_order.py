@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sp_overlap
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
-from tests.harness import layers, models, reference
+from tests.harness import dropin, layers, models, reference
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks
@@ -108,6 +108,25 @@ def test_a_kv_head_shared_by_two_groups_travels_with_the_first_in_both_direction
     for forward, backward in on(size, size, {"head_groups": 2}):
         assert forward == ">q0 >k0 >v0 >q1 <q0 <k0 <v0 >o0 <q1 >o1 <o0 <o1".split()
         assert backward == ">do1 >do0 <do1 >dq1 <do0 >dv0 >dk0 >dq0 <dq1 <dv0 <dk0 <dq0".split()
+
+
+@pytest.mark.parametrize("more", [{}, {"head_groups": 4}, {"checkpointing": "keep", "window": 1}], ids=str)
+def test_a_layer_that_is_switched_off_waits_for_each_exchange_at_once(more):
+    for seen in on(2, HEADS, {"enabled": False, **more}):
+        assert seen == (">q <q >k <k >v <v >o <o".split(), ">do <do >dv <dv >dk <dk >dq <dq".split())
+
+
+def projected_and_switched_off(rank):
+    """The order of exchanges of a drop-in that is switched off, and what differs from the whole sequence's."""
+    mover = Recording()
+    case = dropin.Case(config={"enabled": False})
+    return dropin.dropin_faults(rank, case, transport=mover), mover.log
+
+
+def test_a_drop_in_that_is_switched_off_waits_for_each_exchange_at_once_and_is_right():
+    for faults, log in on_ranks(2, projected_and_switched_off):
+        assert faults == []
+        assert log == ">q <q >k <k >v <v >o <o >do <do >dv <dv >dk <dk >dq <dq".split()
 
 
 @pytest.mark.parametrize("local", [reference.attention, fused], ids=["run again", "kept"])

@@ -14,6 +14,7 @@ from tests.harness.cases import full
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
+from tests.harness.listening import listening
 from tests.harness.policies import hooks, optimizer_step, scripted, two_replicas
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording
@@ -86,6 +87,33 @@ def test_what_the_slowest_rank_measured_decides_and_is_said():
 def test_with_a_fixed_setting_nothing_is_tried(config, groups):
     for ran, asked, said in on_ranks(2, trained_block, 2, [{}, {}], 12, config):
         assert ran == [groups] * 12 and asked == [] and said == []
+
+
+def layers_of_ones_own(rank):
+    """What three layers of one shape, and one of another, run in the end, and the lines that all four log, with the start-up's."""
+    group, shapes = torch.distributed.group.WORLD, [Shape(heads=8, kv_heads=8)] * 3 + [Shape(heads=8, kv_heads=2)]
+    modules, movers = [layers.projections(shape) for shape in shapes], [Recording() for _ in shapes]
+    made = [layers.block(*each, group, mover) for *each, mover in zip(shapes, modules, movers)]
+    sgd = torch.optim.SGD([p for layer in modules for p in layer.parameters()], lr=0.0)
+    with listening(start_up=True) as said, scripted({1: 3.0, 2: 2.0, 4: 1.8}):
+        for _ in range(20):
+            for mover in movers:
+                mover.log.clear()
+            for shape, attend in zip(shapes, made):
+                x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+                layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+            sgd.step()
+    return [sum(what.startswith(">o") for what in mover.log) for mover in movers], said
+
+
+def test_layers_of_ones_own_choose_together_and_each_shape_is_told_once():
+    for groups, said in on_ranks(2, layers_of_ones_own):
+        assert len(set(groups[:3])) == 1
+        for heads in ("8 query and 8 KV heads", "8 query and 2 KV heads"):
+            lines = [line for line in said if heads in line]
+            assert len(lines) == 2, lines
+            assert lines[0].endswith(f"layers of one's own like it: {heads} over 2 ranks: G by timing in the first 16 steps")
+            assert "kept: G = " in lines[1]
 
 
 def right_in_every_step(rank, use):

@@ -391,7 +391,7 @@ LAYER = "a layer, G = 2"
 WATCHED = [
     # Waits.
     Watched(Guard("sends what is ready", without="pass"), check(LAYER), 0),
-    Watched(Guard("waits before it reads", without="pass"), check(LAYER, True), 0),
+    Watched(Guard("waits on its stream", without="pass"), check(LAYER, True), 0),
     Watched(Guard("compute waits for it", without="current = mark.compute"), check(LAYER), 0),
     Watched(Guard("its own stream waits", without="pass"), check(LAYER), 0),
     Watched(Guard("memory returns in order", without="pass"), check("abandoned"), 0),

@@ -1,5 +1,6 @@
 """Bad input is an error on every rank, before anything is exchanged; a fault under way names its exchange."""
 
+import functools
 import re
 
 import pytest
@@ -670,6 +671,47 @@ def test_check_mode_finds_ranks_that_launch_in_another_order():
         )
 
 
+def on_a_destroyed_group(rank, kind):
+    """What is said where the process group was destroyed behind a first step."""
+    group = torch.distributed.new_group([0, 1])
+    if kind == "model":
+        with models.sequence_parallel_model(2) as (model, _):
+            ds_sp_overlap.enable(model, {}, group)
+            inputs = models.cut(models.batches(1)[0], rank, 2)
+            call = functools.partial(models.mean_loss, model, inputs, None)
+            call()
+            torch.distributed.destroy_process_group(group)
+            return refusal(call)
+    shape = Shape()
+    attend = layers.block(shape, layers.projections(shape), group)
+    call = functools.partial(layers.call_block, shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+    call()
+    torch.distributed.destroy_process_group(group)
+    return refusal(call)
+
+
+@pytest.mark.parametrize("kind", ["model", "layer"])
+def test_a_destroyed_process_group_is_refused_by_name(kind):
+    for refused, message in refused_on_both(on_a_destroyed_group, kind):
+        where = {"model": "LlamaForCausalLM", "layer": "layer"}[kind]
+        assert refused == "RuntimeError" and message.startswith(f"{where}: the process group of the sp ranks was destroyed"), (
+            message
+        )
+
+
+def without_tokens(rank, batch, tokens):
+    with models.sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        nothing = torch.zeros(batch, tokens, dtype=torch.long)
+        return refusal(model, input_ids=nothing, position_ids=nothing, use_cache=False)
+
+
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 4)])
+def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens):
+    said = f"LlamaForCausalLM: no sp rank has a token (batch {batch}, local lengths {[tokens] * 2}); leave such a batch out on all ranks"
+    assert refused_on_both(without_tokens, batch, tokens) == [("ValueError", said)] * 2
+
+
 # Guards.
 
 
@@ -684,7 +726,19 @@ def failure_names_the_exchange(rank):
     return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
 
 
+def passes_on_a_destroyed_group(rank):
+    kind, message = on_a_destroyed_group(rank, "layer")
+    return [] if message.startswith("layer: ") else [message]
+
+
+def passes_without_tokens(rank):
+    found = without_tokens(rank, 2, 0)
+    return [] if "no sp rank has a token" in found[1] else [found[1]]
+
+
 WATCHED = [
+    Watched(Guard("a group that is there", without="except LookupError as error:"), passes_on_a_destroyed_group),
+    Watched(Guard("somebody has a token", without="if False:"), passes_without_tokens),
     Watched(
         Guard("heads rotate whole", without="if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:"),
         narrow_tables_pass,

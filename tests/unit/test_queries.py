@@ -223,9 +223,9 @@ def attend(layer, **options):
     return local_attention(layer, q[:, 3:9], k, v, sequence=sequence_of([[SEQ]]), queries=(3, 9), **options)
 
 
-def test_flash_attention_of_somebody_else_is_refused_by_name(monkeypatch):
+def test_a_function_that_nobody_has_declared_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "my_flash", lambda *args, **options: None)
-    with pytest.raises(ValueError, match='Layer: "my_flash" is not transformers\' own flash attention.*share query heads'):
+    with pytest.raises(ValueError, match='Layer: "my_flash" is not known to take the last queries.*share query heads'):
         attend(Layer("my_flash"), pattern=Pattern())
 
 

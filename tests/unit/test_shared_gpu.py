@@ -1,5 +1,6 @@
 """Ranks that share one GPU, with scripts in place of CUDA's daemon and of training; and what of a GPU's profile is a kernel."""
 
+import contextlib
 import json
 import struct
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import strip_nccl
 from benchmarks.profiles import kernels
-from ds_sp_overlap.tools import shared_gpu
+from ds_sp_overlap.tools import doctor, shared_gpu
 
 RANKS = """
 import os, sys, time
@@ -128,3 +129,33 @@ def test_ranges_of_the_profiler_are_no_kernels():
         "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "Memcpy DtoD (Device -> Device)", "void at::native::vectorized_elementwise_kernel",
         "Memset (Device)", "void at::native::reduce_kernel", "Memcpy DtoH (Device -> Pageable)",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus, reason, where", [
+    (0, "", "gloo on the CPU"), (1, "", "NCCL, sharing 1 GPU under MPS"), (1, "NCCL is old", "gloo on the CPU"), (2, "", "NCCL, a GPU each")
+])  # fmt: skip
+def test_doctor_runs_its_ranks_over_nccl_on_one_gpu_too_and_says_where(gpus, reason, where, monkeypatch, capsys):
+    on_gpu = []
+
+    def start_processes(run, arguments, **options):
+        ranks, over_nccl, _, result = arguments
+        on_gpu.append((over_nccl, shared))
+        torch.save({"G = 1": {"output": 0.0}, "control": {"output": 1.0}}, result)
+
+    @contextlib.contextmanager
+    def sharing():
+        nonlocal shared
+        shared = True
+        yield "under MPS"
+        shared = False
+
+    shared = False
+    monkeypatch.setattr(doctor, "versions", lambda: "")
+    monkeypatch.setattr(doctor, "lacks", lambda: reason)
+    monkeypatch.setattr(doctor, "sharing", sharing)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.multiprocessing, "start_processes", start_processes)
+    assert doctor.doctor(2) == 0
+    printed = capsys.readouterr().out
+    assert f"2 ranks over {where}, fp64" in printed and (reason in printed) and not shared
+    assert on_gpu == [("NCCL" in where, "sharing" in where)]

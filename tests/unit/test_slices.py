@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.attention.runtime.slices import _runs, cut_ranges, mm_of_slices, mm_to_slices
 
@@ -90,3 +91,24 @@ def test_slices_that_overlap_are_added_up_one_product_after_the_other(part):
         place += stop - start
     assert is_near(whole, expected)
     assert torch.equal(cut_ranges(whole, 1, part), torch.cat([whole[:, start:stop] for start, stop in part], 1))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_cpu_makes_no_batched_products_of_half_precision(dtype, autocast):
+    """For which it has no kernel that writes to views: one took 180 s."""
+    part, whole = PARTS["evenly spaced"], random(7, 24, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Operations() as seen:
+        mm_of_slices(random(5, 7, dtype=dtype), whole, part)
+        mm_to_slices(random(5, 7, dtype=dtype), random(7, 8, dtype=dtype), random(5, 24, dtype=dtype), part, add=True)
+    assert bool(seen.names & {"bmm", "baddbmm", "baddbmm_"}) == (dtype == torch.float32 and not autocast)

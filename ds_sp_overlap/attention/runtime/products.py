@@ -15,13 +15,26 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, math.prod(x.shape[2:]))
 
 
+# Devices without a kernel for batched products of half precision into views: they may take a hundred
+# times as long as one product. A recording for a GPU, which is made on a CPU, empties the set.
+unbatched = {"cpu"}
+
+
+def batched_is_slow(x: Tensor) -> bool:
+    """Return whether batched products with ``x`` are slow: half precision on such a device."""
+    if x.device.type not in unbatched or x.dtype == torch.float64:
+        return False
+    return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
+
+
 def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
     """Return whether a batched GEMM that writes the send buffer pays.
 
     It pays if it takes no longer than one GEMM and a pack. By benchmarks/kernels.py
     (benchmarks/results/kernels-cpu-gemm.csv), on CPU in fp32: a projection with 256 rows or more
     takes no longer; with fewer rows it takes up to 10 % longer, and so does the output projection's
-    dgrad with any number of rows. No GPU was measured, so on a GPU it does not pay.
+    dgrad with any number of rows. On a GPU nobody has measured it, and
+    it is not done there.
 
     Args:
         x: The input of the GEMM, for its dtype and device.

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from ...exchange.layout import Range
+from .products import batched_is_slow
 
 # A part.
 Ranges = tuple[Range, ...]
@@ -172,6 +173,9 @@ def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = N
     Returns:
         ``a @ whole[:, part]``, contiguous.
     """
+    if part and batched_is_slow(a):
+        y = a @ cut_ranges(whole, 1, part)
+        return y if bias is None else y.add_(cut_ranges(bias, 0, part))
     y = a.new_empty(len(a), sum(stop - start for start, stop in part))
     for run in _runs(part):
         operands = a.expand(run.slices, *a.shape), run.of_whole(whole)
@@ -192,6 +196,8 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
         part: The slices of N; n columns in all.
         add: Whether to add the product instead.
     """
+    if batched_is_slow(a):
+        return put_ranges(whole, 1, part, a @ b, add)
     for run in _runs(part):
         operands = a.expand(run.slices, *a.shape), run.of_part(b)
         if add:
@@ -265,7 +271,13 @@ def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
         part: Slices of one size, evenly spaced; slices that touch may be given as one range.
         count: The number of slices, one for each part of the ranks.
     """
+    first, last, size, step = _spacing(part, count)
+    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)
+
+
+@lru_cache(maxsize=4096)
+def _spacing(part: Ranges, count: int) -> tuple[int, int, int, int]:
+    """Return the begin and the end of the slices of `batched`, their size, and their distance."""
     first, last = part[0][0], part[-1][1]
     size = sum(stop - start for start, stop in part) // count
-    step = part[1][0] - first if len(part) > 1 else size
-    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)
+    return first, last, size, part[1][0] - first if len(part) > 1 else size

@@ -285,7 +285,7 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
     if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
         return
     # transformers' Trainer allows for the division.
-    if _trainer_calls():
+    if _trainer() is not None:
         return
     warn_once(
         "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
@@ -295,20 +295,32 @@ def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
     )
 
 
-def _trainer_calls() -> bool:
-    """Return whether transformers' Trainer, or one made of it, is on the call stack."""
+def _trainer() -> Any:
+    """Return transformers' Trainer, or one made of it, whose method is running; None without one."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
-            return True
+            if "self" in frame.f_locals:
+                return frame.f_locals["self"]
         frame = frame.f_back
-    return False
+    return None
+
+
+def _refuse_trainer() -> None:
+    """Raise ValueError for a trainer of TRL that knows nothing of a split sequence."""
+    trl = [kind.__name__ for kind in type(_trainer()).__mro__ if kind.__module__.startswith("trl.")]
+    if trl and "SFTTrainer" not in trl:
+        raise ValueError(
+            f"sp_overlap: TRL's {trl[0]} computes its loss from whole rows, which no rank has with "
+            "sequence parallelism, without the overlap as well; take a loop of your own "
+            "(docs/recipes.md has its loss)"
+        )
 
 
 def _warn_of_accumulated_losses(engine: DeepSpeedEngine) -> None:
     """Warn that the Trainer's loss at sp > 1 does not know of accumulation."""
     size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
-    if size > 1 and steps > 1 and _trainer_calls():
+    if size > 1 and steps > 1 and _trainer() is not None:
         warn_once(
             f"sp_overlap: with sequence parallelism (sp size {size}) the Trainer weighs each of "
             f"{steps} accumulated batches alike, whatever its labels, and sums them where it "
@@ -365,6 +377,8 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         return
     if config.enabled:
         _refuse_moe_of_mpu(engine)
+        if size > 1:
+            _refuse_trainer()
     report = (
         _enable_stages(config, engine) if engine.pipeline_parallelism else _enable(config, engine)
     )

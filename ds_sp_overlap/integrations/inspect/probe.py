@@ -163,7 +163,12 @@ def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]])
 
 
 def equal(x: Any, y: Any) -> bool:
-    """Return whether two arguments are the same object, or equal and no tensors."""
+    """Return whether two arguments are over the same memory, or equal and no tensors.
+
+    `unobserved` puts a leaf over the memory of a parameter in the parameter's place.
+    """
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape)
     return x is y or not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 

@@ -214,6 +214,10 @@ class Masks:
             queries = kwargs["q_length"] if positions is None else len(positions)
             device = kwargs["device"] if positions is None else positions.device
             shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
+            # Flash attention gets a mask for padding alone, functions of others what theirs makes.
+            if getattr(original, "__module__", "") == library.__name__:
+                is_flash = original is library.flash_attention_mask
+                sequence.mask_made = sequence.has_padding or not is_flash
             return self._placeholder(shape, device, sequence, pattern=pattern)
 
         # An assignment to transformers' table makes an entry that hides the library's own. An

@@ -109,8 +109,10 @@ class GlobalSequence:
         largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
             (`transformers.forward`).
         bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
+        has_padding: Whether the mask tells padding.
         padded: Whether some document begins where positions go on and only the mask tells; then
             `Forwards.of` refuses a layer that is given no mask.
+        mask_made: Whether the model has made a mask that attention needs, set by `Masks`.
 
     Raises:
         ValueError: if there is padding between the tokens of a document.
@@ -134,8 +136,9 @@ class GlobalSequence:
         text = of_text(position_ids)
         if text is not None:
             starts[:, 1:] = restarts(text)
-        self.padded = False
+        self.padded = self.mask_made = self.has_padding = False
         if mask is not None and not mask.all():  # guard: padding is a document
+            self.has_padding = True
             starts = self._with_padding(starts, mask, where)
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
@@ -321,6 +324,7 @@ class _Header(NamedTuple):
         length: The local sequence length.
         masked: 1 if the rank has a mask, else 0.
         fallbacks: A checksum of the names of the layers that fall back on the rank.
+        checkpointed: A checksum of the names of the modules that are checkpointed on the rank.
     """
 
     fault: int
@@ -330,6 +334,7 @@ class _Header(NamedTuple):
     length: int = 0
     masked: int = 0
     fallbacks: int = 0
+    checkpointed: int = 0
 
     @property
     def lines(self) -> int:
@@ -340,6 +345,19 @@ class _Header(NamedTuple):
     def values(self) -> int:
         """The number of values behind the header."""
         return (self.lines + self.masked * self.batch) * self.length
+
+
+def _differs(checkpointed: list[Sequence[str]], where: str) -> str:
+    """Return the error for modules that are checkpointed on some ranks alone."""
+    lines = []
+    for rank, names in enumerate(checkpointed):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"sp rank {rank}: {names[0] if names else 'nothing'}{more}")
+    return (
+        f"{where}: gradient checkpointing is on for other modules on other ranks "
+        f"({'; '.join(lines)}), and what backward computes again exchanges again; switch it on or "
+        "off for the same modules on every rank"
+    )
 
 
 class Positions:
@@ -373,6 +391,7 @@ class Positions:
         arguments: dict[str, Any],
         cache: Any = None,
         fallbacks: Sequence[str] = (),
+        checkpointed: Sequence[str] = (),
     ) -> Iterator[GlobalSequence]:
         """Hold the global sequence while the body runs the forward of a model. Collective.
 
@@ -381,13 +400,13 @@ class Positions:
             arguments: The arguments of its forward by name.
             cache: The KV cache among the arguments, or None.
             fallbacks: As for `gather`.
+            checkpointed: As for `gather`.
         """
         given = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
         tokens = next(given, None)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        gathered = self.gather(
-            where, tokens, positions, mask=mask, cache=cache, fallbacks=fallbacks
-        )
+        names = dict(fallbacks=fallbacks, checkpointed=checkpointed)
+        gathered = self.gather(where, tokens, positions, mask=mask, cache=cache, **names)
         outer, self.current = self.current, gathered
         try:
             yield gathered
@@ -403,6 +422,7 @@ class Positions:
         mask: Any = None,
         cache: Any = None,
         fallbacks: Sequence[str] = (),
+        checkpointed: Sequence[str] = (),
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
@@ -416,6 +436,7 @@ class Positions:
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
             fallbacks: The names of the layers that fall back on this rank, in ascending order.
+            checkpointed: The names of the modules that are checkpointed on this rank.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -425,6 +446,7 @@ class Positions:
                 sequence.
             RuntimeError: for a KV cache that is in use.
         """
+        self.sp_group.refuse_destroyed(where)
         # A rank with a fault sends a header all the same, so that no other rank waits for it.
         header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))
         values: list[Tensor] = []
@@ -437,6 +459,7 @@ class Positions:
                 length=length,
                 masked=int(mask is not None),
                 fallbacks=zlib.crc32(repr(list(fallbacks)).encode()),
+                checkpointed=zlib.crc32(repr(list(checkpointed)).encode()),
             )
             values = [position_ids] if mask is None else [position_ids, mask != 0]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
@@ -444,6 +467,8 @@ class Positions:
         messages = self._every(list(header), values, device)
         headers = [_Header(*line) for line in messages[:, : len(header)].tolist()]
         self._refuse(where, headers)
+        if len({each.checkpointed for each in headers}) > 1:  # guard: recomputed on all ranks
+            raise ValueError(_differs(self.sp_group.gather(checkpointed, where), where))
         needed = max(each.values for each in headers)
         if needed > self._room:  # guard: travels in one message
             self._room = needed
@@ -523,6 +548,12 @@ class Positions:
             raise ValueError(
                 f"{where}: position_ids differ in batch or axes over the sp ranks "
                 f"({'; '.join(forms)}); cut one batch over them"
+            )
+        lengths = [header.length for header in headers]
+        if not headers[0].batch * sum(lengths):  # guard: somebody has a token
+            raise ValueError(
+                f"{where}: no sp rank has a token (batch {headers[0].batch}, local lengths "
+                f"{lengths}); leave such a batch out on all ranks"
             )
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:

@@ -22,19 +22,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.arguments import PerHead
 from ...attention.call_geometry import shares_of
+from ...attention.declared import UNKNOWN, AttentionFunction, declared
 from ...attention.latent import LatentAttention
 from ...attention.layer import LayerRuntime
 from ...attention.projected import ProjectedAttention
 from ...attention.runtime.products import autocast
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
-from ..inspect.library import attention_functions
+from ..inspect.library import attention_functions, defined_in
 from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
 from .forward import Forwards
-from .modules import off_in_eval, refuse_copy, stock_of, unfit
+from .modules import core_of, off_in_eval, refuse_copy, stock_of, unfit
 from .registration import refusal_of
 
 # Note [Documents in flash attention]
@@ -54,31 +55,81 @@ from .registration import refusal_of
 # Flash attention aligns so by itself, from flash-attn 2.1 on.
 
 
-def _core(module: Any) -> tuple[str, Callable]:
-    """Return name and function of the layer's attention, without sequence parallelism around it.
+_FLASH = AttentionFunction(
+    "is_causal", documents="edges", heads_alike=True, takes_sinks=True, takes_queries=True
+)
+_SDPA = AttentionFunction("is_causal", heads_alike=True, takes_queries=True, takes_masks=True)
+# transformers' own, by the module that defines them.
+_LIBRARY = {
+    "transformers.integrations.sdpa_attention": _SDPA,
+    "transformers.integrations.flash_attention": _FLASH,
+}
 
-    The function is the one inside stock Ulysses, or the one whose place a `Dispatch` took. Raises
-    ValueError if the layer now has an implementation that can't be overlapped.
+
+def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
+    """Return the attention function of a layer, and what is known of it.
+
+    Raises:
+        ValueError: if the layer now has an implementation that can't be overlapped.
     """
     name = module.config._attn_implementation
     # The implementation may have changed since `enable`.
     if (reason := unfit(name)) is not None:
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
-    function = attention_functions()[name]
-    stock = stock_of(function)
-    if stock is not None:
-        return name, stock.attn
-    return name, function.before if isinstance(function, Dispatch) else function
+    function = runs = core_of(name)
+    # transformers before 5.0 binds a kernel of its hub so.
+    if isinstance(function, functools.partial) and {*function.keywords} == {"implementation"}:
+        runs = function.func
+    known = _LIBRARY.get(defined_in(runs), UNKNOWN)  # guard: by what runs, not by its name
+    return function, declared(function) or known
 
 
-def _takes_edges(function: Callable) -> bool:
-    """Return whether a function is transformers' own flash attention, which takes document edges.
+def refuse_unhonoured(
+    where: str,
+    module: Any,
+    known: AttentionFunction,
+    options: dict[str, Any],
+    sequence: GlobalSequence,
+    pattern: Pattern,
+) -> None:
+    """Refuse a call whose attention function would do something else than on one rank.
 
-    Looks into a ``functools.partial``.
+    Args:
+        where: The name of the layer, for errors.
+        module: The layer.
+        known: What was known of its attention function in `enable`.
+        options: The keywords of the attention function.
+        sequence: The global sequence.
+        pattern: The pattern of the layer's mask.
+
+    Raises:
+        RuntimeError: for an attention function that is another one now.
+        ValueError: for an option or a mask that can't be honoured.
     """
-    function = getattr(function, "func", function)
-    module = getattr(function, "__module__", "")
-    return module == "transformers.integrations.flash_attention"
+    name = module.config._attn_implementation
+    if function_of(module)[1] != known:
+        raise RuntimeError(
+            f'{where}: attention "{name}" is another function since ds_sp_overlap.enable; call '
+            "ds_sp_overlap.enable again"
+        )
+    causal = options.get(known.causal) if isinstance(known.causal, str) else None
+    if causal is not None and not causal:  # guard: causal whatever a layer asks
+        raise ValueError(
+            f"{where}: {type(module).__name__} is told that its attention is not causal "
+            f"({known.causal}={causal}); not supported here"
+        )
+    if options.get("s_aux") is not None and not known.takes_sinks:
+        raise ValueError(
+            f'{where}: {type(module).__name__} has attention sinks (s_aux), which "{name}" does '
+            "not honour; use a flash attention"
+        )
+    limited = sequence.bounds is not None or pattern != Pattern()
+    if known is UNKNOWN and sequence.mask_made and limited:
+        raise ValueError(
+            f'{where}: attention "{name}" is given no mask here, and nothing is known of how it '
+            "keeps packed documents and padding apart, or a window; declare it with "
+            "ds_sp_overlap.attention_function"
+        )
 
 
 def why_no_share(module: Any) -> str:
@@ -86,14 +137,13 @@ def why_no_share(module: Any) -> str:
 
     Only where ranks share query heads must it attend so. See Note [Queries of a share].
     """
-    name, function = _core(module)
-    if name == "sdpa":
-        return ""
-    if not _takes_edges(function):
+    name, (_, known) = module.config._attn_implementation, function_of(module)
+    if not known.takes_queries:
         return (
-            f'"{name}" is not transformers\' own flash attention, and may align queries otherwise'
+            f'"{name}" is not known to take the last queries alone; if it does, declare it with '
+            "ds_sp_overlap.attention_function(.., takes_queries=True)"
         )
-    if _aligns_top_left():
+    if known is _FLASH and _aligns_top_left():
         return f'"{name}" aligns queries with the first keys here; flash-attn >= 2.1 does not'
     return ""
 
@@ -144,7 +194,7 @@ def local_attention(
     """Attend over the whole sequence with some heads, by the layer's own attention function.
 
     Runs between the exchanges, once per head group; no collective. As on one rank, sdpa takes the
-    sliding window from the mask (``pattern``), and a flash attention from ``options``.
+    sliding window from the mask (``pattern``), and any other function from ``options``.
 
     Args:
         module: The layer.
@@ -163,7 +213,7 @@ def local_attention(
         ValueError: if the attention function can't attend in the pattern's chunks, or with a range
             of queries.
     """
-    name, function = _core(module)
+    name, (function, known) = module.config._attn_implementation, function_of(module)
     if queries is not None:
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
@@ -180,7 +230,9 @@ def local_attention(
         return function(module, q, k, v, mask, **{**options, **more})[0]
 
     def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend by sdpa within a document, whose last tokens are the queries."""
+        """Attend within a document, whose last tokens are the queries."""
+        if not known.takes_masks:
+            return attention(q, k, v, None)
         length, keys, window = q.shape[1], k.shape[1], pattern.window
         if window is not None and window < keys:
             # The keys before the window of the first query are seen by no query.
@@ -194,6 +246,8 @@ def local_attention(
         # See Note [Queries of a share]. A single query sees all keys.
         if mask is None and length > 1:
             mask = _lower_right(length, keys)  # guard: the last query sees the last key
+            # torch passes a mask of this kind by autocast.
+            q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
         return attention(q, k, v, mask, is_causal=False)
 
     def alone(v: Tensor) -> Tensor:
@@ -202,18 +256,18 @@ def local_attention(
         return v.repeat_interleave(heads_per_kv, 1) * F.dropout(weight, options.get("dropout", 0.0))
 
     try:
-        if name == "sdpa":
+        if known.documents is None:
             documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
                 return document(q, k, v)
-            return documents.attend(document, alone, q, k=k, v=v)
+            return documents.attend(document, alone if known.takes_masks else None, q, k=k, v=v)
         if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
             raise ValueError(
                 f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; '
                 'use "sdpa"'
             )
         # See Note [Documents in flash attention].
-        if _takes_edges(function):
+        if known.documents == "edges":
             first, edges = sequence.for_flash(queries or (0, q.shape[1]))
             # Rows whose first keys differ are cut to different lengths, so they must be joined.
             if len(set(first)) == 1:
@@ -279,12 +333,14 @@ def baseline_applies(
 class _Bound(NamedTuple):
     """Holds the overlapped attention of a layer and its model's forwards, for a `Dispatch`.
 
-    ``forwards`` gives the sequence and the pattern of a call; ``where`` is the layer's name.
+    ``forwards`` gives the sequence and the pattern of a call; ``where`` is the layer's name, and
+    ``known`` what is known of its attention function.
     """
 
     attend: ProjectedAttention | LatentAttention
     forwards: Forwards
     where: str
+    known: AttentionFunction
 
 
 class Dispatch:
@@ -312,15 +368,16 @@ class Dispatch:
         """
         if module not in self.attend or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, **kwargs)
-        attend, forwards, where = self.attend[module]
+        attend, forwards, where, known = self.attend[module]
         # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
         keywords = dict(kwargs)
-        per_head = {}
-        if kwargs.get("s_aux") is not None:
-            per_head["s_aux"] = PerHead(kwargs.pop("s_aux"))
         # Under autocast, norms and rotations may have returned fp32.
         q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
+        refuse_unhonoured(where, module, known, kwargs, sequence, pattern)
+        per_head = {}
+        if kwargs.get("s_aux") is not None:
+            per_head["s_aux"] = PerHead(kwargs.pop("s_aux"))
         sp_group = attend.layer.sp_group
         q = _scaled_by_position(module, q, sequence, rank=sp_group.rank)
         local: Callable[..., Tensor] = functools.partial(
@@ -416,7 +473,8 @@ def bind_function(
     layer = LayerRuntime(
         overlap.sp_group, overlap.config, name, policy=overlap.policy, heads_alike=True
     )
-    dispatch.attend[module] = _Bound(attention(layer), forwards, name)
+    known = function_of(module)[1]
+    dispatch.attend[module] = _Bound(attention(layer), forwards, name, known)
     # The forward stays the same. It is rebound so that a copy, which `attend` lacks, is refused.
     undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -49,13 +50,23 @@ class Checkpoints:
     ):
         self.name, self.settings, self.agreed = name, settings, False
         around = []
+        # All modules that can be checkpointed. One that is replaced later is not kept alive.
+        self._switches = weakref.WeakValueDictionary[str, nn.Module]()
         for at, module in model.named_modules():
             if hasattr(module, SWITCH):
+                self._switches[at] = module
                 if any(inner in layers for inner in module.modules()):
                     around.append((at, module))
         # The innermost modules come first: mostly these run the checkpoints, and errors name them.
         around.sort(key=lambda named: -named[0].count("."))
         self.around = dict(around)
+
+    def checkpointed(self) -> list[str]:
+        """Return the names of all modules whose forward, if it runs now, backward runs again."""
+        if not torch.is_grad_enabled():
+            return []
+        modules = self._switches.items()
+        return [at for at, module in modules if module.training and is_checkpointed(module)]
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

@@ -21,7 +21,13 @@ from ..inspect.library import CACHES, is_library_function, own_class
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from ..layers import OverlapSettings
-from .attention_function import baseline_applies, local_attention, why_no_share
+from .attention_function import (
+    baseline_applies,
+    function_of,
+    local_attention,
+    refuse_unhonoured,
+    why_no_share,
+)
 from .forward import Forwards
 from .modules import off_in_eval
 from .probe import difference
@@ -98,6 +104,7 @@ class Driven:
         self.where, self.module, self.reader, self.children = where, module, reader, children
         self.block, self.forwards, self.settings = block, forwards, settings
         self.shares = settings.shares_for(block.heads, block.kv_heads, block.local_attention)
+        self.known = function_of(module)[1]
         self._original = module.forward
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._names = [parameter.name for parameter in parameters]
@@ -175,6 +182,7 @@ class Driven:
             options |= rest
         # What the layer passes by itself goes before what its caller passes.
         options |= read_options
+        refuse_unhonoured(self.where, self.module, self.known, options, sequence, pattern)
         if self.reader.probes.is_due(self.where, config.check, sequence.lengths):
             tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
             self._refuse_difference({**arguments, **tensors})

@@ -95,7 +95,7 @@ class Forwards:
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
         position_ids, sequence = kwargs.pop("position_ids", None), self.positions.current
-        if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        if not getattr(module, "is_causal", True):
             raise ValueError(
                 f"{where}: {type(module).__name__} is told that its attention is not causal; "
                 "not supported here"
@@ -108,13 +108,20 @@ class Forwards:
         # A placeholder tells both.
         if (of_mask := self.masks.find(mask)) is not None:
             return of_mask
-        if mask is not None or (sequence is not None and sequence.padded):
+        if mask is not None:
             raise ValueError(
                 f"{where}: {type(module).__name__} is given a mask that is not as transformers' "
                 "mask functions made it in this model (it is for this rank's tokens, was changed "
                 "on the way, or ds_sp_overlap.enable was called again for this layer meanwhile); "
                 "it can't be honoured on a sequence that is split over ranks"
             )
+        if sequence is not None and sequence.bounds is not None:
+            if sequence.padded or sequence.mask_made:  # guard: the mask that was made is given
+                raise ValueError(
+                    f"{where}: {type(module).__name__} is given no attention_mask, though there "
+                    "are packed documents or padding and its model made one; it would attend "
+                    "across them on one device. Pass the mask on"
+                )
         # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
 
@@ -192,10 +199,12 @@ class Host:
         if not self._has_looked:  # for units of FSDP that were made since `enable`
             sharded.look_for_units(self.model)
             self._has_looked = True
-        fallbacks = self.forwards.fallbacks()
+        names = dict(
+            fallbacks=self.forwards.fallbacks(), checkpointed=self.checkpoints.checkpointed()
+        )
         with (
             self.checkpoints.keeping(),
-            positions.forward(self.name, arguments, cache, fallbacks=fallbacks) as sequence,
+            positions.forward(self.name, arguments, cache, **names) as sequence,
             _witnessed(self.forwards, self.unseen, self.watched.foreign()),
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...attention.declared import undeclared
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions
@@ -22,7 +23,7 @@ from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
 from . import delta_net, latent
-from .attention_function import Dispatch, attention_of, bind_function
+from .attention_function import Dispatch, attention_of, bind_function, function_of
 from .checkpoints import Checkpoints, can_keep
 from .driven import drive
 from .forward import Forwards, Host, stretched
@@ -40,7 +41,11 @@ from .modules import (
     takes_tokens,
     unfit,
     why_not,
+    without_stock,
 )
+
+# Why no more is overlapped of a layer that runs its own forward.
+OWN = "projections stay its own, and nobody looked whether tokens meet outside attention"
 
 
 def find_group(model: nn.Module) -> Any:
@@ -128,7 +133,7 @@ def find_layers(
         ):
             search.add_attention(name, module)
     search.add_delta_nets()
-    return search.layers, [*search.hosts(), *search.rotary_embeddings()]
+    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *search.apart]
 
 
 class _Search:
@@ -143,6 +148,7 @@ class _Search:
         unseen: The names of layers that must be seen to call their attention function.
         saving: The layers whose attention is saved over checkpoints.
         known: The readings of forwards; layers that are alike share a reading.
+        apart: The attention layers that are not of the sequence that is split.
     """
 
     def __init__(self, model: nn.Module, overlap: OverlapSettings):
@@ -159,6 +165,7 @@ class _Search:
         self.unseen: set[str] = set()
         self.saving: set[nn.Module] = set()
         self.known: list[Reader] = []
+        self.apart: list[HostModule] = []
 
     def add_attention(self, name: str, module: Any) -> None:
         """Find out how an attention layer is overlapped, and add it to ``layers``.
@@ -171,6 +178,8 @@ class _Search:
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
+            bind = functools.partial(rebind, module, without_stock(module), whole=False)
+            self.apart.append(HostModule(module, bind))
             return
         if (reason := why_not(name, module, models)) is not None:
             raise ValueError(
@@ -183,12 +192,15 @@ class _Search:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
             return
-        self._check_tensor_parallel(name, module)
+        overlap, (function, known) = self.overlap, function_of(module)
+        if not known.heads_alike:
+            overlap = overlap.in_one_group(undeclared(function))
+        self._check_tensor_parallel(name, module, overlap)
         reader, unknown = _read(name, module, self.known)
         if reader is not None:
-            self._add_driven(name, module, reader)
+            self._add_driven(name, module, reader, overlap)
         else:
-            self._add_function(name, module, unknown)
+            self._add_function(name, module, unknown, overlap)
         # Any of these may be the outermost model that is called, which gathers for the others.
         for at, outer in models:
             if takes_tokens(outer):
@@ -211,7 +223,7 @@ class _Search:
                 )
             around = around.rpartition(".")[0]
 
-    def _check_tensor_parallel(self, name: str, module: Any) -> None:
+    def _check_tensor_parallel(self, name: str, module: Any, overlap: OverlapSettings) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
         of_ranks = heads_of_ranks(module)
         # Each rank checks all, since a rank that is refused alone leaves the others waiting.
@@ -219,36 +231,36 @@ class _Search:
             try:
                 if not kv_heads:
                     raise ValueError("it has nothing to attend with")
-                self.overlap.groups_for(heads, kv_heads, attention_of(name, module))
+                overlap.groups_for(heads, kv_heads, attention_of(name, module))
             except ValueError as error:
                 raise ValueError(
                     f"{name}: AutoTP gave {heads} query and {kv_heads} KV heads to tensor-parallel "
                     f"rank {rank} of {len(of_ranks)}: {error}; or take a smaller autotp_size"
                 ) from None
 
-    def _add_driven(self, name: str, module: Any, reader: Reader) -> None:
+    def _add_driven(self, name: str, module: Any, reader: Reader, overlap: OverlapSettings) -> None:
         """Add a layer whose forward a `Driven` replaces."""
         heads = reader.reading.heads
-        driven = drive(name, module, reader, forwards=self.forwards, settings=self.overlap)
+        driven = drive(name, module, reader, forwards=self.forwards, settings=overlap)
         asked = heads["q"], heads["k"], attention_of(name, module)
-        groups = self.overlap.groups_for(*asked, driven.block.layer.windowed)
+        groups = overlap.groups_for(*asked, driven.block.layer.windowed)
         linear = {part: getattr(module, part) for part in reader.reading.linear}
-        got, lacks = self.overlap.of_driven(driven.block, linear, groups)
+        got, lacks = overlap.of_driven(driven.block, linear, groups)
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
         if driven.block.saves_over_checkpoints():
             self.saving.add(module)
 
-    def _add_function(self, name: str, module: Any, unknown: str) -> None:
+    def _add_function(self, name: str, module: Any, unknown: str, overlap: OverlapSettings) -> None:
         """Add a layer that is overlapped at its attention function.
 
         Args:
             name: The layer's name.
             module: The layer.
             unknown: The reason why its forward is not known.
+            overlap: The layer's settings.
         """
-        overlap, config = self.overlap, module.config
-        heads = config.num_attention_heads
+        config, heads = module.config, module.config.num_attention_heads
         # A config that gives no KV heads has as many as query heads.
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         # AutoTP cuts heads and leaves the config as it is.
@@ -267,7 +279,7 @@ class _Search:
             groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
             got = f"attention function, {overlap.describe_groups(groups, shares)}"
             reason = no_latents or f"{type(module).__name__}: {unknown}"
-            lacks = overlap.why_not_more(f"{reason}; projections stay its own", groups)
+            lacks = overlap.why_not_more(f"{reason}; {OWN}", groups)
             bind = functools.partial(bind_function, name, module, self.forwards, overlap)
         # The layer runs its own forward. Each forward of the model checks that the layer has called
         # its attention function, where it is overlapped.

@@ -10,13 +10,13 @@ import dis
 import inspect
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..inspect.library import CACHES, attention_functions, functions_of, once
+from ..inspect.library import CACHES, attention_functions, defined_in, functions_of, once
 from ..rebinding import is_ours
 from ..sequence.positions import TOKENS
 from .registration import refusal_of
@@ -48,6 +48,27 @@ def _stock_for(module: Any) -> Any:
     return stock_of(attention_functions().get(implementation))
 
 
+def without_stock(module: Any) -> Callable:
+    """Return a forward for an attention layer that is not of the sequence that is split.
+
+    While it runs, the function around which stock Ulysses exchanges stands in transformers' table.
+    """
+    original, functions = module.forward, attention_functions()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        name = module.config._attn_implementation
+        function = functions.get(name)
+        if (stock := stock_of(function)) is None:
+            return original(*args, **kwargs)
+        functions[name] = stock.attn
+        try:
+            return original(*args, **kwargs)
+        finally:
+            functions[name] = function
+
+    return forward
+
+
 def off_in_eval(module: Any) -> bool:
     """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone.
 
@@ -73,6 +94,10 @@ def refuse_copy(module: Any) -> None:
             "to this rank's tokens alone; call ds_sp_overlap.enable with the copy, or "
             "ds_sp_overlap.disable, after which each rank attends by itself"
         )
+
+
+# transformers' attention functions that know by a mask alone what a token sees.
+_MASKED = "transformers.integrations.flex_attention", "transformers.integrations.eager_paged"
 
 
 class Watched:
@@ -153,9 +178,21 @@ class Watched:
         return is_attention(part) or kind in self.kinds or (is_rotary and goes_by_length(part))
 
 
+def core_of(implementation: str) -> Any:
+    """Return the attention function of an implementation, without sequence parallelism around it.
+
+    This is the one inside stock Ulysses, or the one whose place an `attention_function.Dispatch`
+    took. None for "eager", which is no entry of transformers' table.
+    """
+    function = attention_functions().get(implementation)
+    stock = stock_of(function)
+    return getattr(function, "before", function) if stock is None else stock.attn
+
+
 def unfit(implementation: str) -> str | None:
     """Explain why an attention implementation ("eager") can't be overlapped; None if it can."""
-    if implementation == "sdpa" or "flash" in implementation:
+    core = core_of(implementation)
+    if core is not None and defined_in(core) not in _MASKED:
         return None
     return (
         f'attention "{implementation}" needs a mask of the whole sequence; '

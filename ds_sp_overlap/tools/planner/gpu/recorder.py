@@ -26,6 +26,7 @@ from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ....attention.runtime import products
 from ....attention.self_attention import SelfAttention
 from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
@@ -345,7 +346,7 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             name=f"layer {at}" if layer.intermediate else "layer",
             **projections,
         )
-        made.layer.sp_group = sp_group
+        made.layer.sp_group, made.layer.tells = sp_group, False
         return partial(made, position_embeddings=tables)
 
     forward: Callable[[Tensor], Tensor] = attention(0)
@@ -357,20 +358,24 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             for each in (attention(at), mlp):
                 whole.append(_Residual(each, layer.width, dtype))
         forward = nn.Sequential(*whole)
-    with recorder, mock.patch(f"{STOCK}.dist", recorder):
-        x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        dy = torch.empty_like(x)
-        # The first step probes and plans.
-        for _ in range(2):
-            recorder.launches.clear()
-            x.grad = None
-            for each in linears:
-                each.weight.grad = None
-            sys.setprofile(recorder.count_calls)
-            try:
+    unbatched = set(products.unbatched)
+    products.unbatched.clear()
+    try:
+        with recorder, mock.patch(f"{STOCK}.dist", recorder):
+            x = torch.empty(shape, dtype=dtype, requires_grad=True)
+            dy = torch.empty_like(x)
+            # The first step probes and plans.
+            for _ in range(2):
+                recorder.launches.clear()
+                x.grad = None
+                for each in linears:
+                    each.weight.grad = None
+                sys.setprofile(recorder.count_calls)
                 forward(x).backward(dy)
-            finally:
                 sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        products.unbatched.update(unbatched)
     return recorder.launches
 
 

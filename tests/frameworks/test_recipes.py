@@ -1,0 +1,105 @@
+"""The functions of docs/recipes.md on two ranks, in fp64, against the same on the whole sequence in one process."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import ds_sp_overlap
+from tests.frameworks.test_transformers import with_images
+from tests.harness.cases import full
+from tests.harness.models import EXACT, batches, cut, sequence_parallel_model, tiny, worst
+from tests.harness.pages import ROOT, read
+from tests.harness.ranks import on_ranks
+from tests.harness.reference import relative_error
+
+
+def recipes(size):
+    """The names that the page defines; with one rank nothing is summed."""
+    names = {}
+    for block in read(ROOT / "docs" / "recipes.md").blocks:
+        if "test_recipes" in block.said[1]:
+            exec(block.text, names)
+    if size == 1:
+        names["whole"] = lambda mine, sp_group: mine
+    return names
+
+
+def sliced(tokens, which, size):
+    """A batch whose prompts have no labels, before it is cut."""
+    batch = cut(tokens, 0, 1)
+    batch["labels"][:, :9] = -100
+    return {key: value.chunk(size, 1)[which] for key, value in batch.items()}
+
+
+def dpo(names, which, size, group):
+    policy, reference = tiny(**EXACT), tiny("qwen3", seed=1, **EXACT)
+    for model in (policy, reference)[: 2 * (size > 1)]:
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    chosen, rejected = (sliced(tokens, which, size) for tokens in batches(2))
+    return policy, names["dpo_loss"](policy, reference, chosen, rejected, group)
+
+
+def reward(names, which, size, group):
+    config = tiny(**EXACT).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float64)
+    if size > 1:
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    tokens, last = batches(1)[0], torch.zeros(2, 32, dtype=torch.bool)
+    last[0, 31] = last[1, 11] = True
+    inputs = sliced(tokens, which, size)
+    scores = names["row_scores"](model, inputs["input_ids"], inputs["position_ids"], last.chunk(size, 1)[which], group)
+    return model, -torch.nn.functional.logsigmoid(scores[0] - scores[1]).sum()
+
+
+def images(names, which, size, group):
+    model = with_images("qwen2_vl")
+    model.config.image_token_id = 63
+    if size > 1:
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    tokens = batches(1)[0].clamp(max=62)
+    tokens[:, 8:12] = 63
+    torch.manual_seed(1)
+    pixels, weight = torch.randn(32, 1176, dtype=torch.float64), torch.randn(2, 32, 64, dtype=torch.float64)
+    positions = torch.arange(32).expand(3, 2, 32)
+    embeddings = names["embed"](model, tokens, pixels, torch.tensor([[1, 4, 4]] * 2))
+    logits = names["logits_of_slice"](model, embeddings, positions, which, size)
+    return model, names["whole"]((logits * weight.chunk(size, 1)[which]).sum(), group)
+
+
+def tiles(names, which, size, group):
+    model = tiny(**EXACT)
+    if size > 1:
+        names["tile"](model)
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    inputs = sliced(batches(1)[0], which, size)
+    return model, names["log_probability"](model, inputs, group).sum()
+
+
+RECIPES = {"dpo": dpo, "reward": reward, "images": images, "tiles": tiles}
+# Positions of images and norms are in fp32, alike on both sides but for the order of sums.
+TOLERANCE = {"images": 1e-5}
+
+
+def loss_and_gradients(which, place, size, group):
+    model, loss = RECIPES[which](recipes(size), place, size, group)
+    loss.backward()
+    ds_sp_overlap.disable(model)
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compared(rank, which):
+    """The errors of the loss and of the worst gradient; on two ranks stock stands in transformers' table."""
+    expected, right = loss_and_gradients(which, 0, 1, None)
+    with sequence_parallel_model(2) as (_, group):
+        loss, gradients = loss_and_gradients(which, rank, 2, group)
+    for gradient in gradients.values():
+        torch.distributed.all_reduce(gradient)
+    return relative_error(loss, expected), worst(gradients, right)
+
+
+@pytest.mark.parametrize("which", ["dpo", full("reward"), "images", full("tiles")])
+def test_a_recipe_gives_the_loss_and_the_gradients_of_the_whole_sequence(which):
+    for errors in on_ranks(2, compared, which):
+        assert max(errors) < TOLERANCE.get(which, 1e-10), errors

@@ -15,7 +15,12 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect import probe
@@ -29,14 +34,15 @@ SECTIONS = [{"head_groups": 1}, {"head_groups": 2, "check": True}]
 
 
 class Operations(TorchDispatchMode):
-    """Appends to ``seen`` each operation."""
+    """Appends to ``seen`` each operation that selective checkpoints count."""
 
     def __init__(self, seen):
         super().__init__()
         self.seen = seen
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.seen.append(str(operation))
+        if operation not in SAC_IGNORED_OPS:
+            self.seen.append(str(operation))
         return operation(*args, **(kwargs or {}))
 
 

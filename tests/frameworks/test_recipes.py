@@ -5,9 +5,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import ds_sp_overlap
-from tests.frameworks.test_transformers import with_images
 from tests.harness.cases import full
-from tests.harness.models import EXACT, batches, cut, sequence_parallel_model, tiny, worst
+from tests.harness.models import EXACT, batches, cut, sequence_parallel_model, tiny, with_images, worst
 from tests.harness.pages import ROOT, read
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
@@ -77,7 +76,15 @@ def tiles(names, which, size, group):
     return model, names["log_probability"](model, inputs, group).sum()
 
 
-RECIPES = {"dpo": dpo, "reward": reward, "images": images, "tiles": tiles}
+def custom(names, which, size, group):
+    model = tiny(implementation="my_attention", **EXACT)
+    if size > 1:
+        got = ds_sp_overlap.enable(model, {"head_groups": 2}, group).layers[0].got
+        assert "all eight exchanges, G = 2" in got, got
+    return model, names["log_probability"](model, sliced(batches(1)[0], which, size), group).sum()
+
+
+RECIPES = {"dpo": dpo, "reward": reward, "images": images, "tiles": tiles, "custom": custom}
 # Positions of images and norms are in fp32, alike on both sides but for the order of sums.
 TOLERANCE = {"images": 1e-5}
 
@@ -99,7 +106,7 @@ def compared(rank, which):
     return relative_error(loss, expected), worst(gradients, right)
 
 
-@pytest.mark.parametrize("which", ["dpo", full("reward"), "images", full("tiles")])
+@pytest.mark.parametrize("which", ["dpo", full("reward"), "images", full("tiles"), full("custom")])
 def test_a_recipe_gives_the_loss_and_the_gradients_of_the_whole_sequence(which):
     for errors in on_ranks(2, compared, which):
         assert max(errors) < TOLERANCE.get(which, 1e-10), errors

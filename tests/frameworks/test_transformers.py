@@ -21,7 +21,7 @@ import pytest
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
@@ -47,6 +47,7 @@ from tests.harness.models import (
     sequence_parallel,
     sequence_parallel_model,
     tiny,
+    with_images,
     worst,
 )  # fmt: skip
 from tests.harness.ranks import on_ranks, refusal
@@ -567,24 +568,6 @@ def test_a_layer_is_driven_whole_if_it_is_known_what_its_forward_computes(cases,
             assert says in report and ("nobody looked whether tokens meet outside attention" in report) == (cases is STRANGERS), (
                 report
             )
-
-
-def with_images(kind):
-    """A tiny vision-language model, whose text has positions of three axes."""
-    text = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
-    )  # fmt: skip
-    config = AutoConfig.for_model(kind, text_config=text)
-    for name, size in dict(depth=1, hidden_size=32, embed_dim=32, num_heads=2, intermediate_size=32, out_hidden_size=32).items():
-        if hasattr(config.vision_config, name):
-            setattr(config.vision_config, name, size)
-    config._attn_implementation = "sdpa"
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
-    return model
 
 
 def axes_error(rank, kinds):

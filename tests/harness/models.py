@@ -9,7 +9,7 @@ import deepspeed.comm
 import torch
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,6 +34,24 @@ def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, imp
     if seed is not None:
         torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def with_images(kind):
+    """A tiny vision-language model, whose text has positions of three axes."""
+    text = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
+    )  # fmt: skip
+    config = AutoConfig.for_model(kind, text_config=text)
+    for name, size in dict(depth=1, hidden_size=32, embed_dim=32, num_heads=2, intermediate_size=32, out_hidden_size=32).items():
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, size)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
 
 
 def batches(steps, batch=BATCH, seq=SEQ, seed=5):

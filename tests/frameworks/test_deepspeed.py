@@ -561,7 +561,7 @@ def said_of_reduce_scatter(rank, cases):
         del config["zero_optimization"]["reduce_scatter"]
         config["zero_optimization"].update(zero)
         model, names = tiny(), {"__name__": caller, "initialize": deepspeed.initialize}
-        exec("def make(**arguments):\n    return initialize(**arguments)[0]", names)
+        exec("def make(self=0, **arguments):\n    return initialize(**arguments)[0]", names)
         try:
             mpu = sequence_parallel(model, 2)
             with listening(logging.WARNING) as messages:

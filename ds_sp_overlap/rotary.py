@@ -132,10 +132,12 @@ class Rotary:
             check_tables(tables, head_dim, self.partial)
         return tables
 
-    def of_tokens(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
+    def of_tokens(
+        self, position_embeddings: Any, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
         """Return (cos, sin) without the dimension of heads, as `ops.rotate_pack` takes them.
 
-        None where the layer does not rotate, or where ``rotate_pack`` can't.
+        None where the layer does not rotate, or where ``rotate_pack`` can't rotate heads of ``dtype``.
         """
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
@@ -144,5 +146,8 @@ class Rotary:
         # ``rotate_pack`` turns halves, has no gradient of its tables, and has one table for all
         # heads.
         if self.neighbours or cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
+            return None
+        accepted = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)
+        if not (cos.dtype == sin.dtype and cos.dtype in accepted):
             return None
         return cos.squeeze(-2), sin.squeeze(-2)

@@ -290,7 +290,8 @@ class SelfAttention:
         self.layer.warn_if_window_is_ignored()
         rope = self.inputs.rope_in_kernels(self.layer.sp_group)
         if rope is not None and not call.geometry.cuts_tokens:
-            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim)
+            dtype = autocast(hidden_states)[0].dtype
+            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
         call.by_rank = self._by_rank(call, hidden_states, split)
         if self.inputs.projections[0] in split:
             projections = self.inputs.split(call, tables)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_sp_overlap.relayout import kernels, ops
+from ds_sp_overlap.rotary import Rotary
 from tests.harness.cases import examples
 
 LIBRARY = kernels.library()
@@ -566,3 +567,19 @@ def test_the_device_is_the_tensor_s_and_not_the_current_one():
     torch.cuda.set_device(0)
     check_pack(((3, 8, 64), 1, [(0, 4), (4, 8)], torch.bfloat16, [0, 1, 2], 0, 0), "cuda:1")
     assert torch.cuda.current_device() == 0
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_tables", DTYPES)
+def test_a_layer_has_its_rotation_done_by_the_operator_just_where_that_takes_the_tables(dtype, of_tables):
+    """OLMo 2 in fp64 with tables in fp32 was refused on a GPU, where the operators rotate by default."""
+    tables = torch.randn(2, 3, 1, 1, 4).to(of_tables)
+    of_tokens = Rotary(lambda given: given).of_tokens(tuple(tables), 4, dtype)
+    x, wire = torch.randn(3, 1, 2, 4).to(dtype), torch.empty(24, dtype=dtype)
+    try:
+        compiled.rotate_pack(x, *tables.squeeze(-2), [0, 1], [1, 2], wire)
+    except REFUSAL:
+        assert of_tokens is None
+    else:
+        assert of_tokens is not None

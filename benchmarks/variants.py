@@ -159,7 +159,7 @@ class Layer:
         block = ds_sp_overlap.SelfAttention(
             local_attention=self.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             sequence_process_group=self.group, batch_first=False, config=config, transport=transport, name="layer",
-            q_norm=q_norm, **self.projections,
+            heads_alike=True, q_norm=q_norm, **self.projections,
         )  # fmt: skip
         if self.sp_group is not None:
             block.layer.sp_group = self.sp_group

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..config import SpOverlapConfig
 from ..exchange.copy_engines import CopyEngine
@@ -87,8 +86,7 @@ def geometry_of(
         sp_group.nodes if layer.config.kv_once_per_node else None,
     )
     if groups > 1 and extra:
-        # With heads_alike, tensors inside of lists and dicts are not suspected.
-        if _may_be_per_head(geometry, extra if layer.heads_alike else tree_leaves(extra)):
+        if _may_be_per_head(geometry, extra):
             geometry = geometry.in_groups(1)
             warn_once(
                 f"sp_overlap: {layer.where} runs in one head group: a tensor that is given to its "

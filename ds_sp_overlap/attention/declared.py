@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from ..config import SpOverlapConfig
+from ..warn import warn_once
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -121,3 +122,19 @@ def undeclared(function: Any) -> str:
 def in_one_group(config: SpOverlapConfig) -> SpOverlapConfig:
     """Return a config that lets a layer run in one head group, see Note [Heads alike]."""
     return config.model_copy(update={"head_groups": 1})
+
+
+def config_for(function: Any, config: SpOverlapConfig, heads_alike: bool) -> SpOverlapConfig:
+    """Return the config of a layer with a local attention of the caller's; says so once if it runs
+    in one head group.
+
+    Args:
+        function: The local attention.
+        config: The ``sp_overlap`` section.
+        heads_alike: Whether the caller says that all heads are treated alike.
+    """
+    known = declared(function)
+    if heads_alike or config.head_groups == 1 or (known is not None and known.heads_alike):
+        return config
+    warn_once(f"sp_overlap: {undeclared(function)}; or give heads_alike=True")
+    return in_one_group(config)

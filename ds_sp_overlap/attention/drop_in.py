@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config import SpOverlapConfig
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
+from .declared import config_for
 from .layer import LayerRuntime
 from .projected import ProjectedAttention
 
@@ -34,9 +35,9 @@ class DistributedAttention(nn.Module):
         config: An ``sp_overlap`` section.
         transport: The mover of bytes; None for that of ``config``.
         name: Name of the layer, for errors and logs.
-        heads_alike: Whether the local attention is known to treat all heads alike on all ranks;
-            otherwise the first call probes it. With head groups a rank attends with other heads
-            than without; the slices of a `PerHead` follow the heads.
+        heads_alike: Whether the local attention treats all heads alike on all ranks; otherwise, and
+            unless `attention_function` declares it, there is one head group. The slices of a
+            `PerHead` follow the heads.
 
     Raises:
         ValueError: for arguments that can't work.
@@ -71,7 +72,7 @@ class DistributedAttention(nn.Module):
         parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         group = sequence_process_group or dist.group.WORLD
         sp_group = SPGroup(group, transport or parsed.transport, sp_stream, **parsed.of_sp_group)
-        layer = LayerRuntime(sp_group, parsed, name, heads_alike=heads_alike)
+        layer = LayerRuntime(sp_group, config_for(local_attention, parsed, heads_alike), name)
         layer.tells = True
         self._attend = ProjectedAttention(layer)
 

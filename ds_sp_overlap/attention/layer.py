@@ -31,7 +31,6 @@ from ..profiling.timeline import Timeline
 from ..relayout import ops
 from ..schedule import Schedule, Windowed, by_head_groups, check
 from ..warn import inform, warn_once
-from .heads import Local, fault_of_heads
 from .runtime.execution import Call
 
 # Makes a schedule of what travels with each head group, and of whether the output projection's
@@ -74,8 +73,6 @@ class LayerRuntime:
         config: The ``sp_overlap`` section.
         where: Name of the layer, for errors and logs.
         policy: Shared with the other layers of the model; None for a policy of its own.
-        heads_alike: Whether the local attention is known to treat all heads alike; otherwise the
-            first call probes it.
         schedule: Makes the schedule.
 
     Attributes:
@@ -93,11 +90,9 @@ class LayerRuntime:
         config: SpOverlapConfig,
         where: str,
         policy: Policy | None = None,
-        heads_alike: bool = False,
         schedule: MakeSchedule = by_head_groups,
     ):
-        self.sp_group, self.config, self.where = sp_group, config, where
-        self.heads_alike, self.schedule = heads_alike, schedule
+        self.sp_group, self.config, self.where, self.schedule = sp_group, config, where, schedule
         self.policy = policy or _policy_of(config, sp_group)
         # The place among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
@@ -108,22 +103,13 @@ class LayerRuntime:
         # For each number of query and KV heads, r and the default G: what the attention supports is
         # looked up once.
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
-        # For each kind of call, the verdict of `_may_call_by_group`.
-        self._may_group: dict[tuple, bool] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         # A process group can't be copied, so the copy exchanges over the same one. Its place in the
         # policy is its own.
-        copy = LayerRuntime(
-            self.sp_group,
-            self.config,
-            self.where,
-            policy=self.policy,
-            heads_alike=self.heads_alike,
-            schedule=self.schedule,
-        )
+        copy = LayerRuntime(self.sp_group, self.config, self.where, self.policy, self.schedule)
         copy.windowed = self.windowed
         return copy
 
@@ -134,28 +120,39 @@ class LayerRuntime:
         )
 
     def begin(
-        self,
-        describe: Describe,
-        inputs: tuple[Tensor, ...],
-        local: Callable[[], Local] | None = None,
-        has_baseline: bool = False,
+        self, describe: Describe, inputs: tuple[Tensor, ...], has_baseline: bool = False
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
 
-        Collective as `counted_call` is.
+        Collective as `call` and `Calls.count` are.
 
         Args:
             describe: Describes the call.
             inputs: The tensors that the layer works on.
-            local: Gives the local attention of the call; None where the local attention is known to
-                treat all heads alike.
             has_baseline: Whether a baseline computes the same without overlap.
 
         Returns:
             The clock of the call, whose ``inputs`` the layer must use, and whose ``end`` it must
             call with its output; and the call, or None where the baseline is to run.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
+            ValueError: as `call` does.
         """
-        call = self.counted_call(describe, inputs, local)
+        # Before CUDA is initialised, torch can't say whether a stream is captured.
+        if (  # guard: no graph of a call
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
+            raise RuntimeError(
+                f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
+                "host (to compare calls over the ranks), which no graph can hold; capture what "
+                "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
+            )
+        self.sp_group.refuse_destroyed(self.where)
+        call = self.call(describe)
+        self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
+        if self.sp_group.timeline is not None:
+            self.sp_group.timeline.write_if_over()
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
         timeline, run = self.sp_group.timeline, TimedCall(inputs)
@@ -176,65 +173,6 @@ class LayerRuntime:
             call = self._call_of(geometry.in_groups(candidate), call.checked)
         call.window = self.config.window_of(candidate)
         return run, call
-
-    def counted_call(
-        self, describe: Describe, inputs: tuple[Tensor, ...], local: Callable[[], Local] | None
-    ) -> Call:
-        """Make the `Call` of one call of the layer, and count it in `Calls`, which compares ranks.
-
-        Called by `begin`, whose arguments it shares.
-        Collective as `call` and `Calls.count` are, and in the first call of a kind, see
-        Note [Agreement of the ranks].
-
-        Returns:
-            The call; in one head group where the probe finds that the local attention needs all
-            heads at once.
-
-        Raises:
-            RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
-            ValueError: as `call` does.
-        """
-        # Before CUDA is initialised, torch can't say whether a stream is captured.
-        if (  # guard: no graph of a call
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
-            raise RuntimeError(
-                f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
-                "host (to compare calls over the ranks), which no graph can hold; capture what "
-                "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
-            )
-        self.sp_group.refuse_destroyed(self.where)
-        call = self.call(describe)
-        if local is not None and call.geometry.groups > 1 and not self.heads_alike:
-            if not self._may_call_by_group(call, inputs, local):  # guard: heads alike
-                call = self._call_of(call.geometry.in_groups(1), call.checked)
-        self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
-        if self.sp_group.timeline is not None:
-            self.sp_group.timeline.write_if_over()
-        return call
-
-    def _may_call_by_group(
-        self, call: Call, inputs: tuple[Tensor, ...], local: Callable[[], Local]
-    ) -> bool:
-        """Return whether the local attention may be called with one head group at a time.
-
-        Collective for the first call of a kind, which probes the attention and warns of a fault;
-        later calls use the verdict, see Note [Agreement of the ranks]. Tensors that may have a
-        slice for each head are looked for earlier, in `call_geometry`.
-        """
-        kind = kind_of(call, inputs)
-        if kind not in self._may_group:
-            attention = local()
-            fault = fault_of_heads(call, attention, inputs[0].device)
-            self._may_group[kind] = not fault
-            if fault:
-                warn_once(
-                    f"sp_overlap: {attention.name}, called with some of a rank's heads at a time, "
-                    f"computes something else than with all of them, and runs in one head group "
-                    f"({fault}). "
-                    "If it treats all heads alike, say so with heads_alike=True"
-                )
-        return self._may_group[kind]
 
     def warn_if_window_is_ignored(self) -> None:
         """Warn once if the section asks for a window, in a layer that can't recompute q, k, v."""

@@ -14,7 +14,6 @@ from ..exchange.shares import QueryChunks
 from ..rotary import check_tables, rotate
 from .arguments import bind_arguments
 from .call_geometry import geometry_of
-from .heads import Local
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
@@ -131,11 +130,6 @@ class ProjectedAttention:
         """
         kwargs = kwargs or {}
 
-        def local_of_call() -> Local:
-            # For the probe, see Note [Heads alike] in `heads`.
-            q_dim, v_dim = query.shape[3], value.shape[3]
-            return Local(local_attention, args, kwargs, q_dim, v_dim, query.dtype)
-
         def describe() -> tuple[Geometry, Callable[[], tuple]]:
             """Describe the call, see `layer.Describe`."""
             _check(query, key, value, num_kv_heads)
@@ -158,9 +152,8 @@ class ProjectedAttention:
 
             return geometry, types
 
-        run, call = self.layer.begin(
-            describe, (query, key, value), local_of_call, has_baseline=baseline is not None
-        )
+        inputs = query, key, value
+        run, call = self.layer.begin(describe, inputs, has_baseline=baseline is not None)
         q, k, v = run.inputs
         # The policy has chosen the baseline.
         if call is None:

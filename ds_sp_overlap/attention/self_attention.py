@@ -29,14 +29,14 @@ from ..exchange.transport import Transport
 from ..schedule import O, Windowed, by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
 from .call_geometry import geometry_of
-from .heads import Local
+from .declared import config_for
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.products import autocast, batched_is_slow, batched_pays
+from .runtime.products import batched_is_slow, batched_pays
 from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention
@@ -78,9 +78,9 @@ class SelfAttention:
         policy: Shared with other layers, for "head_groups": "auto"; None for a policy of its own.
         plain: Forwards of linear layers that may be split, see `linear.can_split`.
         pure: Forwards of norms that backward may recompute, see `linear.can_recompute`.
-        heads_alike: Whether the local attention is known to treat all heads alike on all ranks;
-            otherwise the first call probes it. With head groups a rank attends with other heads
-            than without; the slices of a `PerHead` follow the heads.
+        heads_alike: Whether the local attention treats all heads alike on all ranks; otherwise, and
+            unless `attention_function` declares it, there is one head group. The slices of a
+            `PerHead` follow the heads.
         schedule: Makes a `Schedule` as `schedule.by_head_groups` does, or a `Windowed`, whose
             backward recomputes q, k and v.
 
@@ -146,9 +146,8 @@ class SelfAttention:
         sp_group = SPGroup(
             sequence_process_group, transport or parsed.transport, **parsed.of_sp_group
         )
-        self.layer = LayerRuntime(
-            sp_group, parsed, name, policy=policy, heads_alike=heads_alike, schedule=schedule
-        )
+        own = config_for(local_attention, parsed, heads_alike)
+        self.layer = LayerRuntime(sp_group, own, name, policy, schedule)
         # `enable` hands over the config of its model, and reports.
         self.layer.tells = not isinstance(config, SpOverlapConfig)
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
@@ -250,7 +249,6 @@ class SelfAttention:
                 query_chunks=query_chunks,
             ),
             (hidden_states,),
-            partial(self.local_to_probe, hidden_states, args, kwargs),
             has_baseline=baseline is not None,
         )
         (x,) = run.inputs
@@ -330,14 +328,6 @@ class SelfAttention:
         )
         run = partial(windowed, call, projections, attention, self.o_proj, checkpoint, offload)
         return call_through([*projections.called, self.o_proj], run, x)
-
-    def local_to_probe(self, x: Tensor, args: tuple, kwargs: dict) -> Local:
-        """Return the local attention of a call with hidden states ``x``, to probe it.
-
-        See Note [Heads alike] in `heads`. q, k and v have the dtype that autocast gives ``x``.
-        """
-        dim, dtype, around = self.head_dim, autocast(x)[0].dtype, self._modules_around
-        return Local(self.local_attention, args, kwargs, dim, v_dim=dim, dtype=dtype, around=around)
 
     @property
     def _modules_around(self) -> list[nn.Module]:

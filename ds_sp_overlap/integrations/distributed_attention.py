@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..attention import drop_in
+from ..attention.declared import declared, undeclared
 from ..attention.layer import LayerRuntime
 from ..attention.projected import ProjectedAttention
 from ..exchange.sp_group import SPGroup
@@ -93,14 +94,32 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             layers.append(FoundLayer(name, module, got="", lacks=OWN))
             continue
         got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        lacks = overlap.why_not_more("the projections belong to its caller")
-        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, overlap)
+        settings = settings_for(module, overlap)
+        lacks = settings.why_not_more("the projections belong to its caller")
+        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, settings)
         # One of ours overlaps already, by the config or transport that it was made with.
         if getattr(module, "has_own_config", False):
             lacks = "made with a config or transport of its own, which the section leaves alone"
             bind = _leave
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
     return layers
+
+
+def settings_for(
+    module: Any, overlap: OverlapSettings, heads_alike: bool = False
+) -> OverlapSettings:
+    """Return the settings of a ``DistributedAttention``, in one head group if need be.
+
+    Args:
+        module: The module.
+        overlap: The settings of the model's layers.
+        heads_alike: Whether its local attention is known to treat all heads alike.
+    """
+    known = declared(module.local_attn)
+    heads_alike |= getattr(module, "heads_alike", False)
+    if heads_alike or (known is not None and known.heads_alike):
+        return overlap
+    return overlap.in_one_group(undeclared(module.local_attn))
 
 
 def _leave() -> Undo:
@@ -139,10 +158,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     group = module.spg or overlap.sp_group.group
     sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
-    # DeepSpeed's class doesn't tell whether all heads are treated alike: the first call probes.
-    alike = is_ours_too and module.heads_alike
-    layer = LayerRuntime(sp_group, config, name, overlap.policy, heads_alike=alike)
-    attend = ProjectedAttention(layer)
+    attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
     # To DeepSpeed's class, no group means all ranks, which need not be the sp group that is used.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions that outputs of the local attention had so far.

@@ -129,7 +129,7 @@ def _errors(
     attend = SelfAttention(
         local_attention=_local_attention, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM,
         sequence_process_group=dist.group.WORLD, config={"head_groups": groups}, name="doctor",
-        transport=_Faulty() if faulty else None, **layer,
+        heads_alike=True, transport=_Faulty() if faulty else None, **layer,
     )  # fmt: skip
     attend.layer.tells = False
     y = attend(x)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 import ds_sp_overlap
+from ds_sp_overlap.attention.unobserved import unobserved
 from ds_sp_overlap.integrations.inspect import probe
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import FP64, batches, outcome, sequence_parallel_model, tiny, worst
@@ -281,7 +282,15 @@ def takes_products_of_another(rank):
     return [] if error < FP64 else [error]
 
 
+def takes_random_numbers():
+    module, before = torch.nn.Linear(1, 1), torch.get_rng_state()
+    with unobserved([module], torch.device("cpu")):
+        torch.rand(())
+    return [] if torch.equal(before, torch.get_rng_state()) else ["the random state is another"]
+
+
 WATCHED = [
+    Watched(Guard("takes no random numbers", without="pass"), takes_random_numbers, ranks=0),
     Watched(Guard("the probe leaves no trace", without="pass"), traces),
     Watched(Guard("no mode sees it", without="operations = []"), takes_products_of_another),
 ]

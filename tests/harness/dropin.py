@@ -63,12 +63,13 @@ def whole_attention(case):
 
 def local_attention(case):
     attend = reference.attention if case.batch_first else reference.sequence_first_attention
-    return (lambda q, k, v, queries=None: attend(q, k, v, queries=queries).flatten(2)) if case.flat else attend
+    local = (lambda q, k, v, queries=None: attend(q, k, v, queries=queries).flatten(2)) if case.flat else attend
+    return ds_sp_overlap.attention_function(local, heads_alike=True)
 
 
 def module(case, transport=None, cls=ds_sp_overlap.DistributedAttention, local=None, **arguments):
     if cls is ds_sp_overlap.DistributedAttention:
-        arguments.update(config=case.config, transport=transport)
+        arguments = {"heads_alike": True, "config": case.config, "transport": transport, **arguments}
     group = torch.distributed.group.WORLD
     return cls(local or local_attention(case), group, gather_idx=1 if case.batch_first else 0, **arguments)
 

@@ -136,7 +136,7 @@ def fused(layer, interleaved, **config):
     layer.projections = projections
     block = ds_sp_overlap.SelfAttention(
         local_attention=layer.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, batch_first=False,
-        config=config, first_rows=first_rows, name="layer", **projections,
+        config=config, first_rows=first_rows, name="layer", heads_alike=True, **projections,
     )  # fmt: skip
     block.layer.sp_group = layer.sp_group
     return block

@@ -67,7 +67,7 @@ class LayerSpec(Written):
     hooks        (projection or "attention" or "parameters", kind)
     shares       (another layer, names of modules or of weights that are its)
     lengths      said though they are equal
-    alike        ``heads_alike``: local attention isn't tried out
+    alike        ``heads_alike``: otherwise there is one head group
     """
 
     block: bool
@@ -981,7 +981,7 @@ class _Draw:
             batch_first=self.chance(0.5),
             view=self.chance(0.4),
             lengths=self.chance(0.3),
-            alike=self.chance(0.4),
+            alike=self.chance(0.85),
             config=tuple(config.items()),
         )
 

@@ -31,9 +31,9 @@ DROPINS = {
 
 
 def layer_of(rank, shape, mover=None, local=None, change=None):
-    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank; a ``local`` attention is not tried out."""
+    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank."""
     if isinstance(shape, Case):
-        attend = dropin.module(shape, mover, local=local, heads_alike=local is not None)
+        attend = dropin.module(shape, mover, local=local)
         *qkv, dy = (dropin.my_slice(shape, rank, t) for t in dropin.whole_inputs(shape))
         return (
             lambda *qkv: attend(*qkv, 0 if shape.batch_first else 1, dropin.tables(shape)),
@@ -44,7 +44,7 @@ def layer_of(rank, shape, mover=None, local=None, change=None):
     layer = layers.projections(shape)
     if change:
         change(layer)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local, local is not None)
+    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local)
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
 

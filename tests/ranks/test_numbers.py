@@ -22,7 +22,8 @@ class Stock(nn.Module):
     def __init__(self, shape, layer):
         super().__init__()
         self.shape, self.layer = shape, layer
-        self.attend = Upstream(layers.reference.attention, torch.distributed.group.WORLD, gather_idx=1)
+        attention = ds_sp_overlap.attention_function(layers.reference.attention, heads_alike=True)
+        self.attend = Upstream(attention, torch.distributed.group.WORLD, gather_idx=1)
 
     def forward(self, x):
         q, k, v = (self.layer[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")

@@ -120,6 +120,7 @@ FEATURES = {
     "a drop-in's output changed": layers_with(in_place="output"),
     "an input changed afterwards": statement(ChangeInput),
     "heads known to be alike": layers_with(alike=True),
+    "heads not known to be alike": layers_with(alike=False),
     **{
         f"wrapped: {how}": layer(lambda spec, _, how=how: how in dict(spec.wrapped).values())
         for how in ("LoRA", "subclass", "weight_norm")

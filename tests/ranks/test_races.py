@@ -101,7 +101,9 @@ def drop_in(wire):
     """Both layouts; what was given and what was received is changed in place as soon as it may be."""
     local = Attention()
     for batch_dim in (0, 1):
-        attend = ds_sp_overlap.DistributedAttention(local, None, gather_idx=1 - batch_dim, config={"head_groups": 2})
+        attend = ds_sp_overlap.DistributedAttention(
+            local, None, gather_idx=1 - batch_dim, config={"head_groups": 2}, heads_alike=True
+        )
         attend._attend.layer.sp_group = over(wire)
         shape = (2, 6, 8, 4) if batch_dim == 0 else (6, 2, 8, 4)
         q, k, v = (torch.randn(shape, requires_grad=True) for _ in "qkv")
@@ -129,7 +131,6 @@ def abandoned(wire, **config):
     for in_forward in (True, False):
         layer, attend = block(wire, head_groups=2, **config)
         layer.local.forward = lambda q, k, v: Broken.apply(q, k, v, in_forward)  # noqa: B023
-        attend.layer.heads_alike = True
         with pytest.raises(ArithmeticError):
             layer.step(attend)
         del layer, attend
@@ -200,7 +201,6 @@ def backward_called_elsewhere(wire, **config):
     backend = wire.races.backend
     backend.nodes_run_on = own = Stream(backend, "own")
     layer, attend = block(wire, head_groups=2, **config)
-    attend.layer.heads_alike = True  # what is asked for that once is made where nobody sees it
     x = layer.x.detach().requires_grad_()
     order(own, backend.compute)
     with backend.stream(own):

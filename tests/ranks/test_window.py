@@ -742,7 +742,20 @@ def against(other):
     return functools.partial(against_no_window, other=other, windows=(1, 2))
 
 
+def leaves_a_mode(rank):
+    """Whether attention that is in evaluation when backward begins trains behind it."""
+    seen = []
+
+    def change(local, mask):
+        seen.append(local.eval())
+
+    meanwhile(rank, {"head_groups": 4, "window": 1}, change)
+    return ["it trains behind backward"] * any(local.training for local in seen)
+
+
 WATCHED = [
+    Watched(Guard("run again in its mode", without="pass"), functools.partial(changed_meanwhile, change=in_evaluation)),
+    Watched(Guard("in the mode of now", without="module.training = True"), leaves_a_mode),
     Watched(Guard("the same random numbers", without="pass"), against(drop_out)),
     Watched(Guard("what is drawn next is as before", without="pass"), against(drop_out)),
     Watched(Guard("changed, so run again", without="changed = False"), against(changes_query)),

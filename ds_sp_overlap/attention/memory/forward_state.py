@@ -81,10 +81,10 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
     """Run the body with each module in the mode that ``training`` says, True for training."""
     before = [module.training for module in modules]
     for module, mode in zip(modules, training):
-        module.training = mode  # guard: tried out in evaluation
+        module.training = mode  # guard: run again in its mode
     try:
         yield
     finally:
         # In reverse, since a module may be found twice.
         for module, mode in zip(reversed(modules), reversed(before)):
-            module.training = mode  # guard: left as it was
+            module.training = mode  # guard: in the mode of now

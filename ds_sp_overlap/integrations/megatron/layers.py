@@ -31,10 +31,12 @@ from ...attention.arguments import ForAllHeads
 from ...attention.runtime.linear import Plain, hooks_are_harmless
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
-from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock
+from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
+from ..inspect.library import defined_in
 from ..inspect.probe import refuse_difference
+from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
 from .probe import difference
@@ -170,7 +172,7 @@ def _drive(
         name=name,
         policy=settings.policy,
         plain=_plain([*projections.values(), module.dense]),
-        heads_alike=False,
+        heads_alike=True,
     )
 
     def forward(
@@ -332,6 +334,16 @@ def _is_attention(module: nn.Module) -> bool:
     )
 
 
+def _has_own_local(module: Any) -> bool:
+    """Return whether the local attention of a layer is Megatron's, which treats all heads alike."""
+    local = module.dist_attn.local_attn
+    if not isinstance(local, nn.Module) or "forward" in vars(local) or has_own_call(local):
+        return False
+    # Megatron defines all of its local attentions in the file that defines the layer.
+    files = {kind.__module__ for kind in type(module).__mro__}
+    return defined_in(type(local).forward) in files
+
+
 def _why_not(module: nn.Module) -> tuple[str, bool]:
     """Explain why a layer can't be driven whole.
 
@@ -357,14 +369,14 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     return "", True
 
 
-def find_layers(model: nn.Module, settings: OverlapSettings) -> list[FoundLayer]:
+def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """Find the ``ParallelAttention`` layers of a model.
 
     `enable` calls this for every model, and nothing is rebound yet.
 
     Args:
         model: The model.
-        settings: The settings of its layers.
+        overlap: The settings of its layers.
 
     Returns:
         The layers, each of which is driven whole, overlapped at its ``dist_attn`` alone, or left as
@@ -385,6 +397,7 @@ def find_layers(model: nn.Module, settings: OverlapSettings) -> list[FoundLayer]
                 reader = AttentionReader(name, module, known)
             except Unknown as error:
                 reason = str(error)
+        settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
         if reason and can_drop_in:
             dist_attn = f"{name}.dist_attn"
             bind = functools.partial(bind_drop_in, dist_attn, module.dist_attn, settings)

@@ -470,9 +470,7 @@ def bind_function(
     if not isinstance(functions[implementation], Dispatch):
         functions[implementation] = Dispatch(functions[implementation])
     dispatch = functions[implementation]
-    layer = LayerRuntime(
-        overlap.sp_group, overlap.config, name, policy=overlap.policy, heads_alike=True
-    )
+    layer = LayerRuntime(overlap.sp_group, overlap.config, name, overlap.policy)
     known = function_of(module)[1]
     dispatch.attend[module] = _Bound(attention(layer), forwards, name, known)
     # The forward stays the same. It is rebound so that a copy, which `attend` lacks, is refused.

@@ -79,6 +79,37 @@ def test_loss_and_every_gradient_equal_the_whole_sequences(size):
             assert all(error < FP64 for error in errors), (case, errors)
 
 
+def edges(rank):
+    """Of each way to tell documents beside position_ids of one document: what was said."""
+    said, tokens = {}, tokens_of(32, rows=1)
+    inputs, _ = inputs_of(tokens, [16, 16], rank)
+    given = {
+        "edges": dict(cu_seq_lens_q=torch.tensor([0, 10, 16], dtype=torch.int32)),
+        "edges on one rank": dict(cu_seq_lens_q=torch.tensor([0, 10, 16] if rank else [0, 16], dtype=torch.int32)),
+        "index": dict(seq_idx=(torch.arange(16)[None] > 9).int()),
+        "index of ranks": dict(seq_idx=torch.full((1, 16), rank, dtype=torch.int32)),
+        "one": dict(cu_seq_lens_q=torch.tensor([0, 16], dtype=torch.int32), seq_idx=torch.zeros(1, 16, dtype=torch.int32)),
+    }
+    model = tiny_model("qwen3_next")
+    ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+    for name, more in given.items():
+        said[name] = refusal(model, **inputs, **more, use_cache=False)
+    ds_sp_overlap.disable(model)
+    return said
+
+
+def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank():
+    """transformers' delta nets go by these; they were ignored here, and all tokens mixed."""
+    for said in on_ranks(2, edges):
+        assert said.pop("one") is None
+        for name, (kind, message) in said.items():
+            assert kind == "ValueError" and "position_ids tell one in each row" in message, name
+
+
+def misses_edges(rank):
+    return [name for name, error in edges(rank).items() if name != "one" and error is None]
+
+
 # Documents and padding.
 
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[16, 16], [12, 20]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
@@ -453,6 +484,7 @@ def faults_of_checkpoints(rank):
 
 
 WATCHED = [
+    Watched(Guard("one document is one", without="if False:"), misses_edges),
     Watched(
         Guard("taps of their own", without="of_k = of_q"),
         faults_of_cuts,

@@ -209,12 +209,35 @@ class Host:
             self._as_host(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
+            self._refuse_edges(arguments, sequence)
             self.forwards.fall_back(sequence.fallbacks)
             for name in self.watched.functions:  # they run transformers' code on this rank's tokens
                 self.forwards.refuse_empty(name)
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
                 return self._original(*args, **kwargs)
+
+    def _refuse_edges(self, arguments: dict[str, Any], sequence: GlobalSequence) -> None:
+        """Raise ValueError, on all ranks, for several documents that position_ids don't tell.
+
+        Attention and delta nets know documents from position_ids. Collective where
+        ``cu_seq_lens_q`` or ``seq_idx`` is given beside position_ids of one document a row.
+        """
+        edges, index = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+        if sequence.bounds is not None or (edges is None and index is None):
+            return
+        several = edges is not None and len(edges) > sequence.rows + 1
+        first = None
+        if index is not None and index.numel():
+            several |= bool((index != index[..., :1]).any())
+            first = int(index.flatten()[0])
+        of_ranks = self.forwards.positions.sp_group.gather((several, first), self.name)
+        firsts = {first for _, first in of_ranks} - {None}
+        if len(firsts) > 1 or any(several for several, _ in of_ranks):  # guard: one document is one
+            raise ValueError(
+                f"{self.name}: cu_seq_lens_q or seq_idx tells several documents, and position_ids "
+                "tell one in each row; let position_ids start anew with each document"
+            )
 
     @contextlib.contextmanager
     def _as_host(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
 from .runtime.nodes import finish_projected, start_projected
-from .runtime.products import batched_is_slow, batched_pays
+from .runtime.products import autocast, batched_is_slow, batched_pays
 from .runtime.projections import Projections
 from .runtime.recorded import Recorded, join_heads
 from .runtime.runner import LocalAttention

@@ -8,7 +8,9 @@ rest          what modules and attention do themselves: norms, sums, activation 
 """
 
 import contextlib
+import sys
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -147,3 +149,23 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
     return counted_step(layer, run, layer.projections.parameters())
+
+
+def calls_of_layer(groups):
+    """How often functions of the package are called in a step of one layer on one of eight ranks, once all is found and compared."""
+    layer = Layer(Shape(8 * 4, 32, 16, 8), 0, 8, sp_group=Emulated(8, Silent()))
+    run, package, calls = layer.ours(head_groups=groups), str(Path(ds_sp_overlap.__file__).parent), 0
+
+    def count(frame, what, _):
+        nonlocal calls
+        calls += what == "call" and frame.f_code.co_filename.startswith(package)
+
+    with torch.autograd.set_multithreading_enabled(False):  # which is not counted in another thread
+        for profile in (None, None, count):
+            x = layer.x.detach().requires_grad_()
+            sys.setprofile(profile)
+            try:
+                run(x).backward(layer.dy)
+            finally:
+                sys.setprofile(None)
+    return calls

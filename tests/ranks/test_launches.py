@@ -112,6 +112,12 @@ def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
     assert (launched, written) == BUDGET[groups, kv]
 
 
+@pytest.mark.parametrize("groups,most", [(1, 434), (2, 621), (4, 927)])
+def test_a_step_calls_no_more_functions_than_its_budget_says(groups, most):
+    """What a layer costs the host beside torch, see benchmarks/instructions.py."""
+    assert launches.calls_of_layer(groups) <= most
+
+
 def test_a_pack_copies_no_more_bytes_than_travel():
     """Each of eight exchanges is packed and unpacked once at most; dk and dv are summed in fp32 first."""
     heads, kv_heads, head_dim, tokens = 32, 8, 16, 4

@@ -198,6 +198,7 @@ def test_a_delta_net_that_autotp_cut_is_refused():
 # Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.
 
 WIDTH, HEADS, HEAD_DIM, SEQ, BATCH, VOCABULARY, EXPERTS = 32, 4, 8, 12, 2, 16, 4
+ds_sp_overlap.attention_function(attention, heads_alike=True)
 
 
 def linear(width_in, width_out):

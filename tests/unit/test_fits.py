@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ds_sp_overlap.tools.cli import main
-from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
+from ds_sp_overlap.tools.planner.costs import LayerShape
 from ds_sp_overlap.tools.planner.fits import STATES, Model, Way, held_by_model, longest
-from ds_sp_overlap.tools.planner.plan import BASELINE
 
 LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
 GIB, M = 2**30, 2**20
@@ -16,11 +15,11 @@ STOCK = Way(0)
 
 
 def test_lengths_are_those_that_others_published():
-    """ "Untied Ulysses" (arXiv 2602.21196), abstract: Llama3-8B on a node of eight H100 trains on 5M tokens, a head group at a time, and
-    on less than 4M without. There too inputs of layers are in host memory, MLP and loss in tiles."""
+    """ "Untied Ulysses" (arXiv 2602.21196), abstract: Llama3-8B on a node of eight H100 trains on 5M tokens, a head group at a time.
+    There too inputs of layers are in host memory, MLP and loss in tiles. Stock falls short of the 4M there by its norms."""
     ours, stock = (longest(LLAMA, MODEL, way, 79 * GIB)["inputs on host"] for way in (Way(4, 1), STOCK))
-    assert 5 * M <= ours < 6 * M
-    assert 3 * M <= stock <= 4 * M
+    assert 5 * M <= ours < 6.5 * M
+    assert 2.5 * M <= stock <= 4 * M
 
 
 @pytest.mark.parametrize("way", [STOCK, Way(2), Way(4, 1), Way(4, 2)], ids=str)
@@ -34,14 +33,14 @@ def test_what_is_said_to_fit_fits_and_a_little_more_does_not(way):
 def test_a_model_holds_its_states_and_what_its_layers_wait_with():
     x = LLAMA.seq // 8 * 4096 * 2
     one, more = (held_by_model(LLAMA, Model(layers, MODEL.parameters), STOCK) for layers in (1, 33))
-    # q and o of the whole width, k and v of a quarter of it; o again; the log-sum-exp, 4 bytes of 128 heads' 2; and four times x.
-    assert (more["all kept"] - one["all kept"]) / 32 / x == 2 + 2 / 4 + 1 + 2 / 128 + 4
+    # q and o of the whole width, k and v of a quarter of it; o again; the log-sum-exp, 4 bytes of 128 heads' 2.
+    waits = 2 + 2 / 4 + 1 + 2 / 128
+    # And four times x, and what two norms save.
+    assert (more["all kept"] - one["all kept"]) / 32 / x == waits + 4 + 2 * 3
     assert (more["checkpointed"] - one["checkpointed"]) / 32 == x
     assert more["inputs on host"] == one["inputs on host"] == one["checkpointed"] + x
-    assert (
-        one["checkpointed"] - STATES * MODEL.parameters // 8
-        == max(Sizes(LLAMA, 1).memory_bytes(BASELINE, is_baseline=True)) + 5 * x
-    )
+    # The norm of the MLP: what it makes, dy, the inputs of the layer, of attention and of the MLP's norm.
+    assert (one["checkpointed"] - STATES * MODEL.parameters // 8) / x == waits + 4 + 2 * 3 + 9
     one, more = (held_by_model(LLAMA, Model(layers, MODEL.parameters), Way(4, 1)) for layers in (1, 33))
     assert (more["keep"] - one["keep"]) / 32 / x == 2 + 2 / 128
     assert more["offload"] == one["offload"] < one["keep"] + 3 * x
@@ -59,7 +58,7 @@ def test_the_command_prints_what_fits(capsys):
     assert main(f"{PLAN} {SHAPE} --memory 79 --layers 32 --params 8.03".split()) == 0
     out = capsys.readouterr().out
     assert "into 79 GiB with 32 layers, 8.03 billion parameters under ZeRO-3 over 8 ranks" in out
-    assert re.search(r"^ +none +264k +1,424k +- +4,088k +-$", out, re.MULTILINE)
+    assert re.search(r"^ +none +144k +1,224k +- +2,784k +-$", out, re.MULTILINE)
     assert re.search(r"^G = 4, W = 1( +[\d,]+k){5}$", out, re.MULTILINE)
     assert main(f"{PLAN} {SHAPE}".split()) == 0
     assert "fits" not in capsys.readouterr().out

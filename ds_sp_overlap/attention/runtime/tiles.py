@@ -140,12 +140,12 @@ class _Tiles(torch.autograd.Function):
             del y
             if dx is not None:
                 dx[tile] = gradients.pop()
-            for leaf, dw in zip(sources, gradients):
-                if dw is not None:  # a weight that is used
+            for index, leaf in enumerate(sources):
+                if gradients[index] is not None:  # a weight that is used
                     if leaf not in sums:
-                        wide = torch.promote_types(dw.dtype, torch.float32)
-                        sums[leaf] = torch.zeros_like(dw, dtype=wide)
-                    sums[leaf] += dw
+                        wide = torch.promote_types(leaf.dtype, torch.float32)
+                        sums[leaf] = torch.zeros_like(leaf, dtype=wide)
+                    sums[leaf] += gradients[index]
             del gradients
         dws = [sums[leaf].to(leaf.dtype) if leaf in sums else None for leaf in leaves]
         return None, None, None, None, None if dx is None else dx.view_as(x), *dws

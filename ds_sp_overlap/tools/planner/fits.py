@@ -1,10 +1,15 @@
 """Computes the longest sequence whose training step fits on a GPU, by arithmetic.
 
 The training is ZeRO-3 in bf16 with Adam, whose states lie over the ranks of the sp group. A model
-is a number of equal layers. Loss and MLP are computed in tiles, as in Arctic long sequence
-training, and need no memory to speak of. Beside the memory of its attention (`memory`), a
-layer saves four tensors of the size of x: the inputs of the layer, of attention, of the MLP's norm
-and of the MLP.
+is a number of equal layers, in transformers' code. Loss and MLP are computed in tiles, as in Arctic
+long sequence training; with a window norms are, too (``"tiles"``). Beside the memory of its
+attention (`memory`), a layer saves four tensors of the size of x: the inputs of the layer, of
+attention, of the MLP's norm and of the MLP. A layer's backward is at its peak in one of these
+phases, each with the layer's input and dy::
+
+    MLP          inputs of attention, norm and MLP; what attention waits with; dx; a tile
+    norm, whole  the input of attention; what attention waits with; what norms save and make
+    attention    the input of attention; `memory`; what its norm saves
 
 Left out are weights that are gathered ahead, buffers of reductions, memory in pieces too small to
 use, and CUDA itself.
@@ -21,6 +26,9 @@ from .costs import LayerShape, Sizes
 from .memory import Tensor
 from .plan import BASELINE
 
+# In sizes of x: the temporaries of a tile. What a norm in bf16 that runs whole saves beside its
+# input, and what its backward makes beside that: fp32 tensors, read off transformers' code.
+TILE, NORM_SAVES, NORM_MAKES = 0.5, 3, 9
 # Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.
 STATES = 16
 
@@ -71,19 +79,26 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     # What a layer saves for backward, without y, which is a term of the next layer's input.
     waits = held[forward] - x
     states = STATES * model.parameters // layer.sp_size
+    # A window runs norms in tiles, which save nothing but their input.
+    norm = 0 if way.window is not None else NORM_SAVES * x
+    outside = int(waits + (6 + TILE) * x)
+    if norm:
+        outside = max(outside, waits + 4 * x + 2 * norm + NORM_MAKES * x)
     # A layer that is recomputed from its input, and dy. The inputs of all layers are added below.
-    again = states + max(held) + 4 * x
+    again = max(max(held) + 4 * x + norm, outside) - x
     found = {
-        "all kept": states + model.layers * (waits + 4 * x) + max(held) - waits + x,
+        "all kept": model.layers * (waits + 4 * x + 2 * norm)
+        + max(again - waits - 3 * x - norm, x),
         "checkpointed": again + model.layers * x,
         # One input in use, one on its way.
         "inputs on host": again + 2 * x,
     }
     if way.window is not None:
-        backward = states + max(held[forward:]) - waits + 4 * x
+        # The kept o, and a copy of it in the layer that is recomputed.
+        backward = max(max(held[forward:]) - waits + 4 * x, outside) - x
         found["keep"] = backward + model.layers * (x + waits)
         found["offload"] = backward + 2 * (x + waits)
-    return found
+    return {name: states + held_bytes for name, held_bytes in found.items()}
 
 
 def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str, int]:

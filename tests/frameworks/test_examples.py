@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "fsdp2", "megatron"]
 
 
-def run(example, package=ROOT):
-    """Exit status and output of an example's run.sh without arguments; ``package`` is the folder that ds_sp_overlap is found in."""
+def run(example, package=ROOT, **more):
+    """Exit status and output of an example's run.sh without arguments; ``package`` is the folder that ds_sp_overlap is found in,
+    and ``more`` goes into the environment."""
     if example == "megatron" and "MEGATRON_DEEPSPEED" not in os.environ:
         pytest.skip("MEGATRON_DEEPSPEED names no checkout of Megatron-DeepSpeed")
     if example == "trl":
@@ -27,7 +28,7 @@ def run(example, package=ROOT):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with subprocess.Popen(
         [ROOT / "examples" / example / "run.sh"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": str(package), "PATH": path}, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(package), "PATH": path, **more}, start_new_session=True,
     ) as running:  # fmt: skip
         try:
             output, _ = running.communicate(timeout=900)
@@ -37,15 +38,17 @@ def run(example, package=ROOT):
     return running.returncode, output
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_trains_overlapped_to_the_losses_of_stock(example):
-    code, output = run(example)
+@pytest.mark.parametrize(
+    "example, more", [*((example, {}) for example in EXAMPLES), ("trainer", {"CONFIG": "longer.json"})], ids=str
+)
+def test_an_example_trains_overlapped_to_the_losses_of_stock(example, more):
+    code, output = run(example, **more)
     assert code == 0, output
     assert "sp size 2: 2 of 2 layers overlapped" in output and "all eight exchanges" in output
     assert "layers.0.self_att" in output and "layers.1.self_att" in output
     steps = [line.split() for line in output.splitlines() if line.lstrip()[:2].strip().isdigit()]
     assert len(steps) == 20 and len({row[1] for row in steps}) == 20, "each step has a loss of its own"
-    assert "they agree" in output
+    assert "they agree" in output and ("in tiles: LlamaMLP (2), LlamaRMSNorm (5)" in output) == bool(more)
 
 
 FAULTS = {

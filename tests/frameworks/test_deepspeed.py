@@ -331,7 +331,7 @@ def test_an_invalid_section_is_refused_before_deepspeed_starts():
     sections = {
         "head_group": ({"head_group": 2}, "did you mean 'head_groups'"),
         "type": ({"head_groups": "two"}, "sp_overlap.head_groups must be a whole number of at least 1"),
-        "zero": ({"head_groups": 0}, "at least 1, got 0"),
+        "zero": ({"head_groups": 0}, 'at least 1, or "auto", got 0'),
         "bool": ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
         "list": ([1], "expected a section such as"),
     }

@@ -282,18 +282,19 @@ def test_host_times_every_variant_and_writes_it(tmp_path):
 
 
 PLAN = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure"
+MEASURED = r"\(measured, \S+measured.json\)"
 
 
-def test_plan_measures_what_is_not_given_and_says_so(capsys):
-    assert main(f"{PLAN} --bandwidth 3".split()) == 0
-    rates = re.search(
-        r"rates: (\S+) TFLOP/s in matrix products \(measured\), (\S+) in attention \(measured\), 3 GB/s on the wire \(given\), "
-        r"(\S+) us an exchange \(measured\)",
-        capsys.readouterr().out,
-    )
-    assert all(float(rate) > 0 for rate in rates.groups())
+def test_plan_measures_what_is_not_given_and_says_so(capsys, tmp_path):
+    file = tmp_path / "measured.json"
+    assert main([*PLAN.split(), str(file), "--bandwidth", "3"]) == 0
+    said = capsys.readouterr().out
+    rates = re.search(rf"; gemm_share (\S+) {MEASURED}; attention_share (\S+) {MEASURED}; ", said)
+    latency = re.search(rf"; wire_gbs 3 \(given\); latency_us (\S+) {MEASURED}\n", said)
+    assert all(float(rate) > 0 for rate in (*rates.groups(), *latency.groups()))
+    assert json.loads(file.read_text())["wire_gbs"] > 0
 
 
-def test_a_latency_that_is_given_is_not_measured(capsys):
-    assert main(f"{PLAN} --latency-us 7".split()) == 0
-    assert ", 7 us an exchange (given)" in capsys.readouterr().out
+def test_a_latency_that_is_given_wins_over_the_measured(capsys, tmp_path):
+    assert main([*PLAN.split(), str(tmp_path / "measured.json"), "--latency-us", "7"]) == 0
+    assert "; latency_us 7 (given)\n" in capsys.readouterr().out

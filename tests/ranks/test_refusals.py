@@ -515,14 +515,14 @@ CONFIG_REFUSED = [
     (
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
-        "shares, kv_once_per_node, window, checkpointing, projections, "
+        "shares, kv_once_per_node, window, checkpointing, tiles, projections, "
         "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
     ({"sp_size": 8}, "sp_size: unknown key. V"),
-    ({"head_groups": 0}, 'sp_overlap.head_groups must be "auto" or at least 1, got 0'),
-    ({"head_groups": -1}, 'sp_overlap.head_groups must be "auto" or at least 1, got -1'),
+    ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
+    ({"head_groups": -1}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got -1'),
     ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),
     ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
@@ -586,7 +586,7 @@ def test_good_configs_are_read():
 
 @pytest.mark.parametrize("unsaid", [None, "auto"])
 def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
-    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"memory": None}
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"memory": None, "tiles": None}
     assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
     nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
     assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})

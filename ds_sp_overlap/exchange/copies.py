@@ -95,12 +95,13 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     repeats = tuple(run.repeats for run in runs)
     one = runs[0] if len(runs) == len(sizes) == 1 else None
     flat = None
-    if one is not None and sides.elements == sizes[0]:
+    if runs and len(sizes) == 1 and sides.elements == sizes[0]:
+        shifts = {run.offset - run.wire_offset for run in runs}
         # A dimension of one element has no stride.
-        steps = zip(one.shape, one.strides, one.wire_strides)
-        alike = [size == 1 or step == wire for size, step, wire in steps]
+        steps = [step for run in runs for step in zip(run.shape, run.strides, run.wire_strides)]
+        alike = [len(shifts) == 1, *(size == 1 or step == wire for size, step, wire in steps)]
         if all(alike):  # guard: lies as it travels
-            flat = one.offset
+            flat = min(shifts)
     is_wire = one is not None and one.wire_strides == contiguous(one.shape)
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))

@@ -251,7 +251,9 @@ class InFlight:
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
-        if self.unpacks:
+        # Memory of a relay stream would return to it while compute may still read the outputs.
+        elsewhere = mark is not None and current != mark.compute  # guard: outputs of its own stream
+        if self.unpacks or elsewhere:
             self.outs = self._unpacked()  # guard: unpacked once
         self.side.after_unpack(mark, current)  # guard: memory returns once it was read
         if self.track is not None:

@@ -67,8 +67,7 @@ def _makes_memory(in_flight, copies, side, rope):
 
 
 def _unpacks(in_flight):
-    layout = in_flight.layout
-    return layout.targets.elements > 0 and bool(in_flight.rope_back is not None or layout.also or not layout.target.is_wire_layout)
+    return in_flight.layout.targets.elements > 0 and (in_flight.rope_back is not None or in_flight.copies_back.flat is None)
 
 
 def _places(x, side):

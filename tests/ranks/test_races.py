@@ -411,6 +411,7 @@ WATCHED = [
     Watched(Guard("relays what is ready", without="pass"), check("once per node"), 0),
     Watched(Guard("packed, then changed", without="pass"), check("two legs alone"), 0),
     Watched(Guard("memory returns once it was read", without="pass"), check("once per node"), 0),
+    Watched(Guard("outputs of its own stream", without="elsewhere = False"), check("once per node"), 0),
     # References.
     Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
     Watched(

@@ -7,8 +7,9 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.layout import Layout
+from ds_sp_overlap.exchange.layout import Layout, Sides
 from ds_sp_overlap.exchange.transport import all_equal
 from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, must_notice
@@ -190,7 +191,10 @@ def test_wire_layout_is_claimed_only_where_the_parts_lie_in_memory_as_they_trave
     for rank in ranks:
         for kind, group in exchanges(rank):
             for side in (rank.exchange(kind, group, (3,)).source, rank.exchange(kind, group, (3,)).target):
-                if side.is_wire_layout:
+                flat = copies_of(Sides((side,))).flat
+                if side.is_wire_layout and math.prod(side.shape):
+                    assert flat == 0  # so it isn't copied
+                if side.is_wire_layout or flat is not None:
                     assert packed_order(side) == list(range(math.prod(side.shape)))
 
 
@@ -198,6 +202,7 @@ def test_wire_layout_is_claimed_only_where_the_parts_lie_in_memory_as_they_trave
 def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first, batch, claimed):
     layout = Geometry(2, 0, (3, 5), batch, 4, 2, 2, batch_first).exchange("q", 1, (8,))
     assert layout.target.is_wire_layout == claimed
+    assert copies_of(layout.targets).flat == (0 if claimed else None)
     assert not layout.source.is_wire_layout
 
 

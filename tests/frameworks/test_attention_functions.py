@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
 from tests.harness.guards import Guard, Watched, must_notice
-from tests.harness.models import FP64, batches, outcome, packed, tiny, worst
+from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
 
 STEEP = dict(dtype=torch.float64, initializer_range=0.3)
@@ -155,6 +155,25 @@ def of_replaced(rank):
 def test_another_function_since_enable_is_refused():
     for kind, message in on_ranks(2, of_replaced):
         assert kind == "RuntimeError" and 'attention "sdpa" is another function since ds_sp_overlap.enable' in message
+
+
+def of_registered_over(rank):
+    """Stock registered over the overlapped attention function of another model."""
+    tokens, other = batches(1)[0], tiny(**STEEP)
+    whole = outcome(tiny(**STEEP), tokens, 0, 1, None)
+    for layer in other.model.layers:
+        layer.self_attn.forward = layer.self_attn.forward  # which is not read, so that the function is overlapped
+    ds_sp_overlap.enable(other, {"head_groups": 1}, dist.group.WORLD)
+    with sequence_parallel_model(2, **STEEP) as (model, group):
+        report = str(ds_sp_overlap.enable(model, {"head_groups": 2}, group))
+        error = worst(outcome(model, tokens, rank, 2, group), whole)
+    ds_sp_overlap.disable(other)
+    return report, error
+
+
+def test_stock_registered_over_another_models_overlap_hides_no_function():
+    for report, error in on_ranks(2, of_registered_over):
+        assert "G = 2" in report and error < FP64, (report, error)
 
 
 # Declared functions.

@@ -182,11 +182,13 @@ def core_of(implementation: str) -> Any:
     """Return the attention function of an implementation, without sequence parallelism around it.
 
     This is the one inside stock Ulysses, or the one whose place an `attention_function.Dispatch`
-    took. None for "eager", which is no entry of transformers' table.
+    took; each may lie within another. None for "eager", which is no entry of transformers' table.
     """
     function = attention_functions().get(implementation)
-    stock = stock_of(function)
-    return getattr(function, "before", function) if stock is None else stock.attn
+    # Stock may be registered over the Dispatch of another model.
+    while (stock := stock_of(function)) is not None or hasattr(function, "before"):
+        function = function.before if stock is None else stock.attn
+    return function
 
 
 def unfit(implementation: str) -> str | None:

@@ -281,10 +281,9 @@ def registered(rank, size, options):
             errors.append(worst(outcome(model, tokens, rank, size, group), whole))
         ds_sp_overlap.disable(model)
         said.append(refusal(outcome, model, tokens, rank, size, group))
-        ALL_ATTENTION_FUNCTIONS["flex_attention"] = ALL_ATTENTION_FUNCTIONS["sdpa"]  # around which DeepSpeed's exchanges would stay
-        model.config._attn_implementation = "flex_attention"
-        said.append(refusal(ds_sp_overlap.enable, model, {}, group))
-        del ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    with sequence_parallel_model(size, implementation="flex_attention", **EXACT, **options) as (model, group):
+        said.append(refusal(ds_sp_overlap.enable, model, {}, group))  # DeepSpeed's exchanges would stay
+    del ALL_ATTENTION_FUNCTIONS["flex_attention"]
     return errors, said
 
 

@@ -22,6 +22,7 @@ from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from ..layers import OverlapSettings
 from .attention_function import (
+    attention_of,
     baseline_applies,
     function_of,
     local_attention,
@@ -103,7 +104,7 @@ class Driven:
     ):
         self.where, self.module, self.reader, self.children = where, module, reader, children
         self.block, self.forwards, self.settings = block, forwards, settings
-        self.shares = settings.shares_for(block.heads, block.kv_heads, block.local_attention)
+        self.shares = settings.shares_for(block.heads, block.kv_heads, attention_of(where, module))
         self.known = function_of(module)[1]
         self._original = module.forward
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

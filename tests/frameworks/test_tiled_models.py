@@ -25,7 +25,7 @@ MODELS = {
     "olmo2": dict(family="olmo2"),
     "gpt2": dict(family="gpt2", kv_heads=4, **GPT2),
     "phi": dict(family="phi"),
-    "mixtral": dict(family="mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"),
+    "mixtral": dict(family="mixtral", head_dim=8, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"),
 }
 
 IN_FP32 = ("gemma3_text", "olmo2")

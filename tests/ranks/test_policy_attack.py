@@ -265,9 +265,15 @@ def dropped_in_mid_trial(models, collected, length=4):
         gc.enable()
 
 
+def own_policy(group):
+    """A policy as `enable` makes one for a model; layers of one's own over one group share one."""
+    return Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
+
+
 def with_another_model(rank, collects):
     group = torch.distributed.group.WORLD
-    return dropped_in_mid_trial([Model(group), Model(group, heads=16, seed=2)], rank in collects)
+    models = [Model(group, own_policy(group)), Model(group, own_policy(group), heads=16, seed=2)]
+    return dropped_in_mid_trial(models, rank in collects)
 
 
 def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
@@ -279,8 +285,7 @@ def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
 
 
 def beside_replicas(group, heads):
-    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
-    model = Model(group, policy, heads)
+    model = Model(group, own_policy(group), heads)
     model.beside = True
     return model
 

@@ -482,7 +482,8 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, object]]]:
         return "no sp size: the sequence fits into none of them", rows
     best_row = max(fitting, key=lambda row: int(str(row["tokens/s a GPU"])))
     unknown = "" if "fits" in best_row else "; --memory says which of them fit"
-    return f"sp size {best_row['sp']}, with {best_row['best']}: most tokens a second{unknown}", rows
+    advice = f"sp size {best_row['sp']}, with {best_row['best']}: most tokens a second{unknown}"
+    return advice, rows
 
 
 def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

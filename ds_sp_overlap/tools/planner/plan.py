@@ -217,7 +217,7 @@ def verdict(rows: Sequence[Row]) -> str:
             f"({_decides_ms(base) / _decides_ms(best):.2f} times as fast){few}"
         )
     nearest = min(ours, key=_decides_ms)
-    if nearest.starved_ms > 0.1 * nearest.step_ms:
+    if nearest.host_ms > nearest.step_ms / 2:
         why = (
             f"the GPU waits for its host: {nearest.variant} needs {nearest.host_ms:.1f} ms of it a "
             f"layer, {base.variant} {base.host_ms:.1f}; more tokens a rank would change that"

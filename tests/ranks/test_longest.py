@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from benchmarks.longest import REHEARSAL, Measure
+from benchmarks.longest import REHEARSAL, Measure, alone, running, step
+from benchmarks.variants import Silent, held_over_time
 from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
 from ds_sp_overlap.tools.planner.fits import Model, Way, held_by_model
 
@@ -37,3 +38,12 @@ def test_tiles_and_a_window_are_below_a_third_and_half():
     """The one key against the model as it is, and against DeepSpeed's tiled MLP; weights' gradients taken off."""
     whole, tiled, ours = (peak_of(way) - 6 * WEIGHTS for way in ("ALST, the model as it is", "ALST", "W = 1"))
     assert 3 * ours < whole and 2 * ours < tiled and ours < 9.3 * X
+
+
+def test_the_first_step_holds_no_more_than_later_ones():
+    """What is compared in a layer's first call is compared on the first tokens alone."""
+    measure = Measure(REHEARSAL, torch.device("cpu"))
+    run = functools.partial(step, measure.net, REHEARSAL, TOKENS, measure.device, False)
+    with alone(REHEARSAL.ranks, Silent()), running("W = 1", measure.net, REHEARSAL, TOKENS):
+        first, later = (max(held_over_time(run)) for _ in range(2))
+    assert first <= 1.05 * later

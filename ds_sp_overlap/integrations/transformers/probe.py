@@ -13,6 +13,10 @@ from ...attention.self_attention import SelfAttention
 from ..inspect import probe
 from ..inspect.library import attention_functions
 
+# The most tokens that are compared: of all tokens of a long sequence, the comparison would hold more
+# than a training step does.
+TOKENS = 512
+
 
 def difference(
     module: Any,
@@ -22,9 +26,42 @@ def difference(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> str:
-    """Compare a layer's own forward with ``block``, on this rank's tokens; no collective.
+    """Compare a layer's own forward with ``block``, on the first `TOKENS` of this rank's tokens.
 
-    `Driven` calls it in the first call of one layer of each kind, before anything is exchanged.
+    All tokens are compared where the arguments can't be cut, or the first tokens differ. Arguments
+    and result are those of `_difference`.
+    """
+    size = arguments["hidden_states"].shape[1]
+    if size > TOKENS:
+        first = {name: _cut(value, size) for name, value in arguments.items()}
+        # Of any kind: an argument that was cut, and should not be, says nothing of the layer.
+        with contextlib.suppress(Exception):
+            if not _difference(module, block, output, forward, first, options):
+                return ""
+    return _difference(module, block, output, forward, arguments, options)
+
+
+def _cut(value: Any, size: int) -> Any:
+    """Return the first tokens of an argument; the argument itself if no dim has ``size`` tokens."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, size) for part in value)
+    if isinstance(value, Tensor) and size in value.shape:
+        return value.narrow(value.shape.index(size), 0, TOKENS)
+    return value
+
+
+def _difference(
+    module: Any,
+    block: SelfAttention,
+    output: Any,
+    forward: Callable,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> str:
+    """Compare a layer's own forward with ``block``, on some tokens; no collective.
+
+    `Driven` calls `difference` in the first call of one layer of each kind, before anything is
+    exchanged.
 
     Args:
         module: The layer.

@@ -349,6 +349,26 @@ def test_a_rotary_embedding_is_known_by_what_it_does(family, expected):
     assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == expected
 
 
+def complex_in(exact):
+    """Rotate neighbours as complex numbers, computed in what ``exact`` makes of a tensor."""
+
+    def turned(x, table):
+        pairs = torch.view_as_complex(exact(x).reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * table[:, :, None, :]).flatten(3).type_as(x)
+
+    return lambda q, k, table: (turned(q, table), turned(k, table))
+
+
+@pytest.mark.parametrize(
+    "rounding, exact", {"fp32": lambda x: x.float(), "kept": lambda x: x.float() if x.dtype.itemsize == 2 else x}.items()
+)
+@pytest.mark.parametrize("head_dim", [8, 16, 64, 128])
+def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_products(rounding, exact, head_dim):
+    heads = ("batch", "seq", 3, head_dim), ("batch", "seq", 2, head_dim)
+    found = rotary_of(complex_in(exact), (*heads, Table.WHOLE), ())
+    assert (found["tables"].__name__, found["neighbours"], found["rounding"]) == ("of_complex", True, rounding)
+
+
 NO_ROTARIES = {
     "nothing": lambda q, k, cos, sin: (q, k),
     "k as it is": lambda q, k, cos, sin: (halves(q, k, cos, sin)[0], k),

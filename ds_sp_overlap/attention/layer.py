@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -50,8 +49,9 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
-# The policies of layers of one's own, which choose together over one group with one config.
-_policies: WeakValueDictionary[tuple, Policy] = WeakValueDictionary()
+# The policies of layers of one's own, which choose together over one group with one config. They
+# outlive the layers, which ranks free at different times: later layers join them on all ranks.
+_policies: dict[tuple, Policy] = {}
 # What start-up lines told of such layers.
 _told: set[str] = set()
 

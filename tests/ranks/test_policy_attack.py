@@ -281,6 +281,31 @@ def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
     assert first == second and first[0] == [] and first[2] == [4]
 
 
+def after_another_model(rank, collects):
+    """A model made once another one went, before the step of its optimizer."""
+    gc.disable()
+    try:
+        with scripted(COSTS) as ran:
+            other = Model(torch.distributed.group.WORLD)
+            other.forward()
+            other.backward()
+            other.itself = other
+            del other
+            if rank in collects:
+                gc.collect()
+            model = Model(torch.distributed.group.WORLD)
+            for _ in range(20):
+                model.train()
+        return model.faults, [candidate for _, candidate in ran], model.chosen()
+    finally:
+        gc.enable()
+
+
+def test_a_model_may_follow_one_that_was_collected_on_one_rank_only():
+    first, second = on_ranks(2, after_another_model, [1], timeout_s=60)
+    assert first == second and first[0] == [] and first[2] == [4]
+
+
 # Beside data parallelism: two replicas of two ranks, which reduce gradients together.
 
 

@@ -221,10 +221,11 @@ def _differs(
     # q or k or both, by their places among the arguments.
     heads = {index: random(x, dtype) for index, x in enumerate(args) if isinstance(x, tuple)}
     cos, sin = (random((batch, seq, width), table_dtype) for _ in range(2))
-    if rotary.tables is of_complex and dtype == torch.float64:
-        # A CPU may round products of complex numbers once for both of their terms, or each term by
-        # itself. Terms of tables of 1 and -1 need no rounding.
-        cos, sin = cos.sign(), sin.sign()
+    if rotary.tables is of_complex:
+        # A CPU may round both terms of a product of complex numbers, or their sum alone. So terms
+        # must be exact in fp32: of 8 and 11 bits, or by 1 and -1.
+        exact = torch.sign if dtype == torch.float64 else torch.Tensor.half
+        cos, sin = (exact(table).to(table_dtype) for table in (cos, sin))
     whole: Any = torch.complex(cos, sin) if rotary.tables is of_complex else (cos, sin)
     tables = {Table.WHOLE: whole, Table.COS: cos, Table.SIN: sin}
     inputs = []

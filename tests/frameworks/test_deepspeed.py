@@ -774,6 +774,7 @@ def initialized(rank, section, steps, options):
         heads.append(q.shape[2])
         return attention(q, k, v)
 
+    ds_sp_overlap.attention_function(attend, heads_alike=True)
     torch.manual_seed(3)
     layers = (Custom(torch.distributed.group.WORLD, local=attend, **options) for _ in range(2))
     model = torch.nn.Sequential(*layers).float()  # DeepSpeed reduces no gradient in fp64

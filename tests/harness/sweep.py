@@ -21,6 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 import ds_sp_overlap
 import ds_sp_overlap.exchange.sp_group
 from ds_sp_overlap.attention.runtime.projections import Projections
+from ds_sp_overlap.integrations.inspect import rotary_function
 from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
@@ -47,7 +48,11 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double():
-    shape = Projections.shape
+    shape, exact, rotary_of = Projections.shape, Rotary._exact, rotary_function._rotary_of
+
+    def read(*args):  # outside of modes
+        with mock.patch.object(Rotary, "_exact", exact):
+            return rotary_of(*args)
 
     def in_backward_too(*args, **kwargs):  # where norms are computed again, and PyTorch has no modes
         with Double():
@@ -58,7 +63,12 @@ def in_double():
 
     torch.set_default_dtype(torch.float64)
     try:
-        with Double(), mock.patch.object(Projections, "shape", in_backward_too), mock.patch.object(Rotary, "_exact", in_backward):
+        with (
+            Double(),
+            mock.patch.object(Projections, "shape", in_backward_too),
+            mock.patch.object(Rotary, "_exact", in_backward),
+            mock.patch.object(rotary_function, "_rotary_of", read),
+        ):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,4 +1,4 @@
-"""Whether transformers models, overlapped on the ranks of the world over NCCL, are what they are on one rank: fp64.
+"""Compare transformers models, overlapped on the ranks of the world over NCCL, with the same models on one rank, in fp64.
 
     python -m ds_sp_overlap.tools.shared_gpu 4 benchmarks/models.py                                   ranks that share one GPU
     torchrun --nproc-per-node 4 benchmarks/models.py                                                  a GPU each

@@ -179,12 +179,12 @@ class SpOverlapConfig(_Section):
 
     @property
     def keeps_over_checkpoints(self) -> bool:
-        """Whether ``"memory": "auto"`` asks to save attention over transformers' checkpoints."""
+        """Return whether ``"memory": "auto"`` saves attention over transformers' checkpoints."""
         return self.memory == "auto" and "checkpointing" not in self.model_fields_set
 
     @property
     def keeps_where_possible(self) -> bool:
-        """Whether to save attention over checkpoints that can, and to recompute it elsewhere.
+        """Return whether to save attention over checkpoints that can, and recompute it elsewhere.
 
         A window asks for it, unless ``checkpointing`` says otherwise.
         """
@@ -192,7 +192,7 @@ class SpOverlapConfig(_Section):
 
     @property
     def times_groups(self) -> bool:
-        """Whether G is chosen by timing: beside a window only where "auto" was written."""
+        """Return whether G is chosen by timing: beside a window only where "auto" was written."""
         is_asked = self.window is None or "head_groups" in self.model_fields_set
         return self.head_groups == "auto" and self.policy.warmup_steps > 0 and is_asked
 

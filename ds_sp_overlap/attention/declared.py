@@ -1,4 +1,4 @@
-"""What is known of attention functions, by the function object that runs.
+"""Records what attention functions do, by the function object that runs.
 
 Note [Heads alike]
 ~~~~~~~~~~~~~~~~~~
@@ -24,7 +24,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclass(frozen=True)
 class AttentionFunction:
-    """What is known of an attention function; the fields are arguments of `attention_function`.
+    """Says what an attention function does; the fields are arguments of `attention_function`.
 
     Attributes:
         takes_masks: Whether it takes a mask [1, 1, n, s], by which transformers' sdpa is told a

@@ -109,11 +109,6 @@ class Shares:
         """Return the part that a rank belongs to."""
         return self._places[rank][0]
 
-    @cached_property
-    def first_of_part(self) -> int:
-        """The rank that attends with the heads of this rank and the first share of the queries."""
-        return self._order[self.part_of(self.sp_rank) * self.shares]
-
     def query_tokens(self, rank: int) -> tuple[Range, ...]:
         """Return the tokens whose queries ``rank`` attends with, in ascending ranges."""
         return self._tokens_of_shares[self._places[rank][1]]

@@ -42,7 +42,7 @@ LLAMA4 = dict(
     family="llama4_text", head_dim=8, intermediate_size_mlp=48, moe_layers=[], attention_chunk_size=12, no_rope_layers=[1, 0],
     floor_scale=4, layer_types=["chunked_attention", "full_attention"],
 )  # fmt: skip
-IN_FP32 = {"llama4_text": 1e-6}  # its RoPE is in fp32 whatever the model is in: roundings of 6e-8, which vary with the length
+IN_FP32 = {"llama4_text": 1e-6}  # its RoPE is in fp32 whatever the model is in: roundings of 6e-8 go by the length and by the CPU
 FIRST = 20  # tokens that a longer RoPE begins behind: more than a rank's 16, fewer than all 32
 LONGROPE = dict(
     family="phi3", original_max_position_embeddings=FIRST,
@@ -71,7 +71,7 @@ def check(cases):
     for figures in on_ranks(2, against_whole, cases):
         for case, (stock, *errors) in zip(cases, figures, strict=True):
             assert stock > 1e-3, f"{case}: stock is right as well, so that the case shows nothing"
-            assert max(errors) < FP64, (case, errors)
+            assert max(errors) < IN_FP32.get(case.get("family"), FP64), (case, errors)
 
 
 @since_transformers("5.1")

@@ -272,7 +272,7 @@ def patched(attention):
         (tensor_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
         (megatron_sequence_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
         (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
-        (another_version, "its forward takes packed_sequences", ["self_attention.dist_attn"]),
+        (another_version, "the source of its forward is not known here", ["self_attention.dist_attn"]),
         (adapted, "called whole: dense (LoRA)", ["self_attention"]),
         (patched, "called whole: dense (RowParallelLinear)", ["self_attention"]),
     ],

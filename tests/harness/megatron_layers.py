@@ -22,6 +22,8 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 import ds_sp_overlap
+from ds_sp_overlap.integrations.inspect.library import digest
+from ds_sp_overlap.integrations.megatron import source
 from tests.harness import reference
 from tests.harness.layers import faults
 
@@ -157,6 +159,11 @@ class ParallelAttention(nn.Module):
             q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
             context = self.dist_attn(q, k, v, 0, rotary_pos_emb=rotary_pos_emb).transpose(0, 1).flatten(2)
         return self.dense(context)
+
+
+# Known by its source, as HEAD's is.
+source.PARTS += ("heads_of", "attend")
+source.KNOWN.add(digest(ParallelAttention, *source.PARTS))
 
 
 class ParallelTransformerLayer(nn.Module):

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_sp_overlap.integrations.inspect import attention, symbolic_trace
-from ds_sp_overlap.integrations.inspect.accounting import Unknown
+from ds_sp_overlap.integrations.inspect.accounting import Accounting, Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader, Source
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
@@ -402,6 +402,21 @@ class Cached(Plain):
 
 def test_what_somebody_decorates_is_known_by_no_digest():
     assert digest(Plain, "expand_kv") != "" and digest(Decorated, "expand_kv") == "" and digest(Cached, "expand_kv") == ""
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-8.0, 8.0)
+
+
+def scripted_body(x):
+    return scripted(x)
+
+
+def test_a_scripted_function_of_which_no_operation_is_seen_is_named():
+    x = torch.ones(2)
+    with pytest.raises(Unknown, match="uses the global scripted"), Accounting():
+        scripted_body(x)
 
 
 def test_a_parameter_that_is_one_is_no_constant_one():

@@ -15,7 +15,6 @@ about its state, a global whose value may be changed.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import dis
 import enum
 import functools
@@ -24,7 +23,7 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -83,11 +82,7 @@ def free_primes(fixed_sizes: Collection[int]) -> list[int]:
     factor of one. They must hold no 0, which every prime divides.
     """
     primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-    free = []
-    for prime in primes:
-        if all(size % prime for size in fixed_sizes):
-            free.append(prime)
-    return free
+    return [prime for prime in primes if all(size % prime for size in fixed_sizes)]
 
 
 class LoadedGlobal(NamedTuple):
@@ -162,22 +157,6 @@ for _name in "real imag numerator denominator".split():
     setattr(Size, _name, property(_refuse_arithmetic))
 
 
-class HiddenDtype:
-    """Stands for the dtype or device of a tensor; may only be passed on to another tensor."""
-
-    def __init__(self, accounting: Accounting):
-        self._accounting = accounting
-
-    def __eq__(self, other: object) -> bool:
-        """Return True for this object; fail for any other."""
-        return other is self or self._accounting.fail("looks at the dtype or device of a tensor")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._accounting.fail("looks at the dtype or device of a tensor")
-
-    __hash__ = object.__hash__
-
-
 def is_plain(value: Any) -> bool:
     """Return whether a value is a constant, or a tuple of constants, which nobody can change."""
     if isinstance(value, tuple):
@@ -217,7 +196,6 @@ class Accounting(TorchFunctionMode):
         allowed: Names of the operations on tensors that are allowed besides `MOVES`.
         sizes: The sizes that vary between calls. Multiples of a size above 2 vary as well, since
             code may join dims.
-        hidden: Whether dtypes and devices of tensors are hidden from the code.
 
     Attributes:
         loaded_globals: The globals and variables of enclosing functions that the code loaded. The
@@ -233,9 +211,7 @@ class Accounting(TorchFunctionMode):
             catches the exception.
     """
 
-    def __init__(
-        self, allowed: Iterable[str] = (), sizes: Collection[int] = (), hidden: bool = False
-    ):
+    def __init__(self, allowed: Iterable[str] = (), sizes: Collection[int] = ()):
         super().__init__()
         self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {0, 1}
         self.loaded_globals: list[LoadedGlobal] = []
@@ -245,7 +221,6 @@ class Accounting(TorchFunctionMode):
         self.fault = ""
         self.torch_modules: tuple[str, ...] = TORCH
         self.allows_idle_dropout = True
-        self._hidden_dtype = HiddenDtype(self) if hidden else None
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown, and remember the first reason, with which `__exit__` raises it again."""
@@ -289,24 +264,17 @@ class Accounting(TorchFunctionMode):
         """
         return [loaded._replace(value=loaded.value_now()) for loaded in self.loaded_globals]
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Account for nothing in the body, which is our own code between that of the forward."""
-        sys.setprofile(None)
-        try:
-            with torch._C.DisableTorchFunction():
-                yield
-        finally:
-            sys.setprofile(self._profile)
-
     def look_up(self, holder: Any, name: str) -> Any:
         """Return an attribute of ``holder``; `MISSING` if there is none.
 
-        Owners call this for a `Proxy`, see `Trace.look_up`.
+        What a property computes needs no account, since its value is compared in later calls.
         """
-        # What a property computes needs no account, since its value is compared in later calls.
-        with self.suspended():
-            return getattr(holder, name, MISSING)
+        sys.setprofile(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                return getattr(holder, name, MISSING)
+        finally:
+            sys.setprofile(self._profile)
 
     # Operations on tensors.
 
@@ -327,9 +295,7 @@ class Accounting(TorchFunctionMode):
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
-            return self._hidden_dtype or self.dtype_or_device(name, args[0])
-        if name in ("to", "type_as", "type") and self.is_no_cast(args, kwargs):
-            return args[0]
+            return self.dtype_or_device(name, args[0])
         if name == "dropout":
             return self._dropout(*args, **kwargs)
         if name == "__getitem__" and not self._is_constant_index(args[1]):
@@ -346,19 +312,8 @@ class Accounting(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def dtype_or_device(self, name: str, x: Tensor) -> Any:
-        """Return the dtype or the device of a tensor, as the code sees it where it isn't hidden."""
+        """Return the dtype or the device of a tensor, as the code sees it."""
         return getattr(x, name)
-
-    def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a cast leaves its tensor as it is, whatever dtype a call has."""
-        # Where "to" is allowed, casts are operations like others.
-        if "to" in self.allowed:
-            return False
-        # All tensors of a run count as tensors of one dtype. A bool is an option of the cast.
-        for target in (*args[1:], *kwargs.values()):
-            if not isinstance(target, (Tensor, bool)) and target is not self._hidden_dtype:
-                return False
-        return True
 
     def wrap_size(self, count: int) -> int:
         """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""

@@ -113,7 +113,7 @@ class Read:
         norms: For each norm of the layer, by name, its `fixed_state`.
     """
 
-    reading: Any
+    reading: Reading
     lookups: list[Lookup]
     loaded_globals: list[LoadedGlobal]
     norms: dict[str, list[tuple]]
@@ -121,7 +121,7 @@ class Read:
     def changed(self, module: Any) -> list[str]:
         """Return the names of everything that differs in ``module`` as it is now; empty if nothing.
 
-        Each call of the layer asks (`Reader.current`), as does the reading of another layer, which
+        Each call of the layer asks (`Reader.options`), as does the reading of another layer, which
         may be like this one.
         """
         names: list[str] = []
@@ -140,8 +140,7 @@ class Read:
 class Reader:
     """Reads a layer, and reads it again when something that the reading depends on has changed.
 
-    An adapter makes one for each attention layer, in `enable`. Adapters of other frameworks
-    override `read`.
+    `transformers.layers` makes one for each attention layer, in `enable`.
 
     Args:
         where: The layer's name.
@@ -166,7 +165,7 @@ class Reader:
             if reader._applies_to(module, self._form):
                 self.readings, self.probes = dict(reader.readings), reader.probes
                 return
-        self.readings = {training: self._safe_read(module, training) for training in (True, False)}
+        self.readings = {training: _read(module, training) for training in (True, False)}
         if self.readings[True].reading != self.readings[False].reading:
             raise Unknown("its forward is another one in evaluation")
         known.append(self)
@@ -178,37 +177,12 @@ class Reader:
         return not any(read.changed(module) for read in self.readings.values())
 
     @property
-    def reading(self) -> Any:
+    def reading(self) -> Reading:
         """The reading in training."""
         return self.readings[True].reading
 
-    def read(self, module: Any, training: bool) -> Read:
-        """Read a layer in every case. `_safe_read` calls this.
-
-        Args:
-            module: The layer.
-            training: Whether to read it as in training, whatever mode it is in.
-
-        Raises:
-            Unknown: if it is not known what its forward computes.
-        """
-        return _read(module, training)
-
-    def _safe_read(self, module: Any, training: bool) -> Read:
-        """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown."""
-        if has_own_call(module):
-            raise Unknown("it has a __call__ of its own")
-        try:
-            with unobserved((), torch.device("cpu")), torch.device("cpu"):
-                return self.read(module, training)
-        except Unknown:
-            raise
-        except Exception as error:  # of any kind: the code was not written for a symbolic trace
-            message = f"{type(error).__name__}: {error}"
-            raise Unknown(f"its forward computes what is not known here ({message})") from error
-
-    def current(self, module: Any) -> Any:
-        """Return the reading of a layer as it is now. Each call of the layer asks.
+    def options(self, module: Any) -> dict[str, Any]:
+        """Return the keywords of the attention function as they are now. Each call asks.
 
         Raises:
             RuntimeError: on this rank, if the layer computes something else than before.
@@ -217,7 +191,7 @@ class Reader:
         if changes := read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
             try:
-                now = self._safe_read(module, module.training)
+                now = _read(module, module.training)
             except Unknown as error:
                 reason = f" ({error})"
             if now is None or now.reading != read.reading:
@@ -227,15 +201,7 @@ class Reader:
                     f"changed{reason}; call ds_sp_overlap.enable again"
                 )
             self.readings[module.training] = read = now
-        return read.reading
-
-    def options(self, module: Any) -> dict[str, Any]:
-        """Return the keywords of the attention function as they are now.
-
-        Raises:
-            RuntimeError: as `current` does.
-        """
-        return self.current(module).options
+        return read.reading.options
 
 
 def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
@@ -275,7 +241,24 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _read(module: Any, training: bool) -> Read:
-    """Read a layer of transformers in every case; see `Reader.read`.
+    """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown.
+
+    ``training``: whether to read it as in training, whatever mode it is in.
+    """
+    if has_own_call(module):
+        raise Unknown("it has a __call__ of its own")
+    try:
+        with unobserved((), torch.device("cpu")), torch.device("cpu"):
+            return _read_cases(module, training)
+    except Unknown:
+        raise
+    except Exception as error:  # of any kind: the code was not written for a symbolic trace
+        message = f"{type(error).__name__}: {error}"
+        raise Unknown(f"its forward computes what is not known here ({message})") from error
+
+
+def _read_cases(module: Any, training: bool) -> Read:
+    """Read a layer in every case.
 
     All cases must give the same reading. Lookups and globals of all cases are collected.
     """

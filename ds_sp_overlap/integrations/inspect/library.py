@@ -103,10 +103,8 @@ def digest(holder: Any, *names: str) -> str:
         names: Names of the functions; a name that ``holder`` doesn't have is skipped.
 
     Returns:
-        The digest; empty if a function has a decorator that is not transformers'.
-
-    Raises:
-        OSError: if there is no source.
+        The digest; empty if there is no source, or a function has a decorator that is not
+        transformers'.
     """
     functions = []
     for name in names:
@@ -114,7 +112,10 @@ def digest(holder: Any, *names: str) -> str:
             functions.append(getattr(holder, name))
     if any(map(_is_decorated_by_others, functions)):
         return ""  # guard: what a decorator does is in no digest
-    text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)
+    try:
+        text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)
+    except (OSError, TypeError):  # a builtin, or code without a file
+        return ""
     words = re.sub("#.*", "", text).split()
     return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
 

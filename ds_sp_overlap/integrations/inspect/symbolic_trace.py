@@ -3,8 +3,7 @@
 The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
 Stand-ins for projections, norms, rotary functions and the attention function return new labels.
 Only operations that move numbers are allowed (`accounting`), so the places where the labels end up
-tell how they were moved. The trace computes with no weight and calls no module. `megatron.reading`
-uses its stand-ins too.
+tell how they were moved. The trace computes with no weight and calls no module.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from .accounting import (
     MISSING,
     Accounting,
-    HiddenDtype,
     LoadedGlobal,
     Unknown,
     forward_of,
@@ -52,8 +50,7 @@ class Case:
     Attributes:
         training: Whether the layer is in training.
         masked: Whether a mask is given.
-        gives_optional: Whether optional arguments are given, such as positions (for Megatron's
-            layers: the tables of RoPE).
+        gives_optional: Whether optional arguments are given, such as positions.
         batch: 1, or more than 1.
         seq_index: Selects one of two sequence lengths, 0 or 1.
         dtype: The dtype that labels claim to have; None to hide their dtype.
@@ -129,7 +126,7 @@ class TracedOutput:
 class Opaque:
     """Stands for an argument that may be passed on or compared with None, and nothing else."""
 
-    def __init__(self, trace: Any):
+    def __init__(self, trace: Trace):
         self._trace = trace
 
     def __bool__(self) -> bool:
@@ -169,12 +166,12 @@ class Proxy:
         trace: The running trace.
     """
 
-    def __init__(self, value: Any, path: tuple[Any, ...], trace: Any):
+    def __init__(self, value: Any, path: tuple[Any, ...], trace: Trace):
         vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the object, or what stands for it."""
-        trace, value = self._trace, self._trace.look_up(self._value, name)
+        trace, value = self._trace, self._trace.accounting.look_up(self._value, name)
         if value is MISSING:
             # Somebody may set the attribute before a later call.
             trace.lookups.append(((*self._path, name), MISSING))
@@ -184,7 +181,7 @@ class Proxy:
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
-            return trace.child(name, value)
+            return ChildProxy(name, value, trace)
         if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
             # Bound to this proxy, so that its code runs on stand-ins, too.
             self._check_defaults(name, value.__func__)
@@ -201,8 +198,6 @@ class Proxy:
     def _record(self, step: Any, value: Any) -> Any:
         """Return a value found by one more ``step``, or a `Proxy` of it."""
         trace, path = self._trace, (*self._path, step)
-        if isinstance(value, Tensor) and not trace.takes_parameters:
-            trace.fail(f"reads {'.'.join(map(str, path))}")
         # Later calls can compare constants, tensors and functions.
         known = is_plain(value) or value is contextlib.nullcontext
         if isinstance(value, types.FunctionType):
@@ -240,10 +235,10 @@ class ChildProxy:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return new labels in the shape of the child's output; those of ``x`` for an identity."""
-        trace, module = self._trace, self._module
+        trace = self._trace
         if args or kwargs or not isinstance(x, Tensor):
             trace.fail(f"gives {self._name} more than one tensor")
-        if is_identity(self._name, module, trace):
+        if self._is_identity():
             return x
         width = trace.widths.get(self._name)
         with torch._C.DisableTorchFunction():
@@ -256,40 +251,34 @@ class ChildProxy:
     def __getattr__(self, name: str) -> Any:
         self._trace.fail(f"reads {self._name}.{name}")
 
-    # For isinstance.
-    __class__ = property(lambda self: class_of_child(self._name, self._module, self._trace))
+    def _is_identity(self) -> bool:
+        """Return whether the child is ``nn.Identity``, or a dropout that drops nothing.
 
-
-def class_of_child(name: str, module: nn.Module, trace: Any) -> type:
-    """Return the class of a child, for its stand-in, and record it among the lookups."""
-    kind = own_class(type(module))
-    trace.lookups.append(((name, *CLASS), kind))
-    return kind
-
-
-def is_identity(name: str, module: Any, trace: Any) -> bool:
-    """Return whether a child returns its input: ``nn.Identity``, or a dropout that drops nothing.
-
-    What this depends on is recorded among the lookups. Fails the trace for a dropout that drops.
-
-    Args:
-        name: The name of the child.
-        module: The child.
-        trace: The running trace of this file, or run of `megatron.reading`.
-    """
-    if has_own_call(module):
-        trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
-    # Not for projections: adapters may wrap one between calls, which each call looks at by itself.
-    if getattr(module, "out_features", None) is None:
-        trace.lookups.append(((name, "__class__"), own_class(type(module))))
-    if own_class(type(module)) is nn.Identity:
+        What this depends on is recorded among the lookups. Fails the trace for a dropout that
+        drops.
+        """
+        trace, name, module = self._trace, self._name, self._module
+        if has_own_call(module):
+            trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
+        # Not for projections: adapters may wrap one between calls, which each call looks at by
+        # itself.
+        if getattr(module, "out_features", None) is None:
+            self._class()
+        if not isinstance(module, nn.modules.dropout._DropoutNd):
+            return own_class(type(module)) is nn.Identity
+        trace.lookups.append(((name, "p"), module.p))
+        if trace.training and module.p > 0:
+            trace.fail(f"calls {name}, which drops out")
         return True
-    if not isinstance(module, nn.modules.dropout._DropoutNd):
-        return False
-    trace.lookups.append(((name, "p"), module.p))
-    if trace.training and module.p > 0:
-        trace.fail(f"calls {name}, which drops out")
-    return True
+
+    def _class(self) -> type:
+        """Return the class of the child, and record it."""
+        kind = own_class(type(self._module))
+        self._trace.lookups.append(((self._name, *CLASS), kind))
+        return kind
+
+    # For isinstance.
+    __class__ = property(_class)
 
 
 class _AttentionFunctions:
@@ -368,9 +357,6 @@ class Trace:
         Unknown: if the forward does what is not accounted for.
     """
 
-    # Whether the forward may read tensors of the layer, for instance for its attention function.
-    takes_parameters = True
-
     def __init__(self, module: Any, case: Case, keywords: set[str]):
         self.module, self.training, self.case = module, case.training, case
         self.outputs: list[TracedOutput] = []
@@ -379,8 +365,6 @@ class Trace:
         kind = own_class(type(module))
         self.lookups: list[Lookup] = [((*CLASS, name), getattr(kind, name)) for name in RUNS]
         self._label_count = 0
-        self.loaded_globals: list[LoadedGlobal] = []
-        self.constants: set[str] = set()
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
         # Looked up before anything is accounted for, since ZeRO-3 runs code of its own where a
@@ -408,31 +392,20 @@ class Trace:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-        # Without stand-ins: later calls look at what `_replacement` replaced.
-        for loaded in self.accounting.loaded_globals:
-            if not isinstance(loaded.value, _AttentionFunctions):
-                value = getattr(loaded.value, "_rotary", loaded.value)
-                self.loaded_globals.append(loaded._replace(value=value))
-        self.constants = self.accounting.possible_keywords() - self.options.keys()
-        self.constants -= set(inspect.signature(forward).parameters)
+        # Behind `replaced`, which has put the globals back into place.
+        self.loaded_globals: list[LoadedGlobal] = self.accounting.globals_now()
+        known = self.options.keys() | inspect.signature(forward).parameters.keys()
+        self.constants: set[str] = self.accounting.possible_keywords() - known
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown; see `Accounting.fail`."""
         self.accounting.fail(reason)
-
-    def look_up(self, holder: Any, name: str) -> Any:
-        """Return an attribute; see `Accounting.look_up`."""
-        return self.accounting.look_up(holder, name)
 
     def new_labels(self, *shape: int) -> Tensor:
         """Return labels, whole numbers of which none was returned before, in this shape."""
         count = torch.Size(shape).numel()
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
-
-    def child(self, name: str, module: nn.Module) -> ChildProxy:
-        """Return what stands for a child of the layer."""
-        return ChildProxy(name, module, self)
 
     def _arguments(self, forward: Callable, keywords: set[str]) -> dict[str, Any]:
         """Return the arguments of the forward in this case, by name.
@@ -501,8 +474,6 @@ class Trace:
             labels = tuple(output.labels for output in outputs)
             return labels[0] if len(labels) == 1 else labels
 
-        # The constructor looks for this attribute, to record the function in place of the stand-in.
-        vars(rotary)["_rotary"] = function
         return rotary
 
     def _attend(
@@ -528,26 +499,48 @@ class Trace:
         return self.o, self.weights
 
 
+class HiddenDtype:
+    """Stands for the dtype or device of a tensor; may only be passed on to another tensor."""
+
+    def __init__(self, accounting: Accounting):
+        self._accounting = accounting
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for this object; fail for any other."""
+        return other is self or self._accounting.fail("looks at the dtype or device of a tensor")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._accounting.fail("looks at the dtype or device of a tensor")
+
+    __hash__ = object.__hash__
+
+
 class LabelAccounting(Accounting):
-    """Accounts for code that runs on labels.
+    """Accounts for code that runs on labels. A cast to their own dtype leaves them as they are.
 
     Args:
-        dtype: The dtype that labels claim to have; None to hide it.
+        dtype: The dtype that labels claim to have; None to hide it, and their device.
         sizes: As in `Accounting`.
     """
 
+    CASTS = "to", "type", "type_as"
+
     def __init__(self, dtype: torch.dtype | None, sizes: set[int]):
-        super().__init__(sizes=sizes, hidden=dtype is None)
-        self.dtype = dtype
+        super().__init__(self.CASTS, sizes)
+        self.dtype = dtype or HiddenDtype(self)
 
     def dtype_or_device(self, name: str, x: Tensor) -> Any:
         """Return the dtype that labels claim to have, which are integers; or their device."""
-        return self.dtype if name == "dtype" else super().dtype_or_device(name, x)
+        is_hidden = isinstance(self.dtype, HiddenDtype)
+        return self.dtype if is_hidden or name == "dtype" else x.device
 
-    def is_no_cast(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a cast leaves labels alone, as one to their own dtype or a device does."""
-        targets = []
-        for x in (*args[1:], *kwargs.values()):
-            if x is not self.dtype and not isinstance(x, torch.device):
-                targets.append(x)
-        return super().is_no_cast((*args[:1], *targets), {})
+    def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Execute an operation; fail for a cast to another dtype."""
+        if name not in self.CASTS:
+            return super().execute(name, function, args, kwargs)
+        # A bool is an option of the cast. All tensors of a run count as tensors of one dtype.
+        for target in (*args[1:], *kwargs.values()):
+            known = isinstance(target, (Tensor, bool, torch.device))
+            if not known and target is not self.dtype:
+                self.fail(f"computes what is not known here: {name}")
+        return args[0]

@@ -4,7 +4,7 @@ A layer is recognised by the names of its children, as of commit 4efb479d: ``que
 [all q | all k | all v]), ``dist_attn`` (DeepSpeed's class around the local attention) and
 ``dense``, whose bias the caller adds. Hidden states are [s/P, b, m]. With pull request 415 a layer
 has ``query_linear``, ``key_linear`` and ``value_linear`` in place of the fused projection. The
-layer is driven whole if its forward is known (`megatron.reading`). Megatron is never imported from
+layer is driven whole if its forward is known (`megatron.source`). Megatron is never imported from
 here.
 
 A layer that is driven whole computes the right results where Megatron-DeepSpeed at 4efb479d
@@ -21,26 +21,27 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...attention.arguments import ForAllHeads
 from ...attention.runtime.linear import Plain, hooks_are_harmless
 from ...attention.self_attention import SelfAttention
+from ...exchange.sp_group import SPGroup
 from ...rotary import Rotary
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
-from ..inspect.accounting import Unknown
-from ..inspect.attention import Reader
+from ..inspect.accounting import MISSING
 from ..inspect.library import defined_in
-from ..inspect.probe import refuse_difference
+from ..inspect.probe import ProbeSchedule, refuse_difference
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
-from .probe import difference
-from .reading import AttentionReader
+from .probe import difference, is_batch_first
+from .source import facts_of, why_unknown
 
 SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_linear"}
 
@@ -65,14 +66,13 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
         o, [s, b, h/P, d] or [s, b, h/P d].
     """
     local = module.dist_attn.local_attn
-    flash = module.use_flash_attn and not module.use_flash_attn_triton
     flash_function = getattr(getattr(local, "flash_attn_func", None), "__name__", "")
     grouped = k.shape[2] < q.shape[2]
     # Every other attention of Megatron wants as many KV heads as query heads.
     if grouped and flash_function != "flash_attn_varlen_func":
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    if flash:
+    if is_batch_first(module):
         return local(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
@@ -87,20 +87,16 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
         local.hidden_size_per_partition = width
 
 
-def _local_tables(
-    rotary: Any, rank: int, local_seq: int, sp_size: int, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
+def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ...]:
     """Return cos and sin at the positions of this rank.
 
     Args:
         rotary: (cos, sin) of the whole sequence, each [s, 1, 1, d_rot]; None without RoPE.
-        rank: The sp rank.
-        local_seq: s/P.
-        sp_size: P.
-        dtype: The dtype of the result.
+        x: [s/P, b, m]. The hidden states.
+        sp_group: The sp group.
 
     Returns:
-        (cos, sin), each [s/P, 1, 1, d_rot]; empty without RoPE.
+        (cos, sin), each [s/P, 1, 1, d_rot], in the dtype of ``x``; empty without RoPE.
 
     Raises:
         ValueError: if ``rotary`` is anything else, or too short.
@@ -112,16 +108,16 @@ def _local_tables(
         raise ValueError(
             f"rotary_pos_emb must be (cos, sin) of the whole sequence, got {type(rotary).__name__}"
         )
-    length, seq = min(len(table) for table in rotary), sp_size * local_seq
+    length, seq = min(len(table) for table in rotary), sp_group.size * len(x)
     if length < seq:
         raise ValueError(
-            f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({local_seq} on each "
-            f"of {sp_size} ranks); give the tables of the whole sequence"
+            f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({len(x)} on each "
+            f"of {sp_group.size} ranks); give the tables of the whole sequence"
         )
     # RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
     # and are bit-identical to those that the layer's own forward rotates behind the exchange.
-    (cos, sin), own = rotary, slice(rank * local_seq, (rank + 1) * local_seq)
-    return cos[own].to(dtype), sin[own].to(dtype)
+    (cos, sin), own = rotary, slice(sp_group.rank * len(x), (sp_group.rank + 1) * len(x))
+    return cos[own].to(x.dtype), sin[own].to(x.dtype)
 
 
 def _check_mask(mask: Any, seq: int) -> None:
@@ -136,54 +132,41 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-def _drive(
-    name: str, module: Any, reader: AttentionReader, settings: OverlapSettings
-) -> tuple[SelfAttention, Callable]:
-    """Make the `SelfAttention` that drives a layer, and a forward for the layer that calls it.
+@dataclass
+class _Driven:
+    """A layer that ``block`` drives.
 
-    The caller rebinds the layer's forward.
-
-    Args:
+    Attributes:
         name: The layer's name.
         module: The layer.
-        reader: The reading of its forward.
+        block: What drives it.
+        probes: Says when its own forward is compared with the block.
         settings: The settings of the model's layers.
     """
-    original, sp_group = module.forward, settings.sp_group
-    flash = module.use_flash_attn and not module.use_flash_attn_triton
-    same_heads = module.num_attention_heads == module.num_key_value_heads
-    baseline_is_right = flash and same_heads and module.num_attention_heads % sp_group.size == 0
-    split = {
-        kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
-    }
-    projections = split or {"qkv_proj": module.query_key_value}
-    linear = {child: getattr(module, child) for child in (*reader.reading.projections, "dense")}
-    block = SelfAttention(
-        local_attention=functools.partial(_attend, module),
-        o_proj=module.dense,
-        num_heads=module.num_attention_heads,
-        num_kv_heads=module.num_key_value_heads,
-        head_dim=module.hidden_size_per_attention_head,
-        **projections,
-        rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
-        sequence_process_group=sp_group.group,
-        batch_first=False,
-        config=settings.config,
-        name=name,
-        policy=settings.policy,
-        plain=_plain([*projections.values(), module.dense]),
-        heads_alike=True,
-    )
+
+    name: str
+    module: Any
+    block: SelfAttention
+    probes: ProbeSchedule
+    settings: OverlapSettings
+
+    def __post_init__(self) -> None:
+        module = self.module
+        self.original, self.facts = module.forward, facts_of(module)
+        self.same_heads = module.num_attention_heads == module.num_key_value_heads
+        even = module.num_attention_heads % self.settings.sp_group.size == 0
+        self.baseline_is_right = self.same_heads and even and is_batch_first(module)
 
     def forward(
-        hidden_states,
-        attention_mask=None,
-        encoder_output=None,
-        inference_params=None,
-        rotary_pos_emb=None,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_output: Any = None,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
         # Megatron-DeepSpeed passes this at first, and calls again without it after a TypeError.
-        cpu_offloading=False,
-    ):
+        cpu_offloading: bool = False,
+    ) -> Any:
         """Attend over the global sequence; takes the place of the layer's forward. Collective.
 
         Raises:
@@ -192,17 +175,12 @@ def _drive(
             ValueError: for arguments that can't work. In the layer's first call, every fault of one
                 rank is this error on all ranks.
         """
-        arguments = dict(
-            hidden_states=hidden_states, attention_mask=attention_mask,
-            encoder_output=encoder_output, inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-        )  # fmt: skip
-        local_seq = len(hidden_states)
+        name, module, block, settings = self.name, self.module, self.block, self.settings
+        others = (attention_mask, encoder_output, inference_params, rotary_pos_emb)
         tables: tuple[Tensor, ...] = ()
         error: Exception | None = None
         try:
-            reader.current(module)
-            _refuse_others(name, module, linear)
+            self._refuse_changed()
             if inference_params is not None:
                 raise ValueError(
                     "generation with a KV cache does not work on a sequence that is split over "
@@ -210,28 +188,24 @@ def _drive(
                     "parallelism"
                 )
             if not module.use_flash_attn:
-                _check_mask(attention_mask, sp_group.size * local_seq)
-            tables = _local_tables(
-                rotary_pos_emb,
-                sp_group.rank,
-                local_seq,
-                sp_size=sp_group.size,
-                dtype=hidden_states.dtype,
-            )
+                _check_mask(attention_mask, settings.sp_group.size * len(hidden_states))
+            tables = _local_tables(rotary_pos_emb, hidden_states, settings.sp_group)
         except (RuntimeError, ValueError) as raised:
             error = raised
-        # An error waits for the probe, for which the other ranks wait. If the layer's own forward
-        # refuses these arguments, there is nothing to compare.
-        comparable = error is None and not reader.reading.refuses
-        _probe(name, module, reader, block, arguments, settings=settings, comparable=comparable)
+        # An error waits for the probe, for which the other ranks wait.
+        lengths = [len(hidden_states)] * settings.sp_group.size
+        if self.probes.is_due(name, settings.config.check, lengths):
+            # ``str()`` is the empty text, no difference: this rank has nothing to compare where the
+            # layer's own forward refuses the arguments.
+            compare: Callable[[], str] = str
+            if error is None and self.same_heads:
+                compare = functools.partial(difference, module, block, hidden_states, others)
+            refuse_difference(self.probes, name, module, settings.sp_group, compare)
         if error is not None:
             block.layer.refuse(error)
-
-        def baseline_attention(x):
-            """Run the layer's own forward, as the policy's candidate "off"."""
-            return original(x, attention_mask, encoder_output, inference_params, rotary_pos_emb)
-
-        baseline = baseline_attention if settings.policy and baseline_is_right else None
+        baseline = None
+        if settings.policy and self.baseline_is_right:
+            baseline = functools.partial(_own, self.original, others)
         # [b or 1, 1, s, s]; b may be the number of heads.
         mask = ForAllHeads(attention_mask)
         try:
@@ -240,61 +214,46 @@ def _drive(
             # HEAD would call again after a TypeError, on this rank alone.
             raise RuntimeError(f"{name}: {error}") from error
 
-    return block, forward
+    def _refuse_changed(self) -> None:
+        """Raise RuntimeError, on this rank, if the layer is another one than in `enable`."""
+        module, now = self.module, facts_of(self.module)
+        changed = [name for name, fact in self.facts.items() if now.get(name, MISSING) != fact]
+        if not hooks_are_harmless(module.dist_attn) or has_own_forward(module.dist_attn):
+            changed.append("dist_attn")
+        if changed:
+            raise RuntimeError(
+                f"{self.name}: {', '.join(changed)} replaced, hooked or patched since "
+                "ds_sp_overlap.enable; call ds_sp_overlap.enable again"
+            )
 
 
-def _refuse_others(name: str, module: Any, linear: dict[str, nn.Module]) -> None:
-    """Refuse a layer if its projections, or calls of its ``dist_attn``, are others than in `enable`.
-
-    Args:
-        name: The layer's name.
-        module: The layer.
-        linear: Its projections by name, as they were; the block calls these.
-
-    Raises:
-        RuntimeError: on this rank.
-    """
-    changed = [child for child, was in linear.items() if getattr(module, child, None) is not was]
-    if not hooks_are_harmless(module.dist_attn) or has_own_forward(module.dist_attn):
-        changed.append("dist_attn")
-    if changed:
-        raise RuntimeError(
-            f"{name}: {', '.join(changed)} replaced, hooked or patched since ds_sp_overlap.enable; "
-            "call ds_sp_overlap.enable again"
-        )
+def _own(forward: Callable, others: tuple, x: Tensor) -> Any:
+    """Run the layer's own forward, as the policy's candidate "off"."""
+    return forward(x, *others)
 
 
-def _probe(
-    name: str,
-    module: Any,
-    reader: AttentionReader,
-    block: SelfAttention,
-    arguments: dict[str, Any],
-    settings: OverlapSettings,
-    comparable: bool,
-) -> None:
-    """Compare the layer's own forward with the block, if that is due. Collective if it is.
-
-    Args:
-        name: The layer's name.
-        module: The layer.
-        reader: The reading of its forward.
-        block: What drives it.
-        arguments: The layer's arguments by name.
-        settings: The settings of the model's layers.
-        comparable: Whether the layer's own forward accepts the arguments on this rank, as far as is
-            known. If not, this rank reports no difference, but still takes part.
-
-    Raises:
-        RuntimeError: on all ranks, if the two differ on any rank.
-    """
-    sp_group = settings.sp_group
-    lengths = [len(arguments["hidden_states"])] * sp_group.size
-    if not reader.probes.is_due(name, settings.config.check, lengths):
-        return
-    # ``str()`` is the empty text: no difference.
-    compare = functools.partial(difference, module, block, arguments) if comparable else str
-    refuse_difference(reader.probes, name, module, sp_group=sp_group, compare=compare)
+def _block(name: str, module: Any, settings: OverlapSettings) -> SelfAttention:
+    """Make the `SelfAttention` that drives a layer."""
+    split = {
+        kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
+    }
+    projections = split or {"qkv_proj": module.query_key_value}
+    return SelfAttention(
+        local_attention=functools.partial(_attend, module),
+        o_proj=module.dense,
+        num_heads=module.num_attention_heads,
+        num_kv_heads=module.num_key_value_heads,
+        head_dim=module.hidden_size_per_attention_head,
+        **projections,
+        rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
+        sequence_process_group=settings.sp_group.group,
+        batch_first=False,
+        config=settings.config,
+        name=name,
+        policy=settings.policy,
+        plain=_plain([*projections.values(), module.dense]),
+        heads_alike=True,
+    )
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
@@ -366,7 +325,7 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     for name in (*SPLIT.values(), "query_key_value", "dense"):
         if name in children and not hasattr(children[name], "skip_bias_add"):
             return "its projections are not Megatron's", True
-    return "", True
+    return why_unknown(module), True
 
 
 def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
@@ -386,17 +345,13 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         ValueError: if ``head_groups`` or ``shares`` is out of range.
     """
     layers: list[FoundLayer] = []
-    known: list[Reader] = []
+    # Layers of one kind are probed once.
+    probes: defaultdict[Any, ProbeSchedule] = defaultdict(ProbeSchedule)
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
         inside = (module.dist_attn,)
         reason, can_drop_in = _why_not(module)
-        if not reason:
-            try:
-                reader = AttentionReader(name, module, known)
-            except Unknown as error:
-                reason = str(error)
         settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
         if reason and can_drop_in:
             dist_attn = f"{name}.dist_attn"
@@ -414,11 +369,13 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         # keys, Megatron's flash attention fails an assertion in training, and is not causal in
         # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
-        block, forward = _drive(name, module, reader, settings)
+        block = _block(name, module, settings)
+        kind = type(module), module.use_flash_attn
+        driven = _Driven(name, module, block, probes[kind], settings)
         heads = module.num_attention_heads, module.num_key_value_heads
         groups = settings.groups_for(*heads, why, block.layer.windowed)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
         got, lacks = settings.of_driven(block, linear, groups)
-        bind = functools.partial(rebind, module, forward)
+        bind = functools.partial(rebind, module, driven.forward)
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
     return layers

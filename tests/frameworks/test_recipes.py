@@ -1,12 +1,28 @@
 """The functions of docs/recipes.md on two ranks, in fp64, against the same on the whole sequence in one process."""
 
+import logging
+
+import deepspeed
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 import ds_sp_overlap
 from tests.harness.cases import full
-from tests.harness.models import EXACT, batches, cut, sequence_parallel_model, tiny, with_images, worst
+from tests.harness.listening import listening
+from tests.harness.models import (
+    EXACT,
+    batches,
+    cut,
+    ds_config,
+    forget_sequence_parallel,
+    outcome,
+    sequence_parallel,
+    sequence_parallel_model,
+    tiny,
+    with_images,
+    worst,
+)
 from tests.harness.pages import ROOT, read
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
@@ -16,7 +32,7 @@ def recipes(size):
     """The names that the page defines; with one rank nothing is summed."""
     names = {}
     for block in read(ROOT / "docs" / "recipes.md").blocks:
-        if "test_recipes" in block.said[1]:
+        if "test_recipes" in block.said[1] and block.section != "QLoRA":
             exec(block.text, names)
     if size == 1:
         names["whole"] = lambda mine, sp_group: mine
@@ -110,3 +126,51 @@ def compared(rank, which):
 def test_a_recipe_gives_the_loss_and_the_gradients_of_the_whole_sequence(which):
     for errors in on_ranks(2, compared, which):
         assert max(errors) < TOLERANCE.get(which, 1e-10), errors
+
+
+def quantised(folder, storage):
+    """The model that the page's recipe makes of a tiny one, with adapters that are not zero; computed in fp32."""
+    (block,) = (block for block in read(ROOT / "docs" / "recipes.md").blocks if block.section == "QLoRA")
+    text = block.text.replace("Qwen/Qwen3-0.6B", str(folder)).replace("quantization_config", "dtype='float32', quantization_config")
+    options = f'bnb_4bit_quant_storage="{storage}", bnb_4bit_compute_dtype="float32"'
+    names = {}
+    torch.manual_seed(0)
+    exec(text.replace('bnb_4bit_compute_dtype="bfloat16"', options), names)
+    for name, parameter in names["model"].named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+    return names["model"]
+
+
+def with_four_bits(rank, folder, storage, stage):
+    """The worst error of a gradient, and what the start-up reports."""
+    tokens = batches(1)[0]
+    right = outcome(quantised(folder, storage), tokens, 0, 1, None)
+    right.pop("logits")
+    model = quantised(folder, storage)
+    section = {"head_groups": 2, "check": True}
+    try:
+        mpu = sequence_parallel(model, 2)
+        with listening(logging.INFO) as said:
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config(stage, sp_overlap=section), mpu=mpu)
+        inputs = cut(tokens, rank, 2)
+        logits = engine(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+        engine.backward(loss)
+        learning = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        found = {name: deepspeed.utils.safe_get_full_grad(p).float() for name, p in learning}
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+        return worst(found, right), said
+    finally:
+        forget_sequence_parallel()
+
+
+@pytest.mark.parametrize("storage, stage", [("uint8", 1), ("float32", 3)])
+def test_qlora_gives_the_gradients_of_the_whole_sequence(tmp_path, storage, stage):
+    pytest.importorskip("bitsandbytes")
+    tiny(heads=8, kv_heads=4, intermediate_size=128, initializer_range=0.2).save_pretrained(tmp_path)
+    (error, said), (other, _) = on_ranks(2, with_four_bits, tmp_path, storage, stage)
+    assert max(error, other) < 1e-5
+    report = " ".join(said[0].split())
+    assert "called whole: q_proj (LoRA), k_proj (LoRA), v_proj (LoRA), o_proj (LoRA)" in report

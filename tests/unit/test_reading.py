@@ -255,6 +255,15 @@ def test_another_default_device_makes_no_difference():
         assert reading() == found
 
 
+def test_the_numbers_by_which_zero_3_counts_modules_are_no_sizes():
+    """Fifty of them in a row leave no prime; a layer with adapters on all its projections has as many modules."""
+    module = layer()
+    module.v_proj.adapters = nn.ModuleList(nn.Identity() for _ in range(50))
+    for number, part in enumerate(module.modules(), 180):
+        part.ds_id = number
+    assert Reader("layer", module).reading == reading()
+
+
 def test_what_a_forward_looked_at_is_looked_at_again():
     module = layer(("self.config.window", "self.config.window if self.scaling else self.k_proj"))
     reader = Reader("model.layer", module)

@@ -373,9 +373,11 @@ class Trace:
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
-        # Without zeros, which every prime divides.
+        # Without zeros, which every prime divides, and without the number that ZeRO-3 gives each
+        # module: those of a layer with adapters leave no prime.
         for holder in (vars(config), *map(vars, module.modules())):
-            used.update(x for x in holder.values() if isinstance(x, int) and x)
+            held = (x for name, x in holder.items() if name != "ds_id")
+            used.update(x for x in held if isinstance(x, int) and x)
         free = free_primes(used)
         self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)

@@ -61,7 +61,7 @@ FAULTS = {
     "nothing is overlapped": (
         "integrations/deepspeed/initialize.py",
         "    if config.enabled:\n        _refuse_moe_of_mpu(engine)\n",
-        "    return\n",
+        "    if config.enabled:\n        return\n",
         "nothing was overlapped",
     ),
 }

@@ -10,6 +10,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from tests.harness import models
 from tests.harness.cases import full
+from tests.harness.pages import ROOT, read
 from tests.harness.ranks import on_ranks
 
 RANKS = 2
@@ -74,3 +75,23 @@ def test_the_gradient_is_this_multiple_of_the_whole_sequences(recipe, stage, red
     for found in on_ranks(RANKS, gradient, RANKS, recipe, stage, reduce_scatter, told):
         # fp32 sums in another order; a wrong factor is off by at least a half
         torch.testing.assert_close(found, factor * whole, rtol=0, atol=1e-5 * whole.abs().max().item())
+
+
+def documented_share(rank, counted):
+    """The share of the mean that the page's lines compute of four tokens, of which each rank counts ``counted``; its gradient."""
+    torch.manual_seed(rank)
+    logits, labels = torch.randn(1, 4, 8, requires_grad=True), torch.full((1, 4), -100)
+    labels[:, :counted] = 3
+    names = dict(torch=torch, cross_entropy=torch.nn.functional.cross_entropy, sp_group=None, logits=logits, labels=labels)
+    blocks = read(ROOT / "docs" / "loss_and_gradients.md").blocks
+    (text,) = (block.text for block in blocks if block.section == "This rank's share" and block.language == "python")
+    exec(text, names)
+    names["loss"].backward()
+    expected = -logits.log_softmax(-1)[0, :counted, 3].sum().item() / (RANKS * counted or 1)
+    return names["loss"].item() - expected, logits.grad.abs().max().item()
+
+
+@pytest.mark.parametrize("counted", [0, 3])
+def test_the_documented_share_is_that_of_the_mean_and_zero_without_labels(counted):
+    for off, gradient in on_ranks(RANKS, documented_share, counted):
+        assert abs(off) < 1e-6 and (gradient > 0) == (counted > 0)

@@ -14,6 +14,7 @@ from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
 from tests.harness import dropin, layers, models, reference
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
+from tests.harness.listening import listening
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording
 
@@ -117,15 +118,16 @@ def test_a_layer_that_is_switched_off_waits_for_each_exchange_at_once(more):
 
 
 def projected_and_switched_off(rank):
-    """The order of exchanges of a drop-in that is switched off, and what differs from the whole sequence's."""
+    """The order of exchanges of a drop-in that is switched off, what it logs, and what differs from the whole sequence's."""
     mover = Recording()
     case = dropin.Case(config={"enabled": False})
-    return dropin.dropin_faults(rank, case, transport=mover), mover.log
+    with listening(start_up=True) as said:
+        return dropin.dropin_faults(rank, case, transport=mover), mover.log, said
 
 
 def test_a_drop_in_that_is_switched_off_waits_for_each_exchange_at_once_and_is_right():
-    for faults, log in on_ranks(2, projected_and_switched_off):
-        assert faults == []
+    for faults, log, (line,) in on_ranks(2, projected_and_switched_off):
+        assert faults == [] and line.endswith("KV heads over 2 ranks: off (enabled is false in its config)")
         assert log == ">q <q >k <k >v <v >o <o >do <do >dv <dv >dk <dk >dq <dq".split()
 
 

@@ -12,7 +12,7 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
     config         the ``sp_overlap`` section
     rotary         rotary position embedding
     relayout       pack and unpack, PyTorch's and compiled
-    profiling      clocks, optimizer steps, the timeline of what each exchange cost
+    profiling      clocks, optimizer steps, the trace of what each exchange cost
     exchange       who holds what (shares, heads, geometry, legs), the sp group with its streams,
                    transports, the exchange itself, its check
     autotune       choice of the number of head groups by timing
@@ -25,7 +25,7 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
       inspect      what a module's forward computes, all of it accounted for
       sequence     positions, documents, masks of the whole sequence
       transformers, megatron, deepspeed
-    tools          planner, picture of the timeline, self-check, command line; loaded when called
+    tools          planner, timeline of a trace, self-check, command line; loaded when called
 
 The way of a query from a rebound forward to the wire, each file calling the next:
 ``integrations.rebinding`` (stands in the place of the layer's forward) ->
@@ -104,11 +104,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _write_timeline(folder: str, every: list) -> None:
-    """Write a timeline that was recorded; loads the tool that draws, which training needs not."""
-    from .tools import picture
+def _write_timeline(traces: list[str]) -> None:
+    """Write what traces tell; loads the tool that draws, which training needs not."""
+    from .tools import timeline
 
-    picture.write(folder, every)
+    timeline.write(traces)
 
 
 def _honour_section() -> None:

@@ -50,7 +50,7 @@ class PolicyConfig(_Section):
 
 
 class TimelineConfig(_Section):
-    """Sets what is recorded (`ds_sp_overlap.timeline`).
+    """Sets which steps are profiled, for what each exchange costs (`profiling.timeline`).
 
     Attributes:
         path: Folder of the files.
@@ -109,7 +109,7 @@ class SpOverlapConfig(_Section):
             start again; position_ids that start again on every rank are refused, since they mostly
             mean a mistake. "per_rank": they are allowed, as every rank begins with a document.
         policy: How "auto" is chosen.
-        timeline: Where and when to record what each exchange costs; None: nowhere.
+        timeline: Which steps are profiled, for what each exchange costs; None: none.
         check: Compare every exchange of each layer's first call with a plain one; slow.
     """
 

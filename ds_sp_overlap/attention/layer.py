@@ -96,7 +96,7 @@ class LayerRuntime:
         self.policy = policy or _policy_of(config, sp_group)
         # The place among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
-        sp_group.timeline = sp_group.timeline or Timeline.of(config, sp_group)
+        Timeline.of(config, sp_group)
         self.agreed = self.windowed = False
         # The name by which the ranks compare calls; it counts the layers that were called.
         self._name_of_calls = where
@@ -151,14 +151,9 @@ class LayerRuntime:
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
-        if self.sp_group.timeline is not None:
-            self.sp_group.timeline.write_if_over()
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
-        timeline, run = self.sp_group.timeline, TimedCall(inputs)
-        if timeline is not None and timeline.recording():
-            run.timed(timeline.layer(self.where, inputs[0].device))
-        policy, geometry = self.policy, call.geometry
+        policy, geometry, run = self.policy, call.geometry, TimedCall(inputs)
         # G; or "off" for the baseline.
         candidate: Candidate = geometry.groups
         if policy is not None:
@@ -298,8 +293,6 @@ class LayerRuntime:
             )
         # Here, so that all ranks refuse kernels that one rank can't use.
         ops.check_usable(sp_group.kernels)
-        if sp_group.timeline is not None:
-            sp_group.timeline.check()
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (  # guard: same layer, same call
             f"sp_overlap {self.config.model_dump(exclude_defaults=True)}, "

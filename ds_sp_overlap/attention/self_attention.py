@@ -275,7 +275,7 @@ class SelfAttention:
         attend = bind_arguments(self.local_attention, call, args, kwargs)
         can_window = self.can_window(split)
         if can_window and call.window is not None and not isinstance(call.schedule, Windowed):
-            call.run_by(schedule_of(call.geometry, call.window, self.layer.config.wgrad))
+            call.schedule = schedule_of(call.geometry, call.window, self.layer.config.wgrad)
         if isinstance(call.schedule, Windowed):
             if not can_window:
                 raise ValueError(

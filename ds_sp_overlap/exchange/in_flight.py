@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..profiling.ranges import is_profiled, named
-from ..profiling.timeline import Track
 from ..relayout import ops
 from . import check
 from .copies import Copies, copies_of, pack, unpack, unpacked
@@ -51,8 +50,6 @@ class InFlight:
     handle: Any = None
     # What `SideStream.begin` returned, between launch and finish; else None, as with a `HostStream`.
     received: Any = None
-    # None where no timeline records this transfer.
-    track: Track | None = None
     # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
 
@@ -124,19 +121,11 @@ class InFlight:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
             self.recv = self.outs[0].view(-1)
-        if sp_group.timeline is not None and sp_group.timeline.recording():
-            # The part for this rank itself is not sent.
-            sizes = layout.sources.sizes
-            sent_bytes = (sum(sizes) - sizes[sp_group.rank]) * self.recv.element_size()
-            self.track = sp_group.timeline.exchange(self.name, sent_bytes, x)
-            self.track.mark("issued")
         if is_profiled():
             with named(self.name, "start"):
                 self._send(new_empty)
         else:
             self._send(new_empty)
-        if self.track is not None:
-            self.track.mark("launched")
         return self
 
     def _send(self, new_empty: Callable[..., Tensor]) -> None:
@@ -148,24 +137,16 @@ class InFlight:
         else:
             size = self.layout.sources.elements
             self.send = x.as_strided((size,), (1,), x.storage_offset() + flat)
-        if self.track is not None:
-            self.track.mark("packed")
         sp_group, sizes = self.sp_group, (self.layout.sources.sizes, self.layout.targets.sizes)
         self.received = self.side.begin()
         try:
-            if self.track is not None:
-                self.track.mark("started")
             self.handle = sp_group.transport.launch(
                 self.send, self.recv, *sizes, sp_group.group, self.name
             )
-            if self.track is not None:
-                self.track.follow(self.handle)
             if not (self.side.blocks and self.side.overlaps):
                 # The transfer stream waits at once, so that a mark behind the wait tells when the
                 # data has arrived.
                 self.handle.wait()  # guard: waits on its stream
-                if self.track is not None:
-                    self.track.mark("arrived")
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(self.name, "the exchange", error) from error
         finally:
@@ -223,8 +204,6 @@ class InFlight:
         Returns:
             The received tensors, in the order of ``layout.each``.
         """
-        if self.track is not None:
-            self.track.mark("wait")
         if is_profiled():
             with named(self.name, "finish"):
                 self._receive()
@@ -246,8 +225,6 @@ class InFlight:
                 raise self.sp_group.failed(self.name, "the exchange", error) from error
         current = self.side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
-        if self.track is not None:
-            self.track.mark("unpacking")
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
@@ -256,8 +233,6 @@ class InFlight:
         if self.unpacks or elsewhere:
             self.outs = self._unpacked()  # guard: unpacked once
         self.side.after_unpack(mark, current)  # guard: memory returns once it was read
-        if self.track is not None:
-            self.track.mark("done")
 
     def __del__(self) -> None:
         # Abandoned, by an exception between start and finish. The memory must not return to the

@@ -27,11 +27,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..profiling.timeline import IN_NODE
 from .exchange import Exchange
 from .in_flight import InFlight, Tables
 from .layout import Layout, joint
 from .sp_group import SPGroup
+
+# Behind the name of an exchange, that of its leg inside a node.
+IN_NODE = "@node"
 
 
 class RelayedExchange(Exchange):

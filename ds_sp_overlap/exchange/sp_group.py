@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..profiling.timeline import Timeline
 from ..relayout import build, ops
 from ..warn import warn_once
 from .calls import Calls
@@ -81,7 +80,6 @@ class SPGroup:
         self.transport: Transport = transport
         # The node of every rank, once it is known (`find_nodes`).
         self.nodes: tuple[int, ...] | None = None
-        self.timeline: Timeline | None = None
         self.calls = Calls.of(group)
         self._stream = stream
         self._overlaps = overlaps

@@ -142,7 +142,7 @@ def enable(
         )
         return Report(note="nothing to do at sp size 1")
     policy = Policy.of(config, sp_group, gradient_process_group)
-    timeline = Timeline.of(config, sp_group)
+    timeline: Timeline | None = None
     overlap = OverlapSettings(sp_group, config, policy)
     layers: list[FoundLayer] = []
     hosts: list[HostModule] = []
@@ -150,9 +150,9 @@ def enable(
 
     def find_and_describe() -> str:
         """Fill the lists above; return the text that must be the same on all ranks."""
+        nonlocal timeline
         ops.check_usable(config.kernels)
-        if timeline is not None:
-            timeline.check()
+        timeline = Timeline.of(config, sp_group)
         refuse_shared_ranks(model, sp_group.ranks)
         sharded.look_for_units(model)
         layers[:], hosts[:] = _find_layers(model, overlap)

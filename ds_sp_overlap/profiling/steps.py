@@ -62,31 +62,3 @@ def in_checkpoint() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
-
-
-class OptimizerSteps:
-    """Counts optimizer steps.
-
-    The first call of `now` after an optimizer has stepped adds one, however often optimizers have
-    stepped in between (ZeRO-3 steps once per sub-group). The count never changes during backward.
-    Ranks whose optimizers step between the same calls of `now` have the same count.
-    """
-
-    def __init__(self) -> None:
-        self._count, self._stepped = 0, False
-        self._hook = Listener(self._note)
-
-    def _note(self) -> None:
-        # Called by the listener. `now` counts, so that several optimizers count as one step.
-        self._stepped = True
-
-    def now(self) -> int:
-        """Return the number of steps so far."""
-        # Backward recomputes a checkpointed layer, by the count of its first computation.
-        if self._stepped and not in_backward():
-            self._stepped, self._count = False, self._count + 1
-        return self._count
-
-    def close(self) -> None:
-        """Count no further."""
-        self._hook.remove()

@@ -80,7 +80,6 @@ Which code reads a schedule:
   `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
   `ForwardRunner` walks ``recompute`` instead of forward.
 - `tools.planner` computes the bytes in memory while they run.
-- `profiling.timeline` names measured bars by the steps.
 - Tests compare the order that a layer recorded with its schedule.
 
 `by_window` has few groups in memory at a time: its backward recomputes q, k and v.

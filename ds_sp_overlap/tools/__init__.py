@@ -1,4 +1,4 @@
-"""Tools that people call: the planner, pictures of the timeline, the self-check, the command line.
+"""Tools that people call: the planner, the timeline of a trace, the self-check, the command line.
 
 The engine imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Runs the command line: ``ds-sp-overlap doctor | build | plan | run``.
+"""Runs the command line: ``ds-sp-overlap doctor | build | plan | timeline | run``.
 
 ``python -m ds_sp_overlap`` is the same.
 """
@@ -54,6 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         "plan", help="what overlap would be worth for a model on a machine, and which head groups"
     )
     plan_command.add_arguments(planner)
+    timeline = commands.add_parser(
+        "timeline", help="what each exchange cost, and a picture, from traces of torch.profiler"
+    )
+    timeline.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="a file of one rank, or a folder of such files"
+    )
     run = commands.add_parser(
         "run",
         help="run a training script, without editing it, whose DeepSpeed config has an sp_overlap "
@@ -62,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         "torchrun -m ds_sp_overlap run ..., accelerate launch -m ds_sp_overlap run ...",
     )
     run.add_argument(
-        "--timeline", metavar="FOLDER", help="record what each exchange costs and write it there"
+        "--timeline",
+        metavar="FOLDER",
+        help="profile some steps, and write there what each exchange cost",
     )
     run.add_argument(
         "--timeline-steps",
@@ -96,7 +104,25 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.command == "plan":
         return plan_command.command(args, planner)
+    if args.command == "timeline":
+        return _timeline(args, timeline)
     return _run(args, run)
+
+
+def _timeline(args: argparse.Namespace, parser: Parser) -> int:
+    """Write what traces tell; returns the exit status 0."""
+    from .timeline import write
+
+    paths: list[str] = []
+    for trace in map(Path, args.traces):
+        paths += map(str, sorted(trace.glob("*.json*")) if trace.is_dir() else [trace])
+    if not paths:
+        parser.error(f"no *.json or *.json.gz in {' '.join(args.traces)}")
+    try:
+        print(write(paths))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
 
 def _run(args: argparse.Namespace, parser: Parser) -> int:

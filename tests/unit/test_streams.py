@@ -17,7 +17,6 @@ from ds_sp_overlap.exchange.streams import CONNECTIONS, HostStream, SideStream
 from ds_sp_overlap.exchange.transport import OneRank
 from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
-from ds_sp_overlap.profiling.timeline import Timeline
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools import doctor
 from tests.harness.streams import Backend, Stream
@@ -213,30 +212,3 @@ def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert len(allocated_on) >= 3  # send, recv, out
     assert set(allocated_on) == {"compute"}
-
-
-class StreamClock:
-    """Writes down on which stream each mark was made."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def mark(self):
-        return self.backend.current.name
-
-
-def test_on_an_accelerator_marks_are_made_on_the_stream_they_speak_of_and_nothing_more_is_waited_for(backend):
-    """On a stand-in for the stream interface; ``arrived`` is not followed on the host there."""
-    lines = Timeline("nowhere", (0, 0), rank=1, size=1)
-    lines.clock = StreamClock(backend)
-    q = q_exchange(backend)
-    q.sp_group.timeline = lines
-    x = torch.randn(2, 3, 4, 8, requires_grad=True)
-    q.finish(q.start(x)).sum().backward()
-    unpacked = "unpack on compute"
-    assert backend.log == [*LAUNCHED, "compute waits for q", unpacked, *LAUNCHED, "compute waits for q dq", unpacked]
-    compute = "issued", "packed", "launched", "wait", "unpacking", "done"
-    expected = {"started": "transfer", "arrived": "transfer", **dict.fromkeys(compute, "compute")}
-    assert [(track.what, track.at) for track in lines.tracks] == [("q", expected), ("dq", expected)]
-    lines.tracks.clear()
-    lines.close()

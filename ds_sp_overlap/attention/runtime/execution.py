@@ -57,15 +57,9 @@ class Call:
         checked: bool = False,
     ):
         self.sp_group, self.geometry, self.where, self.checked = sp_group, geometry, where, checked
-        self.run_by(schedule)
+        self.schedule = schedule
         self.groups = range(geometry.groups)
         self.exchanges: dict[Exchanged, Exchange] = {}
-
-    def run_by(self, schedule: Schedule) -> None:
-        """Follow ``schedule`` from now on, in the timeline too."""
-        self.schedule = schedule
-        if self.sp_group.timeline is not None:
-            self.sp_group.timeline.follow(self.where, schedule)
 
     @property
     def folded(self) -> frozenset[Part]:

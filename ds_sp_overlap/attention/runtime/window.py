@@ -98,7 +98,7 @@ class _Windowed(Node):
             foreign = next((record.foreign for record in attended.values() if record.foreign), "")
             # Collective in the first call of a kind.
             if not local.agree(reads_o, foreign):
-                call.run_by(without_o(call.schedule))
+                call.schedule = without_o(call.schedule)
         reads_outputs = ctx.weight_needs_grad or call.schedule.beside
         linear = inputs.linear_count
         save_groups(

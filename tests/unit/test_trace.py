@@ -1,0 +1,181 @@
+"""What a trace of torch.profiler tells: traces by hand, whose numbers are known."""
+
+import csv
+import gzip
+import json
+import sys
+
+import pytest
+
+from ds_sp_overlap.tools import cli, timeline
+from tests.harness.listening import listening
+
+HOST, BACKWARD, GLOO = 1, 2, 3  # threads
+COMPUTE, TRANSFER, OF_NCCL = 7, 20, 24  # streams
+
+
+def event(category, name, begin, end, thread=HOST, **args):
+    """An event of a trace; times in ms."""
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": begin * 1e3,
+        "dur": (end - begin) * 1e3,
+        "args": args,
+    }
+
+
+def written(path, events, rank=0):
+    text = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *events], "distributedInfo": {"rank": rank}})
+    with gzip.open(path, "wt") if path.suffix == ".gz" else open(path, "w") as file:
+        file.write(text)
+    return str(path)
+
+
+def on_gpu():
+    """An H100's trace in small: a step with one exchange, under a product, and another one's under nothing.
+
+    compute    | Wk 10..30                 | unpack 50..53 | attention 60..70 |
+    NCCL              | q0 20........50 |                       | dq0 65 ....... 80 |
+    """
+    events = [
+        event("user_annotation", "ProfilerStep#7", 0, 100),
+        event("user_annotation", "layers.3 q0 start", 1, 4),
+        event("cuda_runtime", "cudaLaunchKernelExC", 2, 3, correlation=11),
+        event("cuda_runtime", "cudaEventRecord", 3, 3.5, correlation=12),  # launches nothing
+        event("cuda_runtime", "cudaLaunchKernel", 5, 6, correlation=13),
+        event("user_annotation", "layers.3 q0 finish", 7, 9),
+        event("cuda_driver", "cuLaunchKernelEx", 7.5, 8, correlation=14),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 11, correlation=15),
+        event("user_annotation", "layers.3 dq0 start", 12, 14, thread=BACKWARD),
+        event("cuda_runtime", "cudaLaunchKernel", 12.5, 13, correlation=17),  # of another thread
+        event("cuda_runtime", "cudaLaunchKernelExC", 13, 13.5, thread=BACKWARD, correlation=16),
+        event("user_annotation", "layers.3 dq0 finish", 15, 16, thread=BACKWARD),
+        event("user_annotation", "layers.3 dk0 start", 17, 18, thread=BACKWARD),  # finished by nobody
+        event("kernel", "gemm", 10, 30, stream=COMPUTE, correlation=13),
+        event("kernel", "ncclDevKernel_SendRecv", 20, 50, stream=OF_NCCL, correlation=11),
+        event("kernel", "unpack", 50, 53, stream=COMPUTE, correlation=14),
+        event("kernel", "attention", 60, 70, stream=COMPUTE, correlation=15),
+        event("kernel", "ncclDevKernel_SendRecv", 65, 80, stream=OF_NCCL, correlation=16),
+        event("kernel", "ncclDevKernel_ReduceScatter", 66, 90, stream=TRANSFER, correlation=17),  # of ZeRO: computes nothing
+        # Ranges turn up on the device as well, as long as all that is in them.
+        event("gpu_user_annotation", "layers.3 q0 start", 20, 50, stream=OF_NCCL),
+        event("gpu_user_annotation", "layers.3 Wk0", 10, 100, stream=COMPUTE),
+    ]
+    return events[::-1]  # a trace is in no order
+
+
+def on_host():
+    """A CPU's: the threads of gloo take up two exchanges at a time, between them one of somebody else's."""
+    return [
+        event("user_annotation", "ProfilerStep#0", 0, 15),
+        event("user_annotation", "layers.0.attn q start", 1, 2),
+        event("cpu_op", "c10d::alltoall_base_", 1.5, 1.6),
+        event("cpu_op", "c10d::alltoall_base_", 2.5, 2.6),
+        event("user_annotation", "layers.0.attn k start", 3, 3.5),
+        event("cpu_op", "c10d::alltoall_base_", 3.2, 3.3),
+        event("user_annotation", "gloo:all_to_all", 1.7, 6, thread=GLOO),
+        event("user_annotation", "gloo:all_to_all", 3.4, 4, thread=GLOO + 1),
+        event("user_annotation", "gloo:all_to_all", 4.5, 9, thread=GLOO + 1),
+        event("user_annotation", "layers.0.attn q finish", 5, 6.5),
+        event("user_annotation", "layers.0.attn k finish", 10, 10.25),
+        event("user_annotation", "ProfilerStep#1", 15, 30),
+        event("user_annotation", "layers.0.attn q start", 16, 17),
+        event("user_annotation", "layers.0.attn q finish", 20, 21),
+    ]
+
+
+def table(folder):
+    with open(folder / "exchanges.csv") as file:
+        return [
+            (int(r), int(s), layer, what, int(n), float(t), float(e)) for r, s, layer, what, n, t, e in list(csv.reader(file))[1:]
+        ]
+
+
+def test_on_a_gpu_exposed_is_relayout_and_transfer_without_computing(tmp_path):
+    trace = timeline.read(written(tmp_path / "trace.json", on_gpu()))
+    assert {each.name: each.exposed for each in trace.exchanges} == {"q0": [(30, 50), (50, 53)], "dq0": [(70, 80)]}
+    assert {each.name: each.transfers for each in trace.exchanges} == {"q0": [(20, 50)], "dq0": [(65, 80)]}
+    assert trace.computing == [(10, 30), (60, 70)]
+    assert timeline.costs(trace) == {(7, "layers.3", "q0"): [1, 30, 23], (7, "layers.3", "dq0"): [1, 15, 10]}
+
+
+def test_on_a_cpu_exposed_are_start_and_finish(tmp_path):
+    trace = timeline.read(written(tmp_path / "trace.json", on_host()))
+    costs = {key: [round(value, 6) for value in row] for key, row in timeline.costs(trace).items()}
+    assert costs == {
+        (0, "layers.0.attn", "q"): [1, 4.3, 2.5],
+        (0, "layers.0.attn", "k"): [1, 4.5, 0.75],
+        (1, "layers.0.attn", "q"): [1, 0, 2],
+    }
+
+
+@pytest.mark.parametrize(
+    "busy, left",
+    [
+        ([], [(2, 6)]),
+        ([(0, 1), (7, 9)], [(2, 6)]),
+        ([(0, 3)], [(3, 6)]),
+        ([(0, 1), (2, 3), (4, 5)], [(3, 4), (5, 6)]),
+        ([(5, 8)], [(2, 5)]),
+        ([(2, 6)], []),
+        ([(1, 9)], []),
+    ],
+)
+def test_what_is_left_of_a_span(busy, left):
+    assert timeline.without((2, 6), busy) == left
+
+
+def test_spans_that_touch_or_overlap_are_one():
+    assert timeline.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert timeline.merged([(5, 6), (0, 4)], gap=1) == [(0, 6)]
+
+
+def test_the_command_draws_the_traces_of_a_folder_and_prints_a_step(tmp_path, capsys):
+    written(tmp_path / "b.json", on_host())
+    written(tmp_path / "a.json.gz", on_host(), rank=1)
+    assert cli.main(["timeline", str(tmp_path)]) == 0
+    assert [row[:4] for row in table(tmp_path)] == [
+        (rank, step, "layers.0.attn", what) for rank in (0, 1) for step, what in ((0, "q"), (0, "k"), (1, "q"))
+    ]  # fmt: skip
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # Of two steps: one k and two q.
+    assert (
+        ["q", "1", "2.15", "2.25"] in printed
+        and ["k", "0.5", "2.25", "0.38"] in printed
+        and ["all", "1.5", "4.40", "2.62"] in printed
+    )
+    assert (tmp_path / "timeline.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_gpus_trace_is_drawn(tmp_path):
+    assert cli.main(["timeline", written(tmp_path / "trace.json.gz", on_gpu())]) == 0
+    assert (tmp_path / "timeline.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_without_matplotlib_the_picture_is_missing_and_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with listening() as messages:
+        timeline.write([written(tmp_path / "trace.json", on_gpu())])
+    assert messages[0] == "sp_overlap: pip install matplotlib for timeline.png"
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "exchanges.csv"}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"traceEvents": [{}]}', None])
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path, capsys, text):
+    path = tmp_path / "trace.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["timeline", str(path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: no trace of torch.profiler" in line
+
+
+def test_a_folder_without_traces_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["timeline", str(tmp_path)])
+    assert f"no *.json or *.json.gz in {tmp_path}" in capsys.readouterr().err

@@ -125,19 +125,21 @@ def test_weights_may_be_frozen_all_or_in_part():
         check(module, tiled, *inputs())
 
 
-@pytest.mark.parametrize("name", ["rms norm", "layer norm", "gated with biases"])
+# Of its linear layers, which are not torch's, each tile rounds the gradient.
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"gpt2"}))
 def test_bf16_is_as_near_to_fp64(name):
-    """Sums of 80 tiles in bf16 would be further: each tile's gradient of a weight is rounded, their sum is fp32."""
+    """Gradients of weights that 80 tiles round are further from the exact ones than the whole's, in most of five draws."""
     (exact, _), (module, tiled) = pair(MODULES[name]), pair(MODULES[name], torch.bfloat16)
     exact.load_state_dict(module.state_dict())
-    x, dy = torch.randn(2, 1, 80 * TOKENS, M, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
-    exactly = step(exact, x.double().requires_grad_(), dy.double())
-    far = []
-    for each in (module, tiled):
-        found = step(each, x.clone().requires_grad_(), dy)
-        far.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exactly)])
-    for whole, tiles in zip(*far):
-        assert tiles <= 2 * whole
+    for seed in range(5):
+        x, dy = torch.randn(2, 1, 80 * TOKENS, M, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(seed))
+        exactly = step(exact, x.double().requires_grad_(), dy.double())
+        far = []
+        for each in (module, tiled):
+            found = step(each, x.clone().requires_grad_(), dy)
+            far.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exactly) if b is not None])
+        for whole, tiles in zip(*far):
+            assert tiles <= 1.01 * whole  # sums in another order round to another number here and there
 
 
 @pytest.mark.parametrize("name", ["rms norm", "layer norm", "gated with biases"])

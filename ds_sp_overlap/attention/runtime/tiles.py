@@ -16,11 +16,17 @@ what was saved: the tiles at the end of a layer do not run once more for it.
 The modules with weights are entered once, around the nodes (`call_through`), so that ZeRO-3 and
 FSDP2 gather there as ever. The tiles run on copies of the modules, without hooks, over detached
 weights: a weight's gradient is summed here and reaches the weight through autograd once.
+
+In half precision a gradient that each tile rounds is further from the exact one than the whole
+module's, which is rounded once. So the weight's gradient of a `nn.Linear` is an fp32 product in
+each tile (`_Linear`), and the tiles of a norm run in fp32 in backward. Other kinds of linear layer
+(transformers' Conv1D, Megatron's) round in each tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +60,57 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     return call_through(with_weights, run, x)
 
 
-def _over(module: nn.Module, weights: Mapping[nn.Parameter, Tensor]) -> Any:
-    """Return a copy of a module over other weights, in which no call runs a hook."""
+def _over(
+    module: nn.Module, weights: Mapping[nn.Parameter, Tensor], add: _Add | None = None
+) -> Any:
+    """Return a copy of a module over other weights, in which no call runs a hook.
+
+    With ``add`` its linear layers give that their weights' gradients, instead of autograd.
+    """
     copy = without_hooks(module)
     own, children = {}, {}
     for name, parameter in module._parameters.items():
         own[name] = parameter if parameter is None else weights[parameter]
     for name, child in module._modules.items():
-        children[name] = child if child is None else _over(child, weights)
+        children[name] = child if child is None else _over(child, weights, add)
     vars(copy).update(_parameters=own, _modules=children)
+    if add is not None and type(module).forward is nn.Linear.forward:
+        vars(copy)["forward"] = partial(_Linear.apply, add, own["weight"], own["bias"])
     return copy
+
+
+# Adds a term to the gradient of a weight.
+_Add = Callable[[Tensor, Tensor], None]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer in half precision, whose weights' gradients are not rounded.
+
+    forward: y = x w^T + b
+    backward: dx = dy w; add dw = dy^T x and db = sum of dy, in fp32
+    """
+
+    @staticmethod
+    def forward(ctx: Any, add: _Add, w: Tensor, b: Tensor | None, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w, b, x)
+        ctx.add = add
+        return nn.functional.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:
+        (w, b, x), rows = ctx.saved_tensors, dy.flatten(0, -2)
+        if w.requires_grad:
+            ctx.add(w, _product(rows.t(), x.flatten(0, -2)))
+        if b is not None and b.requires_grad:
+            ctx.add(b, rows.sum(0, dtype=torch.float32))
+        return None, None, None, dy @ w if ctx.needs_input_grad[3] else None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a product of matrices in half precision as the fp32 that it is summed in."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class _Saved(torch.autograd.Function):
@@ -122,32 +169,48 @@ class _Tiles(torch.autograd.Function):
                 'and create_graph is True; take "tiles" out of the section'
             )
         x, *weights = ctx.saved[0].saved_tensors
+        sums: dict[Tensor, Tensor] = {}
+
+        def add(leaf: Tensor, term: Tensor) -> None:
+            if leaf not in sums:
+                wide = torch.promote_types(leaf.dtype, torch.float32)
+                sums[leaf] = torch.zeros_like(leaf, dtype=wide)
+            sums[leaf] += term
+
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rounds = dtype != x.dtype and not ctx.autocast["enabled"]
+        # Of a norm, whose weights are vectors.
+        widens = rounds and all(weight.dim() < 2 for weight in weights)
         leaves = []
         for weight, wanted in zip(weights, ctx.needs_input_grad[5:]):
-            leaves.append(weight.detach().requires_grad_(wanted))
-        copy = _over(ctx.copy, dict(zip(ctx.copy.parameters(), leaves)))
+            leaf = weight.detach().to(dtype) if widens else weight.detach()
+            leaves.append(leaf.requires_grad_(wanted))
+        over = dict(zip(ctx.copy.parameters(), leaves))
+        copy = _over(ctx.copy, over, add if rounds else None)
         sources = [leaf for leaf in leaves if leaf.requires_grad]
-        sums: dict[Tensor, Tensor] = {}
         rows, dy = x.flatten(0, -2), dy.flatten(0, -2)
         dx = torch.empty_like(rows) if ctx.wants_dx else None
         for start in range(0, max(len(rows), 1), ctx.tokens):
             tile = slice(start, start + ctx.tokens)
-            inputs = rows[tile].detach().requires_grad_(ctx.wants_dx)
+            inputs = rows[tile].detach()
+            inputs = inputs.to(dtype) if widens else inputs
+            inputs.requires_grad_(ctx.wants_dx)
             with torch.enable_grad(), torch.autocast(**ctx.autocast, cache_enabled=False):
                 y = _call(copy, inputs)
             wanted = [*sources, inputs] if ctx.wants_dx else sources
-            gradients = list(torch.autograd.grad(y, wanted, dy[tile], allow_unused=True))
+            gradients = list(
+                torch.autograd.grad(y, wanted, dy[tile].to(y.dtype), allow_unused=True)
+            )
             del y
             if dx is not None:
                 dx[tile] = gradients.pop()
-            for index, leaf in enumerate(sources):
-                if gradients[index] is not None:  # a weight that is used
-                    if leaf not in sums:
-                        wide = torch.promote_types(leaf.dtype, torch.float32)
-                        sums[leaf] = torch.zeros_like(leaf, dtype=wide)
-                    sums[leaf] += gradients[index]
+            for leaf, gradient in zip(sources, gradients):
+                if gradient is not None:  # a weight that is used, and not in a `_Linear`
+                    add(leaf, gradient)
             del gradients
-        dws = [sums[leaf].to(leaf.dtype) if leaf in sums else None for leaf in leaves]
+        dws = []
+        for weight, leaf in zip(weights, leaves):
+            dws.append(sums[leaf].to(weight.dtype) if leaf in sums else None)
         return None, None, None, None, None if dx is None else dx.view_as(x), *dws
 
 

@@ -42,8 +42,9 @@ if importlib.util.find_spec("deepspeed") is None:
 from benchmarks.record import Rows  # noqa: E402
 from ds_sp_overlap.attention.runtime.products import by_rank  # noqa: E402
 from ds_sp_overlap.attention.runtime.slices import batched, cut_ranges  # noqa: E402
-from ds_sp_overlap.relayout import kernels, ops  # noqa: E402
+from ds_sp_overlap.relayout import kernels  # noqa: E402
 from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
+from tests.harness import relayout  # noqa: E402
 
 compiled = torch.ops.ds_sp_overlap
 THRESHOLD, THRESHOLD_BYTES = 0.85, 64 * 2**20
@@ -147,7 +148,7 @@ class Row:
             "copy again": lambda i: wire[i].copy_(x[i].view(-1)),
         }
         expected = torch.empty_like(wire[0]).fill_(float("nan"))
-        ops.pack(x[0], 1, self.starts, self.stops, expected)
+        relayout.pack(x[0], 1, self.starts, self.stops, expected)
         wire[0].fill_(float("nan"))
         pack["ours"](0)
         yield "pack q", size, pack, torch.equal(wire[0], expected)
@@ -158,7 +159,7 @@ class Row:
             "copy again": lambda i: x[i].view(-1).copy_(wire[i]),
         }
         expected = torch.empty_like(x[0])
-        ops.unpack(wire[0], 1, self.starts, self.stops, expected)
+        relayout.unpack(wire[0], 1, self.starts, self.stops, expected)
         x[0].fill_(float("nan"))
         unpack["ours"](0)
         yield "unpack o", size, unpack, torch.equal(x[0], expected)
@@ -193,14 +194,19 @@ class Row:
             "naive": lambda i: rotate(x[i], *of_heads).view(self.tokens, self.P, -1).transpose(0, 1).contiguous(),
             "copy again": copy,
         }
-        yield "rotate_pack q", size, pack, parity(compiled.rotate_pack, ops.rotate_pack, (x[0],), wire[0])
+        yield "rotate_pack q", size, pack, parity(compiled.rotate_pack, relayout.rotate_pack, (x[0],), wire[0])
         unpack = {
             "copy": copy,
             "ours": lambda i: compiled.unpack_rotate_back(wire[i], *sets[i], *parts, x[i]),
             "naive": lambda i: rotate_back(wire[i].view(self.P, self.tokens, -1).transpose(0, 1).reshape(shape), *of_heads),
             "copy again": copy,
         }
-        yield "unpack_rotate_back dq", size, unpack, parity(compiled.unpack_rotate_back, ops.unpack_rotate_back, (wire[0],), x[0])
+        yield (
+            "unpack_rotate_back dq",
+            size,
+            unpack,
+            parity(compiled.unpack_rotate_back, relayout.unpack_rotate_back, (wire[0],), x[0]),
+        )
 
     def gemms(self, m: int):
         """(GEMM, variants, input sets, parity): one batched GEMM that writes the send buffer, against GEMM then pack.
@@ -208,7 +214,7 @@ class Row:
         q projected, and the dgrad of the output projection; of all heads and of one of two head groups, whose rows or columns
         of the weight lie apart.
         """
-        pack = compiled.pack if self.device != "cpu" else ops.pack  # what the package uses there
+        pack = compiled.pack if self.device != "cpu" else relayout.pack  # what the package uses there
         for groups in (1, 2) if self.h // self.P > 1 else (1,):
             kept = [(start, start + (stop - start) // groups) for start, stop in zip(self.starts, self.stops)]
             part = ((0, self.h * self.d),) if groups == 1 else tuple((a * self.d, b * self.d) for a, b in kept)

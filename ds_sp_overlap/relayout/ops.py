@@ -8,96 +8,20 @@
     unpack_rotate_back   the transpose of rotate_pack: unpack, sum, rotate back: dq and dk
 
 All operators write into tensors of the caller, so that the caller decides which stream allocates.
-
-The functions here are the reference for the compiled operators of csrc/, which `kernels` loads as
-``torch.ops.ds_sp_overlap``, and which refuse arguments that don't fit. Their CPU kernels only show
-that the index maps of the CUDA kernels are right. Arguments of an exchange come from one `Layout`,
-so they fit. Where nobody asks for compiled kernels, `exchange.copies` packs and unpacks by
-PyTorch's copies.
+They are compiled of csrc/: `kernels` loads them as ``torch.ops.ds_sp_overlap``. They refuse
+arguments that don't fit. Their CPU kernels only show that the index maps of the CUDA kernels are
+right. Where nobody asks for compiled kernels, `exchange.copies` packs and unpacks by PyTorch's
+copies.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..rotary import rotate, rotate_back
 from . import kernels
-
-
-def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Copy the parts of ``x`` along ``dim``, each contiguous, end to end into the flat ``out``.
-
-    Args:
-        x: Any shape.
-        dim: The dimension of the parts, counted from the front.
-        starts: Start of each part.
-        stops: Stop of each part.
-        out: Flat, with the elements of all parts.
-    """
-    out.copy_(torch.cat([part.flatten() for part in _parts(x, dim, starts, stops)]))
-
-
-def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Copy the parts in the flat ``wire`` to their places in ``out``; the inverse of `pack`.
-
-    Slices that several parts hold are summed, in fp32 for half precision.
-
-    Args:
-        wire: Flat, with the elements of all parts.
-        dim: The dimension of the parts, counted from the front.
-        starts: Start of each part.
-        stops: Stop of each part.
-        out: Any shape; the parts must cover it.
-    """
-    total = torch.zeros_like(out, dtype=sum_dtype(out.dtype))
-    parts = _parts(total, dim, starts, stops)
-    for part, segment in zip(parts, wire.split([part.numel() for part in parts])):
-        part.add_(segment.view(part.shape))
-    out.copy_(total)
-
-
-def _parts(x: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[Tensor]:
-    """Return the parts of ``x`` as views."""
-    return [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops)]
-
-
-def rotate_pack(
-    x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor
-) -> None:
-    """Rotate ``x``, and pack its heads.
-
-    Args:
-        x: [tokens..., h, d].
-        cos: [tokens..., d_rot], or a shape that broadcasts to it; of the dtype of ``x``, or float32
-            for half precision.
-        sin: As ``cos``.
-        starts: First head of each part.
-        stops: The head behind each part.
-        out: Flat.
-    """
-    # Rounded once, after the rotation.
-    exact = _accumulator(x.dtype)
-    rotated = rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype)
-    pack(rotated, x.dim() - 2, starts, stops, out)
-
-
-def unpack_rotate_back(
-    wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor
-) -> None:
-    """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`.
-
-    ``wire`` is the flat gradient, ``out`` [tokens..., h, d] receives that of ``x``.
-    """
-    # Rounded once, after the sum of replicas and the rotation.
-    exact = _accumulator(out.dtype)
-    total = torch.empty(out.shape, dtype=exact, device=out.device)
-    unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
-    out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,36 +29,26 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which heads are rotated: at least fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _of_heads(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Give the tables a dimension for the heads."""
-    return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
-
-
 class Relayout(NamedTuple):
-    """One implementation of the operators.
+    """The operators, if there are any.
 
     Attributes:
         folds: Whether rotary embedding costs less in ``rotate_pack`` than in front of ``pack``.
     """
 
-    pack: Callable
-    unpack: Callable
-    rotate_pack: Callable
-    unpack_rotate_back: Callable
-    folds: bool
+    pack: Any = None
+    unpack: Any = None
+    rotate_pack: Any = None
+    unpack_rotate_back: Any = None
+    folds: bool = False
 
     @property
     def copies(self) -> bool:
         """Return whether PyTorch's copies pack and unpack (`exchange.copies`)."""
-        return self.pack is pack
+        return self.pack is None
 
 
-_TORCH = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)
+_TORCH = Relayout()
 
 
 @functools.cache

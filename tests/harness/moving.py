@@ -10,8 +10,9 @@ import torch
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.copies import copies_of, pack
 from ds_sp_overlap.relayout import kernels, ops
+from tests.harness import relayout
 
-OPERATORS = {"reference": ops, "compiled": torch.ops.ds_sp_overlap}
+OPERATORS = {"reference": relayout, "compiled": torch.ops.ds_sp_overlap}
 kinds = pytest.mark.parametrize(
     "kind",
     [
@@ -25,7 +26,7 @@ kinds = pytest.mark.parametrize(
 always = mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: True)
 
 
-def counted(seen, folds, operators=ops):
+def counted(seen, folds, operators=relayout):
     """An implementation that counts what is called."""
 
     def count(name):

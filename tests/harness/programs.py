@@ -36,6 +36,7 @@ from ds_sp_overlap.exchange.relayed import RelayedExchange
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks
+from tests.harness.relayout import REFERENCE
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
@@ -817,7 +818,7 @@ def faults(rank, program, delayed, acted):
             for end in projections, output:
                 stack.enter_context(mock.patch.object(end, "by_rank", counting))
         if program.folds:
-            stack.enter_context(mock.patch.object(ops, "_TORCH", ops._TORCH._replace(folds=True)))
+            stack.enter_context(mock.patch.object(ops, "_TORCH", REFERENCE._replace(folds=True)))
         stack.enter_context(mock.patch.object(sp_group, "hostname", lambda: f"node {rank // 2}"))
         relay = stack.enter_context(
             mock.patch.object(RelayedExchange, "_pass_on", autospec=True, side_effect=RelayedExchange._pass_on)

@@ -41,12 +41,11 @@ def python(code, **environment):
 def test_without_the_binary_everything_is_pytorch():
     code = (
         "import torch; from ds_sp_overlap.relayout import ops, kernels\n"
-        "out = torch.empty(6); ops.implementation('auto').pack(torch.arange(6.0).view(2, 3), 1, [0, 1], [1, 3], out)\n"
-        "print(out.tolist(), kernels.library().path)\n"
+        "print(ops.implementation('auto').copies, kernels.library().path)\n"
         "print(ops.lacks_compiled(build=True))"
     )
     last = python(code, DS_SP_OVERLAP_BUILD="0").splitlines()[-2:]
-    assert last[0] == "[0.0, 3.0, 1.0, 2.0, 4.0, 5.0] None"
+    assert last[0] == "True None"
     assert last[1].startswith("DS_SP_OVERLAP_BUILD is 0; build them with `python -m")
 
 
@@ -195,10 +194,6 @@ def test_the_config_takes_each_kind_of_kernels_and_no_other():
     assert {kind: SpOverlapConfig.parse({"kernels": kind}).kernels for kind in kinds} == kinds
     with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''):
         SpOverlapConfig.parse({"kernels": "triton"})
-
-
-def test_torch_is_the_reference():
-    assert ops.implementation("torch").pack is ops.pack and not ops.implementation("torch").folds
 
 
 def chosen(rank, backend, lacks):

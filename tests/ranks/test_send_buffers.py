@@ -10,7 +10,7 @@ import torch
 from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
-from tests.harness import layers
+from tests.harness import layers, relayout
 from tests.harness.cases import pairs, singles
 from tests.harness.layers import HEADS, Shape, groups_for
 from tests.harness.moving import OPERATORS, always, counted, kinds
@@ -114,14 +114,14 @@ def rotated_one_way(rank, name):
     """The faults of a layer whose kernels forget to rotate, in one direction."""
 
     def straight(source, cos, sin, *parts_and_out):
-        (ops.pack if name == "rotate_pack" else ops.unpack)(
+        (relayout.pack if name == "rotate_pack" else relayout.unpack)(
             source, (source if name == "rotate_pack" else parts_and_out[-1]).dim() - 2, *parts_and_out
         )
 
     seen = Counter()
     with counted(seen, True):
-        relayout = ops.implementation("auto")._replace(**{name: straight})
-        with mock.patch.object(ops, "implementation", lambda which: relayout):
+        straightened = ops.implementation("auto")._replace(**{name: straight})
+        with mock.patch.object(ops, "implementation", lambda which: straightened):
             return layers.block_faults(rank, Shape(rotary=True))
 
 

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.relayout import kernels, ops
+from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.rotary import Rotary
+from tests.harness import relayout
 from tests.harness.cases import examples
 
 LIBRARY = kernels.library()
@@ -123,7 +124,7 @@ def check_pack(case, device="cpu"):
     x = strided(torch.randn(shape, dtype=torch.float64).to(device, dtype), order, gap, offset)
     size = wire_size(shape, dim, parts)
     expected = poisoned(size, dtype=dtype, device=device)
-    ops.pack(x, dim, starts, stops, expected)
+    relayout.pack(x, dim, starts, stops, expected)
     assert not expected.isnan().any()
     for indices in BOTH:
         got = poisoned(size + offset, dtype=dtype, device=device)[offset:]
@@ -138,7 +139,7 @@ def check_unpack(case, device="cpu"):
     wire = torch.randn(wire_size(shape, dim, parts), dtype=torch.float64).to(device, dtype)
     blank = poisoned(*shape, dtype=dtype, device=device)
     expected = blank.clone()
-    ops.unpack(wire, dim, starts, stops, expected)
+    relayout.unpack(wire, dim, starts, stops, expected)
     assert not expected.isnan().any()
     for indices in BOTH:
         got = strided(blank, order, gap, offset)
@@ -332,8 +333,8 @@ def test_heads_are_rotated_cut_and_put_back_within_one_rounding(inputs):
 @settings(deadline=None, max_examples=examples(100), derandomize=True)
 def test_the_reference_rotates_within_the_same_bound(inputs):
     torch.manual_seed(0)
-    Rotation(**inputs).check_pack(ops.rotate_pack)
-    Rotation(**inputs).check_unpack(ops.unpack_rotate_back)
+    Rotation(**inputs).check_pack(relayout.rotate_pack)
+    Rotation(**inputs).check_unpack(relayout.unpack_rotate_back)
 
 
 USUAL = dict(
@@ -351,7 +352,7 @@ def test_heads_like_llama_s(parts, head_dim, dtype):
     case.check_pack(compiled.rotate_pack)
     case.check_unpack(compiled.unpack_rotate_back)
     outs = [torch.full_like(case.wire(case.x), math.nan) for _ in range(2)]
-    for op, out in zip((compiled.rotate_pack, ops.rotate_pack), outs):
+    for op, out in zip((compiled.rotate_pack, relayout.rotate_pack), outs):
         op(case.x, case.cos, case.sin, case.starts, case.stops, out)
     assert same_bits(*outs), "products are rounded before they are added, as PyTorch rounds them"
 

@@ -19,6 +19,7 @@ from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools import doctor
+from tests.harness.relayout import REFERENCE
 from tests.harness.streams import Backend, Stream
 
 
@@ -38,16 +39,15 @@ class LoggingTransport(OneRank):
 @pytest.fixture
 def backend(monkeypatch):
     backend = Backend()
-    plain = in_flight.ops.implementation("torch")
 
     def logged(name):
         def move(*args):
             backend.log.append(f"{name} on {backend.current.name}")
-            return getattr(plain, name)(*args)
+            return getattr(REFERENCE, name)(*args)
 
         return move
 
-    monkeypatch.setattr(in_flight.ops, "_TORCH", plain._replace(pack=logged("pack"), unpack=logged("unpack")))
+    monkeypatch.setattr(in_flight.ops, "_TORCH", REFERENCE._replace(pack=logged("pack"), unpack=logged("unpack")))
     return backend
 
 

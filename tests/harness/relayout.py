@@ -1,0 +1,87 @@
+"""What the compiled operators of csrc/ compute, in PyTorch."""
+
+import torch
+from torch import Tensor
+
+from ds_sp_overlap.relayout.ops import Relayout, sum_dtype
+from ds_sp_overlap.rotary import rotate, rotate_back
+
+
+def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Copy the parts of ``x`` along ``dim``, each contiguous, end to end into the flat ``out``.
+
+    Args:
+        x: Any shape.
+        dim: The dimension of the parts, counted from the front.
+        starts: Start of each part.
+        stops: Stop of each part.
+        out: Flat, with the elements of all parts.
+    """
+    out.copy_(torch.cat([part.flatten() for part in _parts(x, dim, starts, stops)]))
+
+
+def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Copy the parts in the flat ``wire`` to their places in ``out``; the inverse of `pack`.
+
+    Slices that several parts hold are summed, in fp32 for half precision.
+
+    Args:
+        wire: Flat, with the elements of all parts.
+        dim: The dimension of the parts, counted from the front.
+        starts: Start of each part.
+        stops: Stop of each part.
+        out: Any shape; the parts must cover it.
+    """
+    total = torch.zeros_like(out, dtype=sum_dtype(out.dtype))
+    parts = _parts(total, dim, starts, stops)
+    for part, segment in zip(parts, wire.split([part.numel() for part in parts])):
+        part.add_(segment.view(part.shape))
+    out.copy_(total)
+
+
+def _parts(x: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[Tensor]:
+    """Return the parts of ``x`` as views."""
+    return [x.narrow(dim, start, stop - start) for start, stop in zip(starts, stops)]
+
+
+def rotate_pack(x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Rotate ``x``, and pack its heads.
+
+    Args:
+        x: [tokens..., h, d].
+        cos: [tokens..., d_rot], or a shape that broadcasts to it; of the dtype of ``x``, or float32
+            for half precision.
+        sin: As ``cos``.
+        starts: First head of each part.
+        stops: The head behind each part.
+        out: Flat.
+    """
+    # Rounded once, after the rotation.
+    exact = _accumulator(x.dtype)
+    rotated = rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype)
+    pack(rotated, x.dim() - 2, starts, stops, out)
+
+
+def unpack_rotate_back(wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
+    """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`.
+
+    ``wire`` is the flat gradient, ``out`` [tokens..., h, d] receives that of ``x``.
+    """
+    # Rounded once, after the sum of replicas and the rotation.
+    exact = _accumulator(out.dtype)
+    total = torch.empty(out.shape, dtype=exact, device=out.device)
+    unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
+    out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which heads are rotated: at least fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _of_heads(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Give the tables a dimension for the heads."""
+    return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
+
+
+REFERENCE = Relayout(pack, unpack, rotate_pack, unpack_rotate_back, folds=False)

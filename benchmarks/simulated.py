@@ -6,17 +6,18 @@ head groups, and compute units that an exchange takes. For GPUs, `ds_sp_overlap 
 
 from ds_sp_overlap.schedule import MLP, O, Op, Schedule, Simulation, Step, simulate
 from ds_sp_overlap.tools.planner.costs import LayerShape, Rates, Sizes
-from ds_sp_overlap.tools.planner.plan import _backward, _forward
+from ds_sp_overlap.tools.planner.plan import program
 
 # The overlap of DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415: v, o and dv stay exposed.
 UPSTREAM = Schedule(
-    _forward(
+    program(
         "project q, start q, project k, start k, project v, finish q, finish k, start v, finish v, "
         "attend o, start o, finish o, merge o"
     ),
-    _backward(
+    program(
         "dgrad o, start o, wgrad o, finish o, attend o, start v, finish v, start k, start q, "
-        "dgrad v, wgrad v, finish k, dgrad k, wgrad k, finish q, dgrad q, wgrad q"
+        "dgrad v, wgrad v, finish k, dgrad k, wgrad k, finish q, dgrad q, wgrad q",
+        grad=True,
     ),
 )
 

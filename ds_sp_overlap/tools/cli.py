@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script", help="path of the script, or with -m the name of a module")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
 
     if args.command == "doctor":
         from .doctor import doctor as check

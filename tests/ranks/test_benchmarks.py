@@ -22,7 +22,6 @@ from benchmarks.variants import ASYNC_ULYSSES, Layer, Shape, check_parity
 from benchmarks.wire import Wire
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
-from ds_sp_overlap.tools.cli import main
 from tests.harness.cases import full
 from tests.harness.ranks import RankError, on_ranks
 from tests.harness.transports import Recording
@@ -281,20 +280,17 @@ def test_host_times_every_variant_and_writes_it(tmp_path):
     assert "nothing moved" in json.loads((tmp_path / "host.json").read_text())["kind"]
 
 
-PLAN = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --dtype-bytes 4 --measure"
-MEASURED = r"\(measured, \S+measured.json\)"
+PLAN = "plan --hidden 32 --heads 4 --seq 64 --sp 2 --bandwidth 3"
 
 
-def test_plan_measures_what_is_not_given_and_says_so(capsys, tmp_path):
-    file = tmp_path / "measured.json"
-    assert main([*PLAN.split(), str(file), "--bandwidth", "3"]) == 0
-    said = capsys.readouterr().out
-    rates = re.search(rf"; gemm_share (\S+) {MEASURED}; attention_share (\S+) {MEASURED}; ", said)
-    latency = re.search(rf"; wire_gbs 3 \(given\); latency_us (\S+) {MEASURED}\n", said)
+def test_plan_measures_what_is_not_given_says_so_and_reads_what_it_wrote(tmp_path):
+    command = [sys.executable, "-m", "ds_sp_overlap", *PLAN.split()]
+    ran = subprocess.run([*command, "--measure"], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    measured = r"\(measured, measured.json\)"
+    rates = re.search(rf"; gemm_share (\S+) {measured}; attention_share (\S+) {measured}; ", ran.stdout)
+    latency = re.search(rf"; wire_gbs 3 \(given\); latency_us (\S+) {measured}\n", ran.stdout)
     assert all(float(rate) > 0 for rate in (*rates.groups(), *latency.groups()))
-    assert json.loads(file.read_text())["wire_gbs"] > 0
-
-
-def test_a_latency_that_is_given_wins_over_the_measured(capsys, tmp_path):
-    assert main([*PLAN.split(), str(tmp_path / "measured.json"), "--latency-us", "7"]) == 0
-    assert "; latency_us 7 (given)\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "measured.json").read_text())["wire_gbs"] > 0
+    again = subprocess.run([*command, "--measured", "measured.json"], capture_output=True, text=True, cwd=tmp_path)
+    assert again.stdout == ran.stdout

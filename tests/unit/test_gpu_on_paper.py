@@ -258,10 +258,6 @@ def test_measured_figures_win_over_the_table(capsys, tmp_path):
 @pytest.mark.parametrize(
     "more,words",
     [
-        (
-            "--gpu h100 --dtype-bytes 4",
-            "--gpu knows the rates of elements of 2 bytes, got --dtype-bytes 4; give --tflops, or --measure",
-        ),
         ("--gpu h100 --measured /nowhere", "--measured /nowhere: No such file or directory"),
         ("--gpu h100 --measured {file}", "no figure of a GPU is called sm; there are sms, tflops"),
     ],

@@ -22,39 +22,22 @@ from .gpu.recorder import LAYERS, record
 WORTH = 0.02
 
 
-def _forward(text: str) -> Program:
-    """Read a program of one head group from text: ``project q, start q``."""
-    return tuple(Step(Op(op), (of,), False, 0) for op, of in map(str.split, text.split(", ")))
-
-
-def _backward(text: str) -> Program:
-    """Read a program of backward from text: ``start q`` sends dq."""
-    return tuple(step._replace(grad=True) for step in _forward(text))
-
-
-def _waiting(program: Program) -> Program:
-    """Return the program in which every exchange is waited for where it is started."""
-    steps: list[Step] = []
-    for step in program:
-        if step.op is not Op.FINISH:
-            steps.append(step)
-        if step.op is Op.START:
-            steps.append(step._replace(op=Op.FINISH))
-    return tuple(steps)
+def program(text: str, grad: bool = False) -> Program:
+    """Read a program of one head group: ``project q, start q``; with ``grad``, ``start q`` sends dq."""
+    steps = [each.split() for each in text.split(", ")]
+    return tuple(Step(Op(op), (of,), grad, 0) for op, of in steps)
 
 
 # DeepSpeed's class as it stands, between projections that are called whole.
 BASELINE = Schedule(
-    _waiting(
-        _forward(
-            "project q, project k, project v, start q, start k, start v, attend o, start o, merge o"
-        )
+    program(
+        "project q, project k, project v, start q, finish q, start k, finish k, start v, finish v, "
+        "attend o, start o, finish o, merge o"
     ),
-    _waiting(
-        _backward(
-            "wgrad o, dgrad o, start o, attend o, start v, start k, start q, "
-            "dgrad v, wgrad v, dgrad k, wgrad k, dgrad q, wgrad q"
-        )
+    program(
+        "wgrad o, dgrad o, start o, finish o, attend o, start v, finish v, start k, finish k, "
+        "start q, finish q, dgrad v, wgrad v, dgrad k, wgrad k, dgrad q, wgrad q",
+        grad=True,
     ),
 )
 
@@ -132,16 +115,14 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
 
     def row(
         variant: str,
-        run: list[Launch],
-        whole: list[Launch] | None = None,
+        runs: Sequence[list[Launch]],
         groups: int = 0,
         window: int | None = None,
     ) -> Row:
-        """Play one variant; ``whole`` is what whole layers launch."""
+        """Play a variant: what the attention layer launches, then what whole layers do if given."""
         # Ours permute by the compiled kernels.
-        share = gpu["kernel_share"] if groups else None
-        on = gpu.given("our kernels", permute_share=share)
-        played, free = play(on, run), play(replace(on, free_wire=True), run)
+        on = gpu.given("our kernels", permute_share=gpu["kernel_share"] if groups else None)
+        played, free = play(on, runs[0]), play(replace(on, free_wire=True), runs[0])
         sizes = Sizes(alone, max(groups, 1))
         schedule = schedule_of(sizes.geometry, window) if groups else BASELINE
         return Row(
@@ -153,27 +134,26 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
             exposed_ms=(played.us - free.us) / 1e3,
             starved_ms=played.starved_us / 1e3,
             peak_bytes=max(sizes.memory_bytes(schedule, is_baseline=not groups)),
-            whole_ms=None if whole is None else play(on, whole).us / 1e3 / LAYERS,
+            whole_ms=play(on, runs[1]).us / 1e3 / LAYERS if len(runs) > 1 else None,
         )
 
-    def recorded(config: dict[str, Any] | None) -> tuple[list[Launch], list[Launch] | None]:
-        return record(alone, config), record(layer, config) if layer.intermediate else None
+    def recorded(config: dict[str, Any] | None) -> list[list[Launch]]:
+        return [
+            record(each, config) for each in ((alone, layer) if layer.intermediate else (alone,))
+        ]
 
     ours = {groups: recorded({"head_groups": groups}) for groups in GROUPS if groups <= most}
     if stock_runs(layer):
-        rows = [row("stock", *recorded(None))]
+        rows = [row("stock", recorded(None))]
     else:
-        run, whole = ours[1]
-        whole = None if whole is None else in_one_stream(whole)
-        rows = [row("no overlap", in_one_stream(run), whole)]
+        rows = [row("no overlap", list(map(in_one_stream, ours[1])))]
     if with_all:
-        rows.append(row("five of eight", five_of_eight(ours[1][0])))
-    for groups, (run, whole) in ours.items():
-        rows.append(row(f"G = {groups}", run, whole, groups))
+        rows.append(row("five of eight", [five_of_eight(ours[1][0])]))
+    rows += [row(f"G = {groups}", runs, groups) for groups, runs in ours.items()]
     for groups, window in WINDOWS if with_all else ():
         if groups <= most:
             run = record(alone, {"head_groups": groups, "window": window})
-            rows.append(row(f"G = {groups}, W = {window}", run, None, groups, window))
+            rows.append(row(f"G = {groups}, W = {window}", [run], groups, window))
     return rows
 
 
@@ -182,41 +162,38 @@ def ours_of(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.groups and row.window is None]
 
 
+def decides_ms(row: Row) -> float:
+    """Return the time by which rows are compared: of a whole layer, if it was played."""
+    return row.step_ms if row.whole_ms is None else row.whole_ms
+
+
 def best_of(rows: Sequence[Row]) -> Row:
     """Return the row to choose: stock's, unless ours save at least `WORTH` of it.
 
     Of ours the one with the fewest groups that comes close to the shortest step.
     """
     ours = ours_of(rows)
-    shortest = min(map(_decides_ms, ours))
-    best = next(row for row in ours if _decides_ms(row) <= (1 + CLOSE) * shortest)
-    is_worth = _decides_ms(best) <= (1 - WORTH) * _decides_ms(rows[0])
+    shortest = min(map(decides_ms, ours))
+    best = next(row for row in ours if decides_ms(row) <= (1 + CLOSE) * shortest)
+    is_worth = decides_ms(best) <= (1 - WORTH) * decides_ms(rows[0])
     return best if is_worth or rows[0].variant != "stock" else rows[0]
-
-
-def _decides_ms(row: Row) -> float:
-    return row.step_ms if row.whole_ms is None else row.whole_ms
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """Return what to do, and what it brings."""
-    base, best = rows[0], best_of(rows)
+    base, best, ours = rows[0], best_of(rows), ours_of(rows)
     what = "an attention layer" if base.whole_ms is None else "a whole layer with its MLP"
-    ours = ours_of(rows)
     few = "" if len(ours) > 1 else "; a rank has one query head, so nothing hides v, o and dv"
-    if base.variant != "stock":
-        saved = 1 - _decides_ms(best) / _decides_ms(base)
-        return (
-            f'"head_groups": {best.groups}, since stock can\'t run: overlap saves {saved:.1%} of '
-            f"{what}{few}"
-        )
+    base_ms, best_ms = decides_ms(base), decides_ms(best)
     if best is not base:
-        times = f"{what} takes {_decides_ms(best):.1f} ms instead of {_decides_ms(base):.1f}"
+        why, without = "", ""
+        if base.variant != "stock":
+            why, without = ", since stock can't run", " without overlap"
         return (
-            f'overlap, with "head_groups": {best.groups}: {times} '
-            f"({_decides_ms(base) / _decides_ms(best):.2f} times as fast){few}"
+            f'overlap, with "head_groups": {best.groups}{why}: {what} takes {best_ms:.1f} ms '
+            f"instead of {base_ms:.1f}{without} ({base_ms / best_ms:.2f} times as fast){few}"
         )
-    nearest = min(ours, key=_decides_ms)
+    nearest = min(ours, key=decides_ms)
     if nearest.host_ms > nearest.step_ms / 2:
         why = (
             f"the GPU waits for its host: {nearest.variant} needs {nearest.host_ms:.1f} ms of it a "
@@ -227,6 +204,6 @@ def verdict(rows: Sequence[Row]) -> str:
     else:
         why = "what could hide the exchanges is too short"
     return (
-        f"don't overlap: {nearest.variant} takes {_decides_ms(nearest):.1f} ms for {what}, "
-        f"{base.variant} {_decides_ms(base):.1f}; {why}{few}"
+        f"don't overlap: {nearest.variant} takes {decides_ms(nearest):.1f} ms for {what}, "
+        f"{base.variant} {base_ms:.1f}; {why}{few}"
     )

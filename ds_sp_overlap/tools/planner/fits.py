@@ -11,8 +11,10 @@ phases, each with the layer's input and dy::
     norm, whole  the input of attention; what attention waits with; what norms save and make
     attention    the input of attention; `memory`; what its norm saves
 
-Left out are weights that are gathered ahead, buffers of reductions, memory in pieces too small to
-use, and CUDA itself.
+Beside it are the model's states, the weights of two layers, which ZeRO-3 gathers (one of them
+ahead), and their gradients, until they are reduced; in tiles the gradients of the layer at work are
+fp32 sums. Left out are CUDA itself, and memory that PyTorch's allocator reserves beyond what is
+allocated, since it gives that back before it runs out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from .plan import BASELINE
 TILE, NORM_SAVES, NORM_MAKES = 0.5, 3, 9
 # Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.
 STATES = 16
+# Bytes per parameter of one layer: two layers' weights and gradients of 2 each. With tiles the fp32
+# sums of one, their last term, which is at most a third of an MLP, and what they are rounded to.
+GATHERED, GATHERED_IN_TILES = 8, 12
 
 
 class Model(NamedTuple):
@@ -78,7 +83,11 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     x = sizes.size(Tensor("y"))
     # What a layer saves for backward, without y, which is a term of the next layer's input.
     waits = held[forward] - x
-    states = STATES * model.parameters // layer.sp_size
+    gathered = GATHERED if way.window is None else GATHERED_IN_TILES
+    fixed = STATES * model.parameters // layer.sp_size
+    fixed += gathered * model.parameters // model.layers
+    # The tables of cos and sin of RoPE, which all layers share.
+    fixed += 2 * x * layer.head_dim // layer.width
     # A window runs norms in tiles, which save nothing but their input.
     norm = 0 if way.window is not None else NORM_SAVES * x
     outside = int(waits + (6 + TILE) * x)
@@ -98,7 +107,7 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
         backward = max(max(held[forward:]) - waits + 4 * x, outside) - x
         found["keep"] = backward + model.layers * (x + waits)
         found["offload"] = backward + 2 * (x + waits)
-    return {name: states + held_bytes for name, held_bytes in found.items()}
+    return {name: fixed + held_bytes for name, held_bytes in found.items()}
 
 
 def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str, int]:

@@ -40,51 +40,30 @@ def main(argv: list[str] | None = None) -> int:
     # The deepspeed launcher puts it in front of the command.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser(
-        "doctor", help="versions, devices, and a gradient self-check on several ranks"
-    )
+
+    def command(name: str, text: str, **options: Any) -> Parser:
+        return commands.add_parser(name, help=text, **options)
+
+    doctor = command("doctor", "versions, devices, and a gradient self-check on several ranks")
     doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
-    build = commands.add_parser(
-        "build", help="compile the CUDA and CPU kernels into this installation"
-    )
-    build.add_argument(
-        "kind", nargs="?", choices=["cpu", "cuda"], help="default: CUDA kernels where nvcc is found"
-    )
-    planner = commands.add_parser(
-        "plan", help="what overlap would be worth for a model on a machine, and which head groups"
-    )
+    build = command("build", "compile the CUDA and CPU kernels into this installation")
+    build.add_argument("kind", nargs="?", choices=["cpu", "cuda"], help="default: CUDA with nvcc")
+    planner = command("plan", "what overlap would be worth for a model, and which head groups")
     plan_command.add_arguments(planner)
-    timeline = commands.add_parser(
-        "timeline", help="what each exchange cost, and a picture, from traces of torch.profiler"
-    )
-    timeline.add_argument(
-        "traces", nargs="+", metavar="TRACE", help="a file of one rank, or a folder of such files"
-    )
-    run = commands.add_parser(
+    timeline = command("timeline", "what each exchange cost, from traces of torch.profiler")
+    timeline.add_argument("traces", nargs="+", metavar="TRACE", help="a file, or a folder of them")
+    run = command(
         "run",
-        help="run a training script, without editing it, whose DeepSpeed config has an sp_overlap "
+        "run a training script, without editing it, whose DeepSpeed config has an sp_overlap "
         "section or which DS_SP_OVERLAP switches on",
         description="Works under launchers too: deepspeed --module ds_sp_overlap run SCRIPT ..., "
         "torchrun -m ds_sp_overlap run ..., accelerate launch -m ds_sp_overlap run ...",
     )
+    run.add_argument("--timeline", metavar="FOLDER", help="write there what each exchange cost")
     run.add_argument(
-        "--timeline",
-        metavar="FOLDER",
-        help="profile some steps, and write there what each exchange cost",
+        "--timeline-steps", nargs=2, type=int, metavar=("A", "B"), help="default 20 22"
     )
-    run.add_argument(
-        "--timeline-steps",
-        nargs=2,
-        type=int,
-        metavar=("A", "B"),
-        help="the steps to record (default 20 22)",
-    )
-    run.add_argument(
-        "-m",
-        "--module",
-        action="store_true",
-        help="the script is a module's name, as for python -m",
-    )
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="path of the script, or with -m the name of a module")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
@@ -149,9 +128,8 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     # The folder of the script, as for python SCRIPT. For a module's name this is the current
     # folder, as for python -m.
     sys.path[0] = str(script.resolve().parent)
-    reason = _why_not_run(args.script) if args.module else None
-    if reason:
-        parser.error(reason)
+    if args.module and not _is_there(args.script):
+        parser.error(f"no module named {args.script!r} on {sys.path[0]} or the rest of sys.path")
     from ..integrations.megatron.bridge import explain
 
     try:
@@ -167,19 +145,12 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     return 0
 
 
-def _why_not_run(name: str) -> str | None:
-    """Return why ``python -m`` could not run a module; None if it could.
-
-    Imports the packages around the module. An error in one of these is raised.
-    """
+def _is_there(name: str) -> bool:
+    """Return whether a module is found; imports the packages around it."""
     try:
-        spec = None if "" in name.split(".") else importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
-        # Another module is missing, one that a package around this module imports.
-        if not (error.name and f"{name}.".startswith(f"{error.name}.")):
-            raise
-        spec = None
-    return None if spec else f"no module named {name!r} on {sys.path[0]} or the rest of sys.path"
+        # Else another module is missing, one that a package around this module imports.
+        if f"{name}.".startswith(f"{error.name}."):
+            return False
+        raise

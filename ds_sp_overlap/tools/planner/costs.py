@@ -53,16 +53,8 @@ class LayerShape:
     def geometry(self, groups: int) -> Geometry:
         """Return the geometry of rank 0 with ``groups`` head groups."""
         lengths = (self.seq // self.sp_size,) * self.sp_size
-        return Geometry(
-            self.sp_size,
-            0,
-            lengths,
-            self.batch,
-            self.heads,
-            self.kv_heads,
-            groups,
-            shares=self.shares,
-        )
+        heads = self.heads, self.kv_heads, groups
+        return Geometry(self.sp_size, 0, lengths, self.batch, *heads, shares=self.shares)
 
 
 @dataclass(frozen=True)

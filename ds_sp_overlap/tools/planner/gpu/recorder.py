@@ -246,39 +246,23 @@ class _Attend(torch.autograd.Function):
         return (*(torch.empty_like(each) for each in inputs), None, None)
 
 
-class _Residual(nn.Module):
-    """Adds what a module makes of the normed x to x; the norm is Llama's."""
+class _Layer(nn.Module):
+    """A layer with Llama's norms and MLP around an attention."""
 
-    def __init__(self, of: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype):
+    def __init__(self, attention: Callable[[Tensor], Tensor], mlp: list[nn.Linear]):
         super().__init__()
-        self.of, self.weight = of, nn.Parameter(torch.empty(width, dtype=dtype))
+        self.attention, (self.up, self.gate, self.down) = attention, mlp
+        self.weight = nn.Parameter(torch.empty_like(mlp[0].weight[0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def norm(self, x: Tensor) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return x + self.of(self.weight * normed.to(x.dtype))
-
-
-class _MLP(nn.Module):
-    """Llama's MLP."""
-
-    def __init__(self, up: nn.Linear, gate: nn.Linear, down: nn.Linear):
-        super().__init__()
-        self.up, self.gate, self.down = up, gate, down
+        return self.weight * normed.to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class _Local(nn.Module):
-    """Local attention as a module, for DeepSpeed's class."""
-
-    def __init__(self, attend: Callable[..., Tensor]):
-        super().__init__()
-        self.attend = attend
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v)
+        x = x + self.attention(self.norm(x))
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 class _Alone(SPGroup):
@@ -333,7 +317,7 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             "o_proj": linear(rows, layer.width),
         }
         if config is None:
-            return _stock(_Local(attend), sp_group, layer, tables, **projections)
+            return _stock(attend, sp_group, layer, tables, projections)
         made = SelfAttention(
             local_attention=attend,
             num_heads=layer.heads,
@@ -352,12 +336,8 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
     forward: Callable[[Tensor], Tensor] = attention(0)
     if layer.intermediate:
         wide = layer.width, layer.intermediate
-        whole: list[nn.Module] = []
-        for at in range(layers):
-            mlp = _MLP(linear(*wide), linear(*wide), linear(*wide[::-1]))
-            for each in (attention(at), mlp):
-                whole.append(_Residual(each, layer.width, dtype))
-        forward = nn.Sequential(*whole)
+        mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(layers)]
+        forward = nn.Sequential(*(_Layer(attention(at), mlp) for at, mlp in enumerate(mlps)))
     unbatched = set(products.unbatched)
     products.unbatched.clear()
     try:
@@ -380,18 +360,15 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
 
 
 def _stock(
-    local: nn.Module,
+    attend: Callable[..., Tensor],
     sp_group: SPGroup,
     layer: LayerShape,
     tables: tuple[Tensor, Tensor] | None,
-    *,
-    q_proj: nn.Linear,
-    k_proj: nn.Linear,
-    v_proj: nn.Linear,
-    o_proj: nn.Linear,
+    projections: dict[str, nn.Linear],
 ) -> Callable[[Tensor], Tensor]:
     """Return DeepSpeed's class between whole projections."""
-    ulysses = importlib.import_module(STOCK).DistributedAttention(local, sp_group)
+    ulysses = importlib.import_module(STOCK).DistributedAttention(attend, sp_group)
+    q_proj, k_proj, v_proj, o_proj = projections.values()
     repeat = max(1, layer.sp_size // layer.kv_heads)
 
     def forward(x: Tensor) -> Tensor:

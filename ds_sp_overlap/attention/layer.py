@@ -153,11 +153,15 @@ class LayerRuntime:
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
+        least = 1
+        if self.windowed and self.config.window is not None:
+            # Stock, and fewer groups of which a window holds as many, hold more than the default.
+            has_baseline, least = False, call.geometry.groups
         policy, geometry, run = self.policy, call.geometry, TimedCall(inputs)
         # G; or "off" for the baseline.
         candidate: Candidate = geometry.groups
         if policy is not None:
-            trial = policy.trial(geometry, inputs[0], has_baseline)
+            trial = policy.trial(geometry, inputs[0], has_baseline, least)
             if trial is not None:
                 candidate = trial.candidate(self.index)
                 tokens = geometry.batch * sum(geometry.seq_lens)

@@ -189,7 +189,7 @@ class Policy:
         self._layers += 1
         return self._layers - 1
 
-    def trial(self, geometry: Geometry, x: Tensor, off: bool) -> Trial | None:
+    def trial(self, geometry: Geometry, x: Tensor, off: bool, least: int = 1) -> Trial | None:
         """Return the trial for a call.
 
         Collective where `_look` is.
@@ -198,6 +198,7 @@ class Policy:
             geometry: Geometry of the call, with the default G.
             x: [b, s/P, h, d] or [s/P, b, h, d], for its dtype and head dim.
             off: Whether the layer's own forward is a candidate.
+            least: The least G that is a candidate.
 
         Returns:
             The trial; None where there is a single candidate, or where nothing is tried any more:
@@ -207,7 +208,7 @@ class Policy:
         # A default of 1 where two groups are possible: the call has arguments per head.
         most = geometry.max_groups if geometry.groups > 1 else 1
         # Some batches don't allow "off", and those of replicas differ.
-        candidates = candidates_for(most, off and not self.replicas)  # guard: no stock
+        candidates = candidates_for(most, off and not self.replicas, least)  # guard: no stock
         # A replica must count its steps (`follow`) for the others, whatever it has to choose.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None

@@ -21,9 +21,9 @@ PRUNED_ABOVE = 1.5
 Report = dict[tuple, tuple[str, list[float]]]
 
 
-def candidates_for(max_groups: int, off: bool) -> tuple[Candidate, ...]:
-    """Return the candidates for up to ``max_groups`` head groups, with OFF if it is possible."""
-    possible = tuple(groups for groups in GROUPS if groups <= max_groups)
+def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidate, ...]:
+    """Return the candidates of ``least`` to ``max_groups`` head groups, with OFF if possible."""
+    possible = tuple(groups for groups in GROUPS if least <= groups <= max_groups)
     return (OFF, *possible) if off else possible
 
 

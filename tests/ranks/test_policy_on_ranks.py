@@ -255,6 +255,8 @@ def test_models_have_policies_of_their_own_and_disable_drops_their_hooks():
 def tried(rank, what):
     """The candidates that a model's layers run while everything is tried."""
     options, positions = {"heads": 4, "kv_heads": 2}, None
+    if what == "beside a window":
+        options = {"heads": 8, "kv_heads": 2}
     if what == "window":
         options = {"family": "mistral", "sliding_window": 8, **options}
     if what == "packed":
@@ -265,10 +267,11 @@ def tried(rank, what):
         if what == "not registered":
             models.forget_sequence_parallel()
             model.set_attn_implementation("sdpa")
-        ds_sp_overlap.enable(model, {}, torch.distributed.group.WORLD)
+        section = {"window": 1, "head_groups": "auto"} if what == "beside a window" else {}
+        ds_sp_overlap.enable(model, section, torch.distributed.group.WORLD)
         sgd, losses = torch.optim.SGD(model.parameters(), lr=0.0), []
         tokens = models.batches(1)[0]
-        with scripted({OFF: 1.0, 1: 1.0, 2: 1.0}) as ran:
+        with scripted({OFF: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}) as ran:
             for _ in range(7):
                 inputs = models.cut(tokens, rank, 2, positions)
                 if what == "uneven":
@@ -293,6 +296,7 @@ def tried(rank, what):
         ("window", {1, 2}),
         ("uneven", {1, 2}),
         ("not registered", {1, 2}),
+        ("beside a window", {2, 4}),  # what holds no more than the first step
     ],
 )
 def test_off_is_tried_only_where_stock_computes_the_same(what, expected):
@@ -475,7 +479,9 @@ WATCHED = [
     Watched(Guard("the slowest rank counts", without="slowest = [min(times) for times in zip(*complete)]"), choices_differ),
     Watched(Guard("replicas choose together", without="if False:"), replicas_differ, 4),
     Watched(Guard("their lengths differ", without="if True:"), replicas_differ, 4),
-    Watched(Guard("no stock", without="candidates = candidates_for(most, off)"), replicas_differ_where_one_could_run_stock, 4),
+    Watched(
+        Guard("no stock", without="candidates = candidates_for(most, off, least)"), replicas_differ_where_one_could_run_stock, 4
+    ),
 ]
 
 

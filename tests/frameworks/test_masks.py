@@ -259,8 +259,6 @@ def refused_at_enable(rank, families):
 
 
 MIXING = {
-    "bamba": (dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]), "model.layers.0.mamba (BambaMixer)"),
-    "lfm2": (dict(layer_types=["conv", "full_attention"]), "model.layers.0.conv (Lfm2ShortConv)"),
     "mamba": (dict(), "MambaMixer"),
     "rwkv": (dict(attention_hidden_size=32), "RwkvSelfAttention"),
     "falcon": (dict(), "transformer.h.0.self_attention (FalconAttention, and 1 more) mixes tokens without"),

@@ -349,11 +349,7 @@ def refusals(rank):
     said["latents"] = refusal(
         ds_sp_overlap.enable, tiny_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), {"shares": 2}, world
     )
-    for what, kind, options in (
-        ("convolutions", "lfm2", dict(num_attention_heads=2, num_key_value_heads=1)),
-        ("ALiBi", "bloom", dict(n_head=2)),
-    ):
-        said[what] = refusal(ds_sp_overlap.enable, tiny_model(kind, **options), {}, world)
+    said["ALiBi"] = refusal(ds_sp_overlap.enable, tiny_model("bloom", n_head=2), {}, world)
     said["copy engines"] = refusal(ds_sp_overlap.enable, tiny(heads=2, kv_heads=1), {"transport": "copy_engine"}, world)
     bias = dict(position_bias=torch.zeros(1))
     given = {"a 4-D mask": dict(attention_mask=torch.ones(2, 1, 8, 32, dtype=torch.bool)), "a bias": bias, "a bias, bitnet": bias}
@@ -381,7 +377,6 @@ def refusals(rank):
 SAID = {
     "delta net": "2 value heads leave a rank of sp size 4 with no head",
     "latents": "latent attention needs all queries at once",
-    "convolutions": "model.layers.0.conv (Lfm2ShortConv) mixes tokens",
     "ALiBi": "transformer.h.0.self_attention (BloomAttention, and 1 more) mixes tokens",
     "copy engines": '2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but sp_overlap.transport "copy_engine"',
     "a 4-D mask": "not a 4-D mask",

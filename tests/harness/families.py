@@ -62,6 +62,7 @@ MORE: dict[str, dict] = {
     "llama4": dict(text_config=dict(attention_chunk_size=CHUNK, floor_scale=4, no_rope_layers=[1, 0])),
     "llama4_text": dict(attention_chunk_size=CHUNK, floor_scale=4, no_rope_layers=[1, 0]),
     "mamba2": dict(num_heads=8, head_dim=8, chunk_size=8),
+    "minimax": dict(block_size=8),
     "modernbert-decoder": dict(global_attn_every_n_layers=2),
     "qwen2": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen2_moe": dict(layer_types=["sliding_attention", "full_attention"]),

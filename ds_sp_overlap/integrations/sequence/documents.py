@@ -138,8 +138,7 @@ class Documents:
         attention: Callable[..., Tensor],
         alone: Callable[[Tensor], Tensor] | None,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        *others: Tensor,
     ) -> Tensor:
         """Attend within each document; runs in each call of a layer, once per head group.
 
@@ -149,8 +148,7 @@ class Documents:
             alone: Maps v [n, h_kv, d] of tokens that see themselves alone to o [n, h, d]; None to
                 call ``attention`` with documents of length 1.
             q: [b, n, h, d]. The queries, all s of them or a range.
-            k: [b, s, h_kv, d].
-            v: [b, s, h_kv, d].
+            *others: k and v [b, s, h_kv, d], v last; or whatever ``attention`` takes, [b, s, ..].
 
         Returns:
             o [b, n, h, d].
@@ -159,18 +157,18 @@ class Documents:
         outputs = []
         for rows, start, stop in self.long:
             of_document = q[rows, max(start - first, 0) : stop - first]
-            outputs.append(attention(of_document, k[rows, start:stop], v[rows, start:stop]))
+            outputs.append(attention(of_document, *(x[rows, start:stop] for x in others)))
         if self.in_order:
             return torch.cat(outputs, 1)
         outputs = [o.flatten(0, 1) for o in outputs]
-        tokens = [x.flatten(0, 1) for x in (q, k[:, first:last], v[:, first:last])]
+        tokens = [x.flatten(0, 1) for x in (q, *(x[:, first:last] for x in others))]
         for index, real in self.short:
             gathered = [
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens
             ]
             outputs.append(attention(*gathered).flatten(0, 1).index_select(0, real))
         if len(self.alone) and alone is not None:
-            outputs.append(alone(tokens[2].index_select(0, self.alone)))
+            outputs.append(alone(tokens[-1].index_select(0, self.alone)))
         elif len(self.alone):
             for index in self.alone.split(_BATCH):
                 gathered = [x.index_select(0, index).unsqueeze(1) for x in tokens]

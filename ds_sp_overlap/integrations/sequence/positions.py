@@ -146,6 +146,8 @@ class GlobalSequence:
         self._query_chunks: dict[int, QueryChunks] = {}
         self._for_flash: dict[Range, tuple[list[int], dict[str, Any]]] = {}
         self._masks: dict[tuple[int, int, int], Tensor] = {}
+        # Those of `pieces.pieces_of`.
+        self.pieces: dict[tuple[int, int], Any] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return where documents start [b, s], padding counted as documents of its own.
@@ -199,16 +201,26 @@ class GlobalSequence:
         return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
 
     @functools.cached_property
+    def recurrent_starts(self) -> np.ndarray:
+        """[b, s]. Where a recurrent layer begins with an empty state."""
+        # Other than in `bounds`, padding behind a document belongs to it, whatever its positions,
+        # since the state may run on into it. Padding at the beginning of a row is a document.
+        starts = self._starts if self._mask is None else self._starts & self._mask
+        starts[:, 0] = True
+        return starts
+
+    @functools.cached_property
+    def recurrent_bounds(self) -> np.ndarray | None:
+        """The `bounds` of `recurrent_starts`; None if every row is one document."""
+        return _bounds(self.recurrent_starts)
+
+    @functools.cached_property
     def recurrent_documents(self) -> Documents | None:
         """The documents as a recurrent layer needs them, which begins each with an empty state.
 
         None if every row is one document.
         """
-        # Other than in `bounds`, padding behind a document belongs to it, whatever its positions,
-        # since the state may run on into it. Padding at the beginning of a row is a document.
-        starts = self._starts if self._mask is None else self._starts & self._mask
-        starts[:, 0] = True
-        return self._documents_of(_bounds(starts))
+        return self._documents_of(self.recurrent_bounds)
 
     def _documents_of(
         self, bounds: np.ndarray | None, queries: Range | None = None
@@ -311,6 +323,15 @@ def _bounds(starts: np.ndarray) -> np.ndarray | None:
     # A document stops where the next one of its row starts; the last of a row, at the row's end.
     stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
     return np.stack([row, start, stop], 1)
+
+
+def _is_filled(cache: Any) -> bool:
+    """Return whether a cache of transformers holds something."""
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:
+        # A cache of recurrent layers alone counts no tokens.
+        return cache.has_previous_state()
 
 
 class _Header(NamedTuple):
@@ -507,8 +528,8 @@ class Positions:
         Remembers the KV cache, which the next forward may not be given again.
         """
         if cache is not None:
-            length = getattr(cache, "get_seq_length", None)  # a paged cache and a tuple have none
-            if length is None or cache in self._caches or length() > 0:
+            # A paged cache and a tuple have no such method.
+            if not hasattr(cache, "get_seq_length") or cache in self._caches or _is_filled(cache):
                 return "cache"
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):

@@ -260,7 +260,7 @@ def local_attention(
             documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
                 return document(q, k, v)
-            return documents.attend(document, alone if known.takes_masks else None, q, k=k, v=v)
+            return documents.attend(document, alone if known.takes_masks else None, q, k, v)
         if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
             raise ValueError(
                 f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; '

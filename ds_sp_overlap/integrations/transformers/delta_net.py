@@ -285,4 +285,4 @@ def _mix(
     if documents is None:
         return document(vba, k, q)
     # As in the exchanges, v takes the place of q.
-    return documents.attend(document, None, vba, k=k, v=q)
+    return documents.attend(document, None, vba, k, q)

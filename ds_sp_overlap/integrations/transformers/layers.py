@@ -22,7 +22,7 @@ from ..inspect.library import attention_functions
 from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
-from . import delta_net, latent
+from . import delta_net, latent, mixers
 from .attention_function import Dispatch, attention_of, bind_function, function_of
 from .checkpoints import Checkpoints, can_keep
 from .driven import drive
@@ -126,13 +126,13 @@ def find_layers(
         config = overlap.config.model_copy(update={"checkpointing": "keep"})
         overlap = overlap._replace(config=config)
     search = _Search(model, overlap)
-    refuse_unexchanged(search.modules, search.delta_nets)
+    refuse_unexchanged(search.modules, search.mixers)
     for name, module in search.modules.items():
         if is_attention(module) and hasattr(
             getattr(module, "config", None), "_attn_implementation"
         ):
             search.add_attention(name, module)
-    search.add_delta_nets()
+    search.add_mixers()
     return search.layers, [*search.hosts(), *search.rotary_embeddings(), *search.apart]
 
 
@@ -141,8 +141,8 @@ class _Search:
 
     Attributes:
         modules: The modules of the model by name.
-        delta_nets: The gated delta nets by name, each with the name and module of the innermost
-            model around it.
+        mixers: The recurrent and convolutional layers by name, each with the name and module of the
+            innermost model around it.
         layers: The layers that were found.
         hosted: For the name of each model around overlapped layers, these layers by name.
         unseen: The names of layers that must be seen to call their attention function.
@@ -155,11 +155,11 @@ class _Search:
         self.model, self.overlap = model, overlap
         self.forwards = Forwards(overlap.sp_group, overlap.config)
         self.modules = dict(model.named_modules())
-        self.delta_nets: dict[str, tuple[str, nn.Module]] = {}
+        self.mixers: dict[str, tuple[str, nn.Module]] = {}
         for name, module in self.modules.items():
-            if delta_net.sources_of(module):
+            if delta_net.sources_of(module) or mixers.mixer_of(module):
                 if models := models_around(name, self.modules):
-                    self.delta_nets[name] = models[0]
+                    self.mixers[name] = models[0]
         self.layers: list[FoundLayer] = []
         self.hosted: dict[str, dict[str, nn.Module]] = {}
         self.unseen: set[str] = set()
@@ -286,27 +286,26 @@ class _Search:
         self.unseen.add(name)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
 
-    def add_delta_nets(self) -> None:
-        """Add the gated delta nets, once the models that host attention layers are known.
+    def add_mixers(self) -> None:
+        """Add the mixers, once the models that host attention layers are known.
 
         Raises:
-            ValueError: if their model hosts none and so gathers no positions, or AutoTP cut them.
+            ValueError: if AutoTP cut one.
         """
-        for name, (at, model) in self.delta_nets.items():
+        for name, (at, model) in self.mixers.items():
             module = self.modules[name]
             if at not in self.hosted:
-                raise ValueError(
-                    f"{name} ({type(module).__name__}): no attention layer beside it is overlapped"
-                )
+                # Models of mixers alone take no position_ids. The outermost one is given them.
+                at, model = models_around(name, self.modules)[-1]
+                self.hosted.setdefault(at, {})[name] = model
             if is_cut(module):
                 raise ValueError(
                     f"{name} ({type(module).__name__}): AutoTP cut its projections, which is not "
                     "supported with sequence parallelism; take tensor_parallel out of the config"
                 )
+            of_kind = delta_net if delta_net.sources_of(module) else mixers
             self.layers.append(
-                delta_net.describe(
-                    name, module, model, forwards=self.forwards, overlap=self.overlap
-                )
+                of_kind.describe(name, module, model, forwards=self.forwards, overlap=self.overlap)
             )
 
     def hosts(self) -> list[HostModule]:
@@ -318,7 +317,7 @@ class _Search:
             configs += [config, config.get_text_config()]
         # The globals of a file once, however many layers the file defines.
         namespaces: dict[int, dict[str, Any]] = {}
-        for name in self.delta_nets:
+        for name in self.mixers:
             names = delta_net.names_around(self.modules[name])
             namespaces[id(names)] = names
         bound = [layer.name for layer in self.layers if layer.bind is not None]

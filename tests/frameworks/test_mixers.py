@@ -1,0 +1,416 @@
+"""Mixers that work on each rank's own tokens, overlapped: against transformers' model on the whole sequence, in fp64 (`in_double`).
+
+Documents and padding: against each document alone.
+"""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+
+import ds_sp_overlap
+from ds_sp_overlap.integrations.transformers import mixers
+from tests.harness.cases import full
+from tests.harness.families import tiny_model
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.models import FP64, packed, worst
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.sweep import in_double, transport
+from tests.harness.transports import Recording
+from tests.harness.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+
+SHORT = ("lfm2", "lfm2_moe", "lfm3")
+STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax")
+ADAPTED = {"nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj", "lfm2": "in_proj,out_proj"}  # PEFT takes no out_proj of Nemotron-H
+
+
+def model_of(kind, **options):
+    """A tiny model whose states live for many tokens, and whose steps are clamped on both sides."""
+    model = tiny_model(kind, **options)
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.data.sub_(3)
+            module.time_step_limit = (0.5, 2.0)
+    return model
+
+
+def is_mixer(module):
+    return hasattr(module, "A_log") or "ShortConv" in type(module).__name__
+
+
+def compared(rank, model, whole, inputs, **section):
+    """Error of an overlapped model's loss and gradients from those of the whole sequence."""
+    report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
+    got = found(model, [share(model, *inputs)], dist.group.WORLD)
+    ds_sp_overlap.disable(model)
+    assert "tokens before" in str(report) or "states" in str(report)
+    for values in (got, whole):  # the gradient of Granite's k_proj.bias is 0
+        values.pop("model.layers.1.self_attn.k_proj.bias", None)
+    return worst(got, whole)
+
+
+# Equality with the whole sequence.
+
+
+def against_whole(rank, kinds, lengths, options, section):
+    errors = {}
+    with in_double():
+        for kind in kinds:
+            model, tokens = model_of(kind, **options), tokens_of(sum(lengths))
+            whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
+            errors[kind] = compared(rank, model, whole, inputs_of(tokens, lengths, rank), **section)
+    return errors
+
+
+FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
+
+
+@pytest.mark.parametrize(
+    "kinds, lengths, options, section",
+    [
+        (SHORT[:1] + STATES[:1], [16, 16], {}, {"check": True}),
+        full(SHORT[1:], [16, 16], {}, {}),
+        (STATES[1:], [1, 30], {}, {}),
+        (("lfm2", "nemotron_h", "minimax"), [9, 2, 21], {}, {"head_groups": 1}),
+        (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # fewer tokens than taps, on two ranks one after another
+        (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {}),
+    ],
+)
+def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section):
+    for errors in on_ranks(len(lengths), against_whole, kinds, lengths, options, section):
+        assert all(error < FP64 for error in errors.values()), errors
+
+
+ROWS = [
+    [[10, 6, 16], [10, 6, 16]],
+    [[2, 29, 1], [32]],  # one over all ranks
+    [[1, 1, 1, 29], [3, 1, 1, 27]],
+    [[1, 2, 1, 1, 2, 1, 1, 2, 4, 1, 16], [16, 16]],  # a last piece that shares a call
+]
+
+
+def documents(rank, kind, lengths, rows=ROWS):
+    errors = {}
+    with in_double():
+        model, tokens = model_of(kind), tokens_of(32)
+        for row in rows:
+            alone = found(model, each_alone(model, tokens, row))
+            inputs = inputs_of(tokens, lengths, rank, packed(row))
+            errors[str(row)] = compared(rank, model, alone, inputs)
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", full("falcon_h1"), full("mamba2"), full("minimax")])
+@pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
+def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
+    for errors in on_ranks(len(lengths), documents, kind, lengths):
+        assert all(error < FP64 for error in errors.values()), errors
+
+
+def padding(rank, kind, lengths):
+    errors = []
+    with in_double():
+        model, tokens = model_of(kind), tokens_of(32)
+        labels = tokens.roll(-1, 1)
+        for of_row in ([3, 0], [-4, 2], [17, 30]):  # padding in front, or behind
+            mask = torch.stack([torch.arange(32) >= n if n >= 0 else torch.arange(32) < 32 + n for n in of_row]).long()
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            real = [row > 0 for row in mask]
+            losses = (share(model, dict(input_ids=tokens[i : i + 1, r]), labels[i : i + 1, r]) for i, r in enumerate(real))
+            alone = found(model, losses)
+            errors.append(compared(rank, model, alone, inputs_of(tokens, lengths, rank, positions, mask)))
+    return errors
+
+
+@pytest.mark.parametrize("kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16])])
+def test_padding_leaves_no_trace(kind, lengths):
+    for errors in on_ranks(2, padding, kind, lengths):
+        assert all(error < FP64 for error in errors), errors
+
+
+# What learns, and in which precision.
+
+
+def against_itself(rank, model):
+    """Error of the gradients of what learns in ``model``, and how many there are."""
+    tokens, results = tokens_of(32), []
+    for lengths, at, group in (([32], 0, None), ([16, 16], rank, dist.group.WORLD)):
+        if group is not None:
+            ds_sp_overlap.enable(model, {}, group)
+        model.zero_grad()
+        share(model, *inputs_of(tokens, lengths, at)).backward()
+        results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        for x in results[-1].values() if group is not None else ():
+            dist.all_reduce(x, group=group)
+    ds_sp_overlap.disable(model)
+    return worst(results[1], results[0]), len(results[0])
+
+
+def partly_trained(rank):
+    """Errors where all but some parameters are frozen, and with adapters on every projection."""
+    errors = {}
+    with in_double():
+        for kind, targets in ADAPTED.items():
+            for words in (("conv",), ("A_log", "lm_head"), ("lm_head",)):
+                model = model_of(kind)
+                for name, p in model.named_parameters():
+                    p.requires_grad = any(word in name for word in words)
+                if any(p.requires_grad for p in model.parameters()):
+                    errors[kind, words] = against_itself(rank, model)[0]
+            model = get_peft_model(
+                model_of(kind), LoraConfig(r=4, target_modules=targets.split(","), init_lora_weights=False)
+            ).double()
+            errors[kind, "lora"], learning = against_itself(rank, model)
+            assert learning >= 4
+    return errors
+
+
+def test_what_is_frozen_stays_so_and_adapters_learn():
+    for errors in on_ranks(2, partly_trained):
+        assert len(errors) == 6 and all(error < FP64 for error in errors.values()), errors
+
+
+def in_low_precision(rank, factor=1.0):
+    """Of each kind and precision the error of all gradients, on one rank and overlapped, where the taps are off by ``factor``."""
+    figures = []
+    for kind in ("nemotron_h", "lfm2"):
+        for autocast in (False, True):
+            tokens = tokens_of(64)
+            with in_double():
+                exact = model_of(kind)
+                reference = found(exact, [share(exact, *inputs_of(tokens, [64], 0))])
+            model = model_of(kind).to(torch.float32 if autocast else torch.bfloat16)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                alone = found(model, [share(model, *inputs_of(tokens, [64], 0))])
+                ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+                with torch.no_grad():
+                    for name, p in model.named_parameters():
+                        p.mul_(factor if "conv.weight" in name or "conv1d.weight" in name else 1.0)
+                split = found(model, [share(model, *inputs_of(tokens, [32, 32], rank))], dist.group.WORLD)
+            ds_sp_overlap.disable(model)
+            norm = torch.stack([x.double().square().sum() for x in reference.values()]).sum()
+            off = [torch.stack([(x[n].double() - reference[n]).square().sum() for n in reference]).sum() for x in (alone, split)]
+            figures.append([(x / norm).sqrt().item() for x in off])
+    return figures
+
+
+def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
+    """The fault is ten roundings of bf16 (0.4 %) and more."""
+    for figures in on_ranks(2, in_low_precision):
+        assert all(0 < split < 1.5 * alone for alone, split in figures), figures
+    assert any(split > 1.5 * alone for figures in on_ranks(2, in_low_precision, 1.2) for alone, split in figures)
+
+
+# The schedule.
+
+
+def recorded(rank):
+    """Exchanges and projections of a Mamba 2 in their order, forward and backward."""
+    model, mover = model_of("bamba"), Recording()
+    mover.prepare = lambda sp_group: None
+    with transport(mover):
+        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    mover.log.clear()
+    linear, z = torch.nn.functional.linear, layer.intermediate_size
+
+    def noting(x, weight, bias=None):
+        y = linear(x, weight, bias)
+        names = {z: "z", layer.conv1d.in_channels: "x", layer.num_heads: "dt"}
+        name = names.get(len(weight), "out")
+        mover.log.append(name)
+        y.register_hook(lambda _: mover.log.append(f"d{name}"))
+        return y
+
+    x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    with mock.patch("torch.nn.functional.linear", noting):
+        y = layer(x, position_ids=torch.arange(16).expand(2, 16) + 16 * rank)
+    forward = list(mover.log)
+    mover.log.clear()
+    y.sum().backward()
+    ds_sp_overlap.disable(model)
+    return forward, mover.log
+
+
+def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states():
+    for forward, backward in on_ranks(2, recorded):
+        assert forward == ["x", ">x", "dt", "<x", ">s", "z", "<s", "out"]
+        assert backward == ["dout", ">ds", "dz", "<ds", ">dx", "ddt", "<dx", "dx"]
+
+
+# Checkpoints, evaluation, caches, refusals.
+
+
+def checkpointed(rank, kind, reentrant):
+    """Two forwards with documents of their own, then one backward."""
+    tokens, layouts = tokens_of(32), ROWS[:2]
+    with in_double():
+        model = model_of(kind)
+        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
+        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
+        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
+        error = worst(found(model, losses, dist.group.WORLD), alone)
+        ds_sp_overlap.disable(model)
+    return error
+
+
+@pytest.mark.parametrize("kind, reentrant", [("nemotron_h", True), ("nemotron_h", False), full("lfm2", True), full("lfm2", False)])
+def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
+    errors = on_ranks(2, checkpointed, kind, reentrant)
+    assert all(error < FP64 for error in errors), errors
+
+
+def on_and_off(rank, kind):
+    """What is said, and left: of the report, of evaluation, of a cache, of a layer by itself, of disabling."""
+    with in_double():
+        model, tokens = model_of(kind), tokens_of(32)
+        forwards = {name: module.forward for name, module in model.named_modules()}
+        layer = next(filter(is_mixer, model.modules()))
+        whole = model(input_ids=tokens, use_cache=False).logits.split(16, 1)[rank].detach()
+        filled = model.eval()(input_ids=tokens, use_cache=True).cache
+        report = ds_sp_overlap.enable(model, {"check": True}, dist.group.WORLD)
+        inputs, _ = inputs_of(tokens, [16, 16], rank)
+        off = []
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            for is_training in (True, False):
+                with mode():
+                    off.append((model.train(is_training)(**inputs).logits.detach() - whole).abs().max().item())
+        said = {
+            "layer": refusal(layer, torch.zeros(2, 16, model.config.hidden_size)),
+            "missing": refusal(model, input_ids=inputs["input_ids"]),
+            "empty": refusal(model, **inputs_of(tokens, [32, 0], rank)[0]),
+            "cache": refusal(model, **inputs, cache=filled),
+            "seq_idx": refusal(model, **inputs, seq_idx=torch.full((2, 16), rank, dtype=torch.int32)),
+        }
+        ds_sp_overlap.disable(model)
+        same = all(module.forward == forwards[name] for name, module in model.named_modules())
+    return " ".join(str(report).split()), off, said, same
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2"])
+def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
+    for report, off, said, same in on_ranks(2, on_and_off, kind):
+        assert "tokens before, in_proj under them" in report
+        assert ("states, tokens before" in report) == (kind != "lfm2")
+        assert len(off) == 6 and max(off) < FP64
+        for name, words in (("layer", "needs position_ids"), ("missing", "needs position_ids"), ("empty", "sp rank 1 has no tokens"),
+                            ("cache", "generation with a KV cache"), ("seq_idx", "position_ids tell one")):  # fmt: skip
+            assert said[name] is not None and words in said[name][1], (name, said[name])
+        assert same
+
+
+def strange(rank):
+    model = model_of("nemotron_h")
+    layer = next(filter(is_mixer, model.modules()))
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    return refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD)
+
+
+def test_code_that_is_not_known_is_refused_by_name():
+    for said in on_ranks(2, strange):
+        assert said is not None and "mixer (NemotronHMamba2Mixer) mixes tokens without" in said[1]
+
+
+# Training.
+
+
+def trained(rank, kind, stages, steps=3):
+    """Of each stage the largest relative difference of losses, gradients and parameters from the whole sequence's."""
+    off = {}
+    losses, gradients, parameters = training(rank, kind, 0, None, steps)
+    for stage in stages:
+        mine = training(rank, kind, stage, {}, steps, checkpoints=stage == 3)
+        off[stage] = (
+            max(abs(a - b) / abs(b) for a, b in zip(mine[0], losses, strict=True)),
+            worst(mine[1], gradients),
+            worst(mine[2], parameters),
+        )
+    return off
+
+
+FP32 = 1e-3  # as for delta nets
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2")])
+def test_training_under_zero_is_that_of_the_whole_sequence(kind):
+    for off in on_ranks(2, trained, kind, (0, 1, 2, 3), timeout_s=200):
+        assert all(max(figures) < FP32 for figures in off.values()), off
+
+
+def sharded(rank):
+    """Errors of the gradients of layers under FSDP2, which averages them over the ranks."""
+    errors = {}
+    with in_double():
+        for kind in ("nemotron_h", "lfm2"):
+            model, tokens = model_of(kind), tokens_of(32)
+            whole = found(model, [share(model, *inputs_of(tokens, [32], 0))])
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+            share(model, *inputs_of(tokens, [16, 16], rank)).backward()
+            gradients = {name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}
+            whole.pop("loss")
+            errors[kind] = worst(gradients, whole)
+            ds_sp_overlap.disable(model)
+    return errors
+
+
+def test_under_fsdp2_gradients_are_those_of_the_whole_sequence():
+    for errors in on_ranks(2, sharded):
+        assert all(error < FP64 for error in errors.values()), errors
+
+
+# Guards and planted faults.
+
+
+def faults_of_states(rank):
+    (error,) = against_whole(rank, ("nemotron_h",), [16, 16], {}, {}).values()
+    return [] if error < FP64 else [f"{error}"]
+
+
+def faults_of_documents(rank):
+    errors = documents(rank, "nemotron_h", [9, 2, 21])
+    return [f"{rows}: {error}" for rows, error in errors.items() if not error < FP64]
+
+
+def twice(layer, x, dt):
+    y, state = mixers._mamba2_scan(layer, x, dt)
+    return y + layer.D[:, None] * mixers._mamba2_parts(layer, x)[0], state
+
+
+def detached(layer, x, dt):
+    y, state = mixers._mamba2_scan(layer, x, dt)
+    return y, state.detach()
+
+
+def planted(rank, scan):
+    states = dataclasses.replace(mixers.MAMBA2.states, scan=scan)
+    fault = dataclasses.replace(mixers.MAMBA2, states=states)
+    with mock.patch.dict(mixers.KNOWN, {key: fault if mixer is mixers.MAMBA2 else mixer for key, mixer in mixers.KNOWN.items()}):
+        return faults_of_states(rank)
+
+
+@pytest.mark.parametrize("scan", [twice, detached])
+def test_a_fault_of_the_scan_is_seen(scan):
+    assert all(on_ranks(2, planted, scan))
+
+
+WATCHED = [
+    Watched(Guard("the step that the scan takes", without="pass"), faults_of_states),
+    Watched(Guard("a document that begins lacks nothing", without="if False:"), faults_of_documents, ranks=3),
+    Watched(Guard("a state stays in its document", without="if False:"), faults_of_documents, ranks=3),
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

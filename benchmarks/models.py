@@ -11,8 +11,6 @@ not suffice for, and models whose code this transformers has changed, are counte
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,12 +19,12 @@ from pathlib import Path
 BEGIN = time.monotonic()  # imports take seconds, too
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 
 import ds_sp_overlap
+from benchmarks.profiles import join
 
 SEQ, VOCABULARY = 48, 64
 # Of the largest element; a mistake gives more than 1e-3. The second is for models that compute something in fp32 in any case.
@@ -157,13 +155,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="+", help="these cases alone, by number")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
-    device = torch.device("cpu" if args.rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
-    if not args.rehearse:
-        torch.cuda.set_device(device)
-    backend = "gloo" if args.rehearse else "nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
-    deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
+    device = join(args.rehearse)
     torch.set_default_dtype(torch.float64)
     size = dist.get_world_size()
     cases = [case for case in CASES if case.ranks <= size]
@@ -191,7 +183,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"models: {'right' if is_right else 'WRONG'}: {case.name}: {why or f'{worst.item():.1e}'}", flush=True)
     if dist.get_rank() == 0:
-        print(f"models: {right} right, {len(wrong)} wrong, {left} left out; {size} ranks over {backend}", flush=True)
+        print(f"models: {right} right, {len(wrong)} wrong, {left} left out; {size} ranks over {dist.get_backend()}", flush=True)
     dist.destroy_process_group()
     sys.exit(bool(wrong))
 

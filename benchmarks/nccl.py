@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import datetime
 import functools
 import os
 import socket
@@ -30,7 +29,7 @@ from torch import nn
 
 from benchmarks import record
 from benchmarks.on_gpu import TOLERANCE, whole
-from benchmarks.profiles import kernels, profiled, synchronise
+from benchmarks.profiles import join, kernels, profiled, synchronise
 from benchmarks.variants import Layer, Shape, Silent, check_parity, free_wire
 from ds_sp_overlap.tools.shared_gpu import nccl_version
 
@@ -77,13 +76,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device("cpu" if args.rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
-        if not args.rehearse:
-            torch.cuda.set_device(self.device)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
-        timeout = datetime.timedelta(seconds=args.timeout)
-        dist.init_process_group("gloo" if args.rehearse else "nccl", timeout=timeout)
-        deepspeed.init_distributed("gloo" if args.rehearse else "nccl", dist_init_required=False, verbose=False)
+        self.device = join(args.rehearse, args.timeout)
         self.group = dist.group.WORLD
         self.order, self.queues = (
             os.environ.get(name, "not set") for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "CUDA_DEVICE_MAX_CONNECTIONS")

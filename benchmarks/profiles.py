@@ -1,11 +1,30 @@
-"""Profiles of one run, and the kernels in them."""
+"""The ranks of a benchmark, profiles of one run, and the kernels in them."""
 
 from __future__ import annotations
 
+import datetime
+import os
 import time
 from collections.abc import Callable
 
+import deepspeed
 import torch
+import torch.distributed as dist
+
+
+def join(rehearse: bool, seconds: int = 60) -> torch.device:
+    """Join the ranks of the launcher: over NCCL, each on its GPU, or over gloo to rehearse on a CPU. Returns the device.
+
+    A collective fails after ``seconds``.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
+    device = torch.device("cpu" if rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
+    if not rehearse:
+        torch.cuda.set_device(device)
+    backend = "gloo" if rehearse else "nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
+    deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
+    return device
 
 
 def synchronise(device: torch.device) -> float:

@@ -16,8 +16,6 @@ what bf16 rounds. Times are of the slowest rank, medians:
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import statistics
 import sys
 import time
@@ -37,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import ds_sp_overlap
 from benchmarks import record
 from benchmarks.nccl import shared_by
-from benchmarks.profiles import synchronise
+from benchmarks.profiles import join, synchronise
 from ds_sp_overlap.tools.shared_gpu import nccl_version
 
 # Hidden size, query heads, KV heads, MLP, layers, tokens a rank.
@@ -177,13 +175,7 @@ def rows_of(model: str, times: dict[str, list[list[float]]], peak: dict[str, flo
 
 def main() -> None:
     args = arguments()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
-    device = torch.device("cpu" if args.rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
-    if not args.rehearse:
-        torch.cuda.set_device(device)
-    backend = "gloo" if args.rehearse else "nccl"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
-    deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
+    device = join(args.rehearse)
 
     def is_late() -> bool:
         late = torch.tensor(float(time.monotonic() - BEGIN > 60 * args.minutes), device=device)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -305,11 +305,10 @@ def write(paths: Sequence[str]) -> str:
     """
     traces = [read(path, index) for index, path in enumerate(paths)]
     traces.sort(key=lambda trace: trace.rank)
-    folder = os.path.dirname(paths[0]) or "."
-    with open(os.path.join(folder, "exchanges.csv"), "w", newline="") as file:
+    folder = Path(paths[0]).parent
+    with open(folder / "exchanges.csv", "w", newline="") as file:
         lines = csv.writer(file)
-        columns = "rank", "step", "layer", "exchange", "calls", "transfer_ms", "exposed_ms"
-        lines.writerow(columns)
+        lines.writerow("rank step layer exchange calls transfer_ms exposed_ms".split())
         for trace in traces:
             lines.writerows((trace.rank, *key, *row) for key, row in costs(trace).items())
     drawn = [trace for trace in traces if trace.exchanges]
@@ -317,7 +316,7 @@ def write(paths: Sequence[str]) -> str:
         inform(f"sp_overlap: no exchange of an overlapped layer in {paths[0]}")
         return ""
     try:
-        draw(drawn[:DRAWN_RANKS]).savefig(os.path.join(folder, "timeline.png"), dpi=110)
+        draw(drawn[:DRAWN_RANKS]).savefig(folder / "timeline.png", dpi=110)
     except ImportError:
         inform("sp_overlap: pip install matplotlib for timeline.png")
     inform(f"sp_overlap: timeline in {folder}")

@@ -131,7 +131,7 @@ class OverlapSettings(NamedTuple):
             windowed: Whether only a few groups are live at a time, and are recomputed in backward.
 
         Returns:
-            For example ``G = 4, 2 at a time, made again in backward``.
+            For example ``G = 4, 2 at a time, recomputed in backward``.
         """
         words = [f"G = {groups}"]
         if self.policy is not None:
@@ -141,7 +141,7 @@ class OverlapSettings(NamedTuple):
         if windowed:
             # With a policy, G is not known yet.
             live = self.config.window if self.policy else self.config.window_of(groups)
-            words.append(f"{live or 'half'} at a time, made again in backward")
+            words.append(f"{live or 'half'} at a time, recomputed in backward")
             if self.config.keeps_where_possible:
                 words.append("kept over checkpoints that can")
             elif self.config.checkpointing == "keep":

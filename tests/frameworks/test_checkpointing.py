@@ -89,7 +89,7 @@ def exact(rank, implementation, more, section, how):
 )
 def test_the_report_says_that_kept_attention_sets_a_window(more, said):
     for _, _, report in on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "checkpointing": "keep", **more}, "before"):
-        assert said in report and "made again in backward, kept over checkpoints" in report
+        assert said in report and "recomputed in backward, kept over checkpoints" in report
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
@@ -103,7 +103,7 @@ def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkp
     for error, kept, report in on_ranks(2, exact, "sdpa", {}, section, how):
         assert error < FP64 and kept == stored
         assert kept.attended == 0, "sdpa's fused kernel keeps a log-sum-exp, with q, k and v as they were received"
-        assert "2 at a time, made again in backward, kept over checkpoints" in report
+        assert "2 at a time, recomputed in backward, kept over checkpoints" in report
 
 
 @pytest.mark.parametrize("more", [dict(family="qwen3"), dict(family="mistral", sliding_window=5)], ids=str)
@@ -263,7 +263,7 @@ def test_the_report_says_which_layers_have_no_window(what):
         layers = on_ranks(2, reported, what, {**section, key: value})[0]
         assert any(what in got for got, _ in layers)
         for got, lacks in layers:
-            assert ("made again in backward" in got) != (f"so sp_overlap.{key} can't be had" in lacks), (got, lacks)
+            assert ("recomputed in backward" in got) != (f"so sp_overlap.{key} can't be had" in lacks), (got, lacks)
     assert not any("can't be had" in lacks for _, lacks in on_ranks(2, reported, what, section)[0])
 
 
@@ -275,7 +275,7 @@ def test_a_window_alone_takes_the_most_groups_keeps_attention_and_runs_in_tiles(
     (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "window": 1}, "")
     for error, kept, report in on_ranks(2, exact, "sdpa", {}, {"window": 1}, how):
         assert error < FP64 and kept == stored and kept.attended == 0
-        assert "G = 4, 1 at a time, made again in backward, kept over checkpoints that can" in report
+        assert "G = 4, 1 at a time, recomputed in backward, kept over checkpoints that can" in report
         assert "in tiles: LlamaMLP (2), LlamaRMSNorm (5)" in report
 
 
@@ -284,7 +284,7 @@ def test_what_the_section_says_beside_a_window_is_done():
     (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, said, "")
     for error, repeated, report in on_ranks(2, exact, "sdpa", {}, said, "before"):
         assert error < FP64 and repeated.exchanges > stored.exchanges
-        assert "G = 2, 1 at a time, made again in backward, q_proj" in report and "in tiles" not in report
+        assert "G = 2, 1 at a time, recomputed in backward, q_proj" in report and "in tiles" not in report
 
 
 def beside_a_window(rank, way):

@@ -51,10 +51,11 @@ class DeltaNet:
         key_dim: Head dim of q and k, ``d_k``.
         project: Takes hidden states [b, s/P, m], and returns a function that gives each of these
             tensors once by its name: "q" and "k" [b, s/P, h_k, d_k], "v" and "z" [b, s/P, h, d_v],
-            "b" and "a" [b, s/P, h].
+            "b" [b, s/P, h], "a" [b, s/P, h], or a decay for each channel [b, s/P, h, n].
         merge: o and z -> the layer's output.
         learned: Gives the parameters of convolution and delta rule: the taps
-            [2 h_k d_k + h d_v, ..] of the channels of q, k and v, then any number of tensors [h].
+            [2 h_k d_k + h d_v, ..] of the channels of q, k and v, then any number of tensors
+            [h, ..].
         trained: Tells for each parameter of the layer whether it learns; the ranks must agree.
     """
 
@@ -79,7 +80,7 @@ class DeltaNet:
         Args:
             hidden_states: [b, s/P, m].
             mix: Called once per head group, on the global sequence, with h' of this rank's heads
-                of v: q and k [b, s, h_k', d_k], v with b and a behind it [b, s, h', d_v + 2], and
+                of v: q and k [b, s, h_k', d_k], v with b and a behind it [b, s, h', ..], and
                 their slices of the tensors of ``learned`` -> o [b, s, h', d_v].
             sequence_lengths: Local sequence length of every rank; None if all are the same.
 
@@ -175,4 +176,5 @@ def _travelling(kind: str, projected: Callable[[str], Tensor]) -> Tensor:
     if kind != "q":
         return projected({"k": "k", "v": "q"}[kind])
     v, rate, decay = projected("v"), projected("b"), projected("a")
-    return torch.cat([v, rate.unsqueeze(-1), decay.unsqueeze(-1)], -1)
+    decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
+    return torch.cat([v, rate.unsqueeze(-1), decay], -1)

@@ -39,14 +39,20 @@ def against_whole(rank, size, cases):
     with in_double():
         for kind, options, lengths, groups in cases:
             tokens = tokens_of(sum(lengths))
-            model = tiny_model(kind, num_attention_heads=8, num_key_value_heads=4, **options)
+            wide = {} if "_linear" in kind or "bailing" in kind else dict(num_attention_heads=8, num_key_value_heads=4)
+            model = tiny_model(kind, **wide, **options)
             inputs, labels = inputs_of(tokens, [sum(lengths)], 0)
             whole = found(model, [share(model, inputs, labels)])
             errors = []
             for count in groups:
                 report = ds_sp_overlap.enable(model, {"head_groups": count, "on_unsupported": "error"}, dist.group.WORLD)
                 got = {layer.got.split(",")[0] for layer in report.layers}
-                assert "delta rule" in got and got <= {"delta rule", "attention function", "all eight exchanges"}
+                assert "delta rule" in got and got <= {
+                    "delta rule",
+                    "attention function",
+                    "all eight exchanges",
+                    "latent attention",
+                }
                 errors.append(worst(found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD), whole))
                 ds_sp_overlap.disable(model)
             figures.append(errors)
@@ -63,10 +69,13 @@ CASES = {
         ("qwen3_next", heads(4, 2), [100, 70], (2,)),  # several chunks of the delta rule, cut between ranks
         ("qwen3_5_text", dict(**heads(4, 2), linear_key_head_dim=4, linear_value_head_dim=12), [1, 30], (2,)),
         ("olmo_hybrid", heads(5, 5), [30, 2], (1, 2)),  # fewer tokens than taps
+        ("kimi_linear", {}, [16, 16], (1, 2)),
+        ("bailing_hybrid", {}, [1, 30], (2,)),
     ],
     4: [
         ("qwen3_next", heads(8, 2), [8, 8, 8, 8], (1, 2)),  # key heads fewer than ranks
         ("qwen3_5_text", heads(6, 3), [9, 2, 1, 20], (1,)),
+        ("kimi_linear", {}, [9, 2, 1, 20], (1,)),
         ("olmo_hybrid", heads(8, 8), [8, 8, 8, 8], (2,)),
     ],
 }
@@ -213,7 +222,7 @@ def documents(rank, kind):
     return errors, together
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2]])
+@pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2], "kimi_linear"])
 def test_a_packed_document_begins_with_an_empty_state(kind):
     for errors, together in on_ranks(2, documents, kind):
         assert all(error < FP64 for error in errors.values()), errors

@@ -68,6 +68,7 @@ MORE: dict[str, dict] = {
     "qwen2_moe": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3_moe": dict(layer_types=["sliding_attention", "full_attention"]),
+    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "qwen4_exp": dict(text_config=dict(indexer_kv_heads=1, indexer_budget=8, indexer_compress_ratio=2)),

@@ -1,4 +1,6 @@
-"""Gated delta nets of transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid).
+"""Gated delta nets of transformers models (Qwen3-Next, Qwen3.5, OLMo Hybrid), and Kimi's.
+
+Kimi's delta attention has as many heads of q and k as of v, and a decay for each channel.
 
 A gated delta net is recurrent: its state passes from token to token, so that it needs the whole
 sequence. A layer is recognised by the source of its forward. `DeltaNet` does the work of the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +79,16 @@ SEPARATE: Sources = (
     _single("q", "q_proj"), _single("k", "k_proj"), _single("v", "v_proj"),
     _single("b", "b_proj"), _single("a", "a_proj"), _single("z", "g_proj"),
 )  # fmt: skip
+KIMI: Sources = (
+    *SEPARATE[:4],
+    Source("a", lambda layer, x: (layer.forget_gate.f_b_proj(layer.forget_gate.f_a_proj(x)),)),
+    Source("z", lambda layer, x: (layer.g_b_proj(layer.g_a_proj(x)),)),
+)
+BAILING: Sources = (
+    *SEPARATE[:4],
+    Source("a", lambda layer, x: (layer.forget_gate.f_proj(x),)),
+    _single("z", "g_proj"),
+)
 # By the digest of the forward, and of the method of the class that it calls.
 KNOWN = {
     "0e32b04f43722526": FUSED,  # Qwen3-Next, transformers 5.23
@@ -84,6 +97,8 @@ KNOWN = {
     "0cfc669969de8f28": SPLIT,  # Qwen3.5, dense and MoE, 5.24
     "5cc8d6823a28852b": SEPARATE,  # OLMo Hybrid, 5.23
     "9bc3a4822def144a": SEPARATE,  # OLMo Hybrid, 5.24
+    "427b6ef3341eefae": KIMI,  # Kimi Linear, 5.24
+    "79a0e47b6bb43830": BAILING,  # Bailing Hybrid, 5.24
 }
 
 
@@ -115,6 +130,13 @@ def names_around(layer: nn.Module) -> dict[str, Any]:
     return inspect.unwrap(type(layer).forward).__globals__
 
 
+def _sizes(layer: Any) -> tuple[int, int, int, int]:
+    """Return heads and head dim of v, then of q and k."""
+    if hasattr(layer, "forget_gate"):
+        return (layer.num_heads, layer.head_dim) * 2
+    return layer.num_v_heads, layer.head_v_dim, layer.num_k_heads, layer.head_k_dim
+
+
 def describe(
     name: str, layer: Any, model: Any, forwards: Forwards, overlap: OverlapSettings
 ) -> FoundLayer:
@@ -130,7 +152,7 @@ def describe(
     Raises:
         ValueError: if a rank would have no head, or the section asks for too many head groups.
     """
-    heads, key_heads, size = layer.num_v_heads, layer.num_k_heads, overlap.sp_group.size
+    (heads, _, key_heads, _), size = _sizes(layer), overlap.sp_group.size
     if heads < size:
         raise ValueError(
             f"{name} ({type(layer).__name__}): {heads} value heads leave a rank of sp size {size} "
@@ -161,24 +183,25 @@ def _bind(
     Runs in `enable`, once the ranks have agreed. The arguments are those of `describe`, and the
     layer's `sources_of`.
     """
-    # OLMo Hybrid has the second pair of names.
+    # OLMo Hybrid and Kimi have the second pair of names.
     norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
+    heads, head_dim, key_heads, key_dim = _sizes(layer)
 
     def merge(o: Tensor, z: Tensor) -> Tensor:
         """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
-        y = getattr(layer, norm)(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+        y = getattr(layer, norm)(o.reshape(-1, head_dim), z.reshape(-1, head_dim))
         return getattr(layer, out)(y.view(o.shape).flatten(2))
 
     net = DeltaNet(
         LayerRuntime(overlap.sp_group, overlap.config, name, policy=overlap.policy),
-        heads=layer.num_v_heads,
-        head_dim=layer.head_v_dim,
-        key_heads=layer.num_k_heads,
-        key_dim=layer.head_k_dim,
+        heads=heads,
+        head_dim=head_dim,
+        key_heads=key_heads,
+        key_dim=key_dim,
         project=functools.partial(_Projected, layer, sources),
         merge=merge,
         # In the order in which `_mix` takes them.
-        learned=lambda: (layer.conv1d.weight, layer.A_log, layer.dt_bias),
+        learned=lambda: _learned(layer),
         trained=lambda: [p.requires_grad for p in layer.parameters()],
     )
     original = layer.forward
@@ -201,6 +224,14 @@ def _bind(
     return rebind(layer, forward)
 
 
+def _learned(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the taps [channels, ..]; and, for each head, the decay [h] and the bias [h, ..]."""
+    if not hasattr(layer, "forget_gate"):
+        return layer.conv1d.weight, layer.A_log, layer.dt_bias
+    gate = layer.forget_gate
+    return layer.conv1d.weight, gate.A_log.flatten(), gate.dt_bias.view(layer.num_heads, -1)
+
+
 class _Projected:
     """The projections of one call; each runs when one of its results is first asked for.
 
@@ -217,15 +248,19 @@ class _Projected:
         self._results: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
-        """Return and forget a result: q, k, v or z [b, s/P, heads, d]; b or a [b, s/P, heads]."""
+        """Return and forget a result: q, k, v or z [b, s/P, heads, d]; b or a [b, s/P, heads].
+
+        Kimi's a is [b, s/P, heads, d].
+        """
         if name not in self._results:
             source = next(source for source in self.sources if name in source.names)
             self._results.update(zip(source.names, source.project(self.layer, self.x)))
         result = self._results.pop(name)
-        if name in "ba" or result.dim() == 4:
+        heads, _, key_heads, _ = _sizes(self.layer)
+        is_one_each = name == "b" or (name == "a" and result.shape[-1] == heads)
+        if is_one_each or result.dim() == 4:
             return result
-        head_dim = self.layer.head_k_dim if name in "qk" else self.layer.head_v_dim
-        return result.unflatten(-1, (-1, head_dim))
+        return result.unflatten(-1, (key_heads if name in "qk" else heads, -1))
 
 
 def _mix(
@@ -248,27 +283,32 @@ def _mix(
         sequence: The global sequence.
         q: [b, s, h_k', d_k].
         k: [b, s, h_k', d_k].
-        vba: [b, s, h', d_v + 2]. v with b and a behind it.
+        vba: [b, s, h', ..]. v with b and a behind it.
         taps: [channels, 1, taps]. Weights of the convolution for the channels of q, k and v.
         decay: [h']. The logarithm of the decay of each head.
-        bias: [h']. Added to a.
+        bias: [h', ..]. Added to a.
 
     Returns:
         o [b, s, h', d_v].
     """
     names = names_around(layer)
-    convolve, rule = names["causal_conv1d_fn"], names["torch_chunk_gated_delta_rule"]
-    allow_negative = getattr(layer, "allow_neg_eigval", False)
+    is_kimi, head_dim = hasattr(layer, "forget_gate"), _sizes(layer)[1]
+    rule = names["chunk_kimi_delta_attention" if is_kimi else "torch_chunk_gated_delta_rule"]
+    convolve, allow_negative = names["causal_conv1d_fn"], getattr(layer, "allow_neg_eigval", False)
 
     def document(vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
         """Mix the tokens of documents of one length, from an empty state."""
-        v, (b, a) = vba[..., : layer.head_v_dim], vba[..., layer.head_v_dim :].unbind(-1)
+        v, b, a = vba.split([head_dim, 1, vba.shape[-1] - head_dim - 1], -1)
         q_flat, k_flat, v_flat = q.flatten(2), k.flatten(2), v.flatten(2)
         widths = [q_flat.shape[-1], k_flat.shape[-1], v_flat.shape[-1]]
         channels_first = torch.cat((q_flat, k_flat, v_flat), -1).transpose(1, 2)
         mixed = convolve(channels_first, taps.squeeze(1), None, activation=layer.activation)
         q_mixed, k_mixed, v_mixed = mixed.transpose(1, 2).split(widths, -1)
-        beta, g = b.sigmoid(), -decay.float().exp() * F.softplus(a.float() + bias)
+        beta = b.squeeze(-1).sigmoid()
+        if is_kimi:
+            g = _kimi_decay(layer.forget_gate, a, decay, bias)
+        else:
+            g = -decay.float().exp() * F.softplus(a.squeeze(-1).float() + bias)
         output, *_ = rule(
             q_mixed.unflatten(-1, q.shape[2:]),
             k_mixed.unflatten(-1, k.shape[2:]),
@@ -286,3 +326,24 @@ def _mix(
         return document(vba, k, q)
     # As in the exchanges, v takes the place of q.
     return documents.attend(document, None, vba, k, q)
+
+
+def _kimi_decay(gate: Any, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+    """Return the log decay of each channel of some heads, by the forward of Kimi's forget gate.
+
+    Args:
+        gate: The forget gate.
+        a: [b, s, h', d]. The result of its projections.
+        decay: [h']. Its ``A_log`` for these heads.
+        bias: [h', d]. Its ``dt_bias`` for these heads.
+    """
+    own = {name: value for name, value in vars(gate).items() if not name.startswith("_")}
+    heads = dict(
+        num_heads=len(decay),
+        A_log=decay.view(1, 1, -1, 1) if gate.A_log.dim() == 4 else decay,
+        dt_bias=bias.flatten(),
+    )
+    # The projections are behind it: their results are its input.
+    projections = dict.fromkeys(("f_a_proj", "f_b_proj", "f_proj"), lambda x: x)
+    inner = types.SimpleNamespace(**{**own, **heads, **projections})
+    return inspect.unwrap(type(gate).forward)(inner, a.flatten(2))

@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,16 +70,13 @@ class _Faulty(C10d):
     ) -> Handle:
         """Launch an exchange; the wait for that of dv adds the fault."""
         work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
-        if "dv" not in name:
-            return work
+
+        def wait() -> None:
+            work.wait()
+            recv.mul_(1 + 1e-9)
 
         # The values are there only after the wait, so the fault is planted then.
-        class Late:
-            def wait(self) -> None:
-                work.wait()
-                recv.mul_(1 + 1e-9)
-
-        return Late()
+        return SimpleNamespace(wait=wait) if "dv" in name else work
 
 
 def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,11 +89,10 @@ def _projections(device: torch.device) -> nn.ModuleDict:
     """Return q_proj, k_proj, v_proj and o_proj with the same weights on every rank."""
     torch.manual_seed(0)
     width = HEADS * HEAD_DIM
-    rows = {"q": width, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": width}
-    linear = {}
-    for kind, count in rows.items():
-        linear[f"{kind}_proj"] = nn.Linear(width, count, bias=False, dtype=torch.float64)
-    return nn.ModuleDict(linear).to(device)
+    of_kv = KV_HEADS * HEAD_DIM
+    rows = {"q_proj": width, "k_proj": of_kv, "v_proj": of_kv, "o_proj": width}
+    options: dict[str, Any] = dict(bias=False, dtype=torch.float64, device=device)
+    return nn.ModuleDict({name: nn.Linear(width, of, **options) for name, of in rows.items()})
 
 
 def _errors(
@@ -227,15 +224,13 @@ def doctor(ranks: int) -> int:
             _rank, arguments, nprocs=ranks, start_method="forkserver"
         )
         runs = torch.load(result)
-    names = list(next(iter(runs.values())))
-    rows = []
-    for name in names:
-        rows.append([name, *(f"{errors[name]:.1e}" for errors in runs.values())])
+    names = list(runs["control"])
+    rows = [[name, *(errors[name] for errors in runs.values())] for name in names]
     print(
         f"\ngradient self-check, {ranks} ranks over {where}, fp64: largest relative error against "
         "the whole sequence in one process"
     )
-    print(tabulate(rows, headers=["", *runs], tablefmt="simple"))
+    print(tabulate(rows, headers=["", *runs], floatfmt=".1e"))
     outcome = verdict(runs)
     print(
         f"{outcome} (bound {BOUND:.0e}; the control delivers dv 1e-9 too large "

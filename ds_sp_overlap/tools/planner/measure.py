@@ -18,12 +18,14 @@ from .costs import LayerShape, Rates
 
 # The most tokens of attention that are timed. Beyond, its rate hardly changes, but its time does.
 LONGEST = 8192
+# How often everything is timed.
+RUNS = 9
 
 
 def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
     """Return the median time of ``run`` in seconds, on the slowest rank; collective over ``group``.
 
-    Runs twice, then for about half a second, but 5 to 100 times. Synchronises the device.
+    Synchronises the device.
     """
 
     def finished() -> float:
@@ -31,25 +33,19 @@ def _seconds(run: Callable[[], Any], group: Any, device: torch.device) -> float:
             torch.get_device_module(device).synchronize(device)
         return time.perf_counter()
 
-    def median(repeat: int) -> float:
-        """Return the largest of the ranks' medians over ``repeat`` runs."""
-        times = []
-        for _ in range(repeat):
-            # No rank's time includes the wait for a late rank.
-            if group is not None:
-                dist.barrier(group)
-            begin = finished()
-            run()
-            times.append(finished() - begin)
-        took = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+    times = []
+    for _ in range(RUNS):
+        # No rank's time includes the wait for a late rank.
         if group is not None:
-            dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-        return took.item()
-
-    # The first run takes longer.
-    median(1)
-    # The median is the same on every rank, so every rank runs as often.
-    return median(min(max(5, int(0.5 / median(1))), 100))
+            dist.barrier(group)
+        begin = finished()
+        run()
+        times.append(finished() - begin)
+    # The first runs take longer.
+    took = torch.tensor(statistics.median(times[2:]), dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
+    return took.item()
 
 
 def rates(layer: LayerShape, group: Any, device: torch.device) -> Rates:

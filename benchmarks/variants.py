@@ -13,6 +13,8 @@ side by side          ours over a wire that costs nothing while the eight exchan
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import importlib
 import itertools
@@ -33,24 +35,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
-from ds_sp_overlap.attention.runtime.recorded import Recorded
-from ds_sp_overlap.schedule import Op, Step
+from ds_sp_overlap.attention.runtime.plan import pieces_of
+from ds_sp_overlap.schedule import Op, Schedule, Step
 
-# Walked in place of a schedule's first two sections: v is started by itself, behind the finishes of q and k.
+# v is started by itself, behind the finishes of q and k, and waited for at once.
 #
 #    forward    Wq >q Wk >k Wv <q <k | >v <v | attention | >o <o | Wo
 #    backward   Wo dgrad >do | Wo wgrad | <do attention | >dv <dv | >dk >dq | Wv <dk Wk <dq Wq
 
 
-class FiveOfEight(Recorded):
-    """v is started behind the finishes of q and k, and waited for at once."""
+@functools.cache
+def late_value(schedule: Schedule) -> Schedule:
+    start, finish = (Step(op, ("v",), False, 0) for op in (Op.START, Op.FINISH))
+    program = [step for step in schedule.forward if step != start]
+    program.insert(program.index(finish), start)
+    return dataclasses.replace(schedule, forward=tuple(program))
 
-    def walk(self, program):
-        start, finish = (Step(op, ("v",), False, 0) for op in (Op.START, Op.FINISH))
-        program = [step for step in program if step != start]
-        if finish in program:
-            program.insert(program.index(finish), start)
-        super().walk(program)
+
+def five_of_eight(schedule: Schedule, *form, **more) -> list:
+    """Stands in for `pieces_of`."""
+    return pieces_of(late_value(schedule), *form, **more)
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Layer:
         )  # beside a norm that is no module, projections are called whole
 
         def run(x):
-            with mock.patch.object(self_attention, "Recorded", FiveOfEight):
+            with mock.patch.object(self_attention, "pieces_of", five_of_eight):
                 return block(x)
 
         return run

@@ -30,19 +30,16 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
 The way of a query from a rebound forward to the wire, each file calling the next:
 ``integrations.rebinding`` (stands in the place of the layer's forward) ->
 ``integrations.transformers.driven`` (asks for positions, masks and tables) ->
-``attention.self_attention`` (the whole layer) -> ``attention.runtime.linear`` (the projections' own
-hooks) -> ``attention.runtime.nodes`` (one node of autograd) -> ``attention.runtime.runner`` (walks
-the schedule) -> ``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
-
-With few head groups live at a time, ``attention.runtime.window`` takes the place of ``nodes``.
+``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->
+``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.plan`` (one node of
+autograd for each piece) -> ``attention.runtime.operations`` (what a step of the schedule does) ->
+``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
 Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and
 the number of head groups and the schedule are chosen, for the heads and tokens of each rank that
 ``attention.call_geometry`` works out. The drop-in (``attention.projected``) calls it, too, and goes
-from there straight to ``attention.runtime.recorded``, since q is projected already.
-The way back is autograd's: ``attention.runtime.nodes`` (do), ``exchange.exchange`` (dq, dk, dv
-start), ``attention.runtime.nodes`` (dx and the weights). With few live groups all of it lies in the
-backward of ``window``.
+from there straight to ``attention.runtime.walk``, since q is projected already. The way back is
+autograd's, from the last piece to the first. With few live groups a layer is one piece.
 """
 
 import importlib

@@ -28,9 +28,10 @@ from ..schedule import Part
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Call
-from .runtime.parts import cut
-from .runtime.recorded import Recorded, cut_heads, join_heads
+from .runtime.parts import cut, cut_heads, join_heads
+from .runtime.plan import pieces_of
 from .runtime.slices import Ranges
+from .runtime.walk import Walk
 
 # See `DeltaNet.__call__`.
 Mix = Callable[..., Tensor]
@@ -143,12 +144,12 @@ class DeltaNet:
         def attend(group: int, vba: Tensor, k: Tensor, q: Tensor) -> Tensor:
             return mix(q, k, vba, *(of_groups[group] for of_groups in slices))
 
-        runner = Recorded(call, attend, project)
-        runner.walk(call.schedule.inputs)
+        walk = Walk(call, x, pieces_of(call.schedule, False, False), attend, project)
+        walk.run("inputs")
         # z is projected here, while the exchanges that were started are under way.
         z = projected("z")
-        runner.walk((*call.schedule.attention, *call.schedule.output))
-        o = join_heads(call, runner.outputs)
+        walk.run("attention", "output")
+        o = join_heads(call, walk.values)
         return self.merge(o, z)
 
     def _channels(self, geometry: Geometry, group: int) -> Ranges:

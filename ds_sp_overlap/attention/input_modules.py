@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..relayout import ops
 from ..rotary import Rotary
@@ -16,8 +17,8 @@ from ..schedule import Part
 from .runtime.execution import Call
 from .runtime.linear import Plain, Pure, can_recompute, can_split
 from .runtime.parts import cut
-from .runtime.projections import Projections, Rows
-from .runtime.slices import Parts, parts_of
+from .runtime.projections import Cuts, Projections, Rows
+from .runtime.slices import parts_of
 
 # What `rope` must be, for errors.
 ROPE = (
@@ -87,8 +88,8 @@ class InputModules:
         for kind, module, head in zip("qkv", of_kinds, first_heads):
             rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
             self.of_kinds[kind] = self.projections.index(module), rows
-        # What `_rows` was asked for last, and its answer.
-        self._last_rows: tuple[tuple, Any] | None = None
+        # What `_cuts` was asked for last, and its answer.
+        self._last_cuts: tuple[tuple, Any] | None = None
 
     @property
     def modules(self) -> list[Any]:
@@ -104,26 +105,17 @@ class InputModules:
             and all(can_split(module, self.plain) for module in self.projections)
         )
 
-    def split(self, call: Call, tables: tuple[Tensor, ...]) -> Projections:
-        """Make what computes q, k and v of a call part by part; nothing is computed yet.
-
-        Args:
-            call: The call.
-            tables: What `tables` returned, not None.
-        """
-        rows, parts = self._rows(call)
+    def split(self, call: Call) -> Projections:
+        """Make what computes q, k and v of a call part by part; nothing is computed yet."""
         return Projections(
             modules=self.projections,
-            rows=rows,
-            parts=parts,
+            cuts=self._cuts(call),
             norms=self.norms,
             rope=self.rope,
-            tables=tables,
             norm_last=self.norm_last,
             folded=call.folded,
             head_dim=self.head_dim,
             plain=self.plain,
-            recorded=torch.is_grad_enabled(),
         )
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
@@ -175,25 +167,21 @@ class InputModules:
             return ()
         return None if any(table.requires_grad for table in tables) else tables
 
-    def _rows(self, call: Call) -> tuple[dict[Part, Rows], list[Parts]]:
-        """Return the rows that make each part of q, k and v, and the parts of each projection."""
-        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_rows
-        # Mostly it is as in the call before. Only the last answer is held: a cache by geometry
-        # would grow with every new length of the sequence.
+    def _cuts(self, call: Call) -> Cuts:
+        """Return how the projections are cut into parts of q, k and v."""
+        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_cuts
+        # Mostly it is as in the call before.
         if last is not None and last[0] == asked:
             return last[1]
-        geometry, rows = call.geometry, {}
-        for part in call.schedule.parts:
-            kind, group = part
-            module, first = self.of_kinds[kind]
-            elements = geometry.rows_of(kind, group, first, self.head_dim)
-            by_rank = kind in call.by_rank and part in call.schedule.alone
-            rows[part] = Rows(module, elements, ranks=geometry.parts if by_rank else 0)
-        parts = []
-        for index in range(len(self.projections)):
-            parts.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
-        self._last_rows = asked, (rows, parts)
-        return rows, parts
+        norms = []
+        for kind, norm in self.norms.items():
+            is_module = isinstance(norm, nn.Module)
+            norms.append((kind, len(list(norm.parameters())) if is_module else 0))
+        schedule, count = call.schedule, len(self.projections)
+        of_layer = tuple(self.of_kinds.items()), count, self.head_dim, tuple(norms)
+        cuts = _cuts_of(call.geometry, schedule.parts, schedule.alone, call.by_rank, *of_layer)
+        self._last_cuts = asked, cuts
+        return cuts
 
     def whole(
         self,
@@ -214,7 +202,8 @@ class InputModules:
             called: Gives the function to call in place of a projection or a norm; by default the
                 module itself.
         """
-        rows, parts = self._rows(call)
+        cuts = self._cuts(call)
+        rows, parts = cuts.rows, cuts.parts
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
@@ -243,7 +232,7 @@ class InputModules:
         """Return for each of q, k and v whether its projection or its norm requires a gradient.
 
         The ranks compare this in a first call. Which gradients are computed is decided elsewhere
-        (`InputGradients.is_needed`).
+        (`Projections.is_needed`).
         """
         learning = []
         for kind, (index, _) in self.of_kinds.items():
@@ -253,6 +242,42 @@ class InputModules:
                 parameters += module.parameters() if isinstance(module, nn.Module) else ()
             learning.append(any(p.requires_grad for p in parameters))
         return learning
+
+
+@lru_cache(maxsize=1024)
+def _cuts_of(
+    geometry: Geometry,
+    parts: tuple[Part, ...],
+    alone: frozenset[Part],
+    by_rank: frozenset[str],
+    of_kinds: tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...],
+    count: int,
+    head_dim: int,
+    norms: tuple[tuple[str, int], ...],
+) -> Cuts:
+    """Return how projections are cut; layers that are alike share one answer.
+
+    Args:
+        geometry: Of the call.
+        parts: q, k and v of groups, as `Schedule.parts`.
+        alone: As `Schedule.alone`.
+        by_rank: As in `Call`.
+        of_kinds: As in `InputModules`.
+        count: The number of projections.
+        head_dim: ``d``.
+        norms: As in `Cuts`.
+    """
+    rows, modules = {}, dict(of_kinds)
+    for part in parts:
+        kind, group = part
+        module, first = modules[kind]
+        elements = geometry.rows_of(kind, group, first, head_dim)
+        is_by_rank = kind in by_rank and part in alone
+        rows[part] = Rows(module, elements, ranks=geometry.parts if is_by_rank else 0)
+    of_modules = []
+    for index in range(count):
+        of_modules.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
+    return Cuts(rows, of_modules, norms)
 
 
 def _takes_two(function: Callable) -> bool:

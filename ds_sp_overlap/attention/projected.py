@@ -16,7 +16,9 @@ from .arguments import bind_arguments
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
-from .runtime.recorded import Arrive, Recorded, cut_heads, join_heads
+from .runtime.parts import cut_heads, join_heads
+from .runtime.plan import pieces_of
+from .runtime.walk import Arrive, Walk
 
 
 class ProjectedAttention:
@@ -188,17 +190,18 @@ class ProjectedAttention:
         # For each call of the local attention, whether it returned o 3-D. Exchanges want it 4-D,
         # and the caller gets it back as his attention makes it.
         is_flat: list[bool] = []
-        pieces = cut_heads(call, "q", query) | cut_heads(call, "k", key)
-        pieces |= cut_heads(call, "v", value)
 
         def attend(group: int, *heads: Any) -> Any:
             o = local(group, *heads)
             is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
             return o
 
-        runner = Recorded(call, attend, lambda *part: pieces.pop(part), arrive)
-        runner.walk(call.schedule.forward)
-        o = join_heads(call, runner.outputs)
+        pieces = pieces_of(call.schedule, False, False, given=True, arrives=arrive is not None)
+        walk = Walk(call, query, pieces, attend, arrive=arrive)
+        for kind, x in zip("qkv", (query, key, value)):
+            walk.values |= cut_heads(call, kind, x)
+        walk.run("inputs", "attention", "output")
+        o = join_heads(call, walk.values)
         return o.flatten(2) if is_flat[0] else o
 
 

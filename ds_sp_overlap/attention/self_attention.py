@@ -26,21 +26,20 @@ from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
-from ..schedule import O, Windowed, by_head_groups, schedule_of
+from ..schedule import Windowed, by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
 from .call_geometry import geometry_of
 from .declared import config_for
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
+from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
-from .runtime.linear import PLAIN, PURE, Plain, Pure, call_through, can_split
-from .runtime.nodes import finish_projected, start_projected
+from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, product_of, returned_by
+from .runtime.parts import join_heads
+from .runtime.plan import End, pieces_of
 from .runtime.products import autocast, batched_is_slow, batched_pays
-from .runtime.projections import Projections
-from .runtime.recorded import Recorded, join_heads
-from .runtime.runner import LocalAttention
-from .runtime.window import windowed
+from .runtime.walk import Walk, windowed
 
 
 class SelfAttention:
@@ -283,38 +282,48 @@ class SelfAttention:
                     "and v again, for which projections must be computed part by part; these "
                     "can't be (adapters, hooks, RoPE that learns): return a Schedule"
                 )
-            attention = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-            return self._windowed(call, self.inputs.split(call, tables), attention, hidden_states)
+            call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
+            call.projections = self.inputs.split(call)
+            return self._windowed(call, tables, hidden_states)
         self.layer.warn_if_window_is_ignored()
         rope = self.inputs.rope_in_kernels(self.layer.sp_group)
         if rope is not None and not call.geometry.cuts_tokens:
             dtype = autocast(hidden_states)[0].dtype
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
         call.by_rank = self._by_rank(call, hidden_states, split)
+        ends, project = {}, None
         if self.inputs.projections[0] in split:
-            projections = self.inputs.split(call, tables)
-            # The modules are called around the node, so that their hooks run and ZeRO gathers.
-            tokens = call_through(
-                projections.called, partial(start_projected, call, projections), hidden_states
-            )
-            runner = Recorded(call, attend)
-            runner.tokens.update(zip([step.exchange for step in call.schedule.starts], tokens))
+            call.projections = self.inputs.split(call)
+            ends["inputs"] = self._inputs(call, tables)
         else:
             rotate = self.inputs.rotation(position_embeddings)
-            runner = Recorded(call, attend, self.inputs.whole(call, hidden_states, rotate))
-            runner.walk(call.schedule.inputs)
-        runner.walk(call.schedule.attention)
-        # The node of the output takes the tokens of the starts of o, and finishes them itself.
+            project = self.inputs.whole(call, hidden_states, rotate)
         if self.o_proj in split:
-            of_groups = [runner.tokens[O, group] for group in call.groups]
-            finish = partial(finish_projected, call, self.o_proj, self.plain)
-            return call_through([self.o_proj], finish, *of_groups)
-        runner.walk(call.schedule.output)
-        return self.o_proj(join_heads(call, runner.outputs).flatten(2))
+            ends["output"] = self._output()
+        pieces = pieces_of(call.schedule, "inputs" in ends, "output" in ends)
+        walk = Walk(call, hidden_states, pieces, attend, project, ends=ends)
+        y = walk.run("inputs", "attention", "output", x=hidden_states)
+        if self.o_proj in split:
+            return returned_by(self.o_proj, self.plain, y)
+        return self.o_proj(join_heads(call, walk.values).flatten(2))
 
-    def _windowed(
-        self, call: Call, projections: Projections, attention: LocalAttention, x: Tensor
-    ) -> Tensor:
+    def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
+        """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
+        projections = call.projections
+        count = 2 * len(projections.modules)
+        count += sum(len(list(norm.parameters())) for norm in projections.norms.values())
+        names = [("parameter", index) for index in range(count)]
+        names += [("table", index) for index in range(len(tables))]
+        called = projections.called
+        return End(called, (("x",), *names), lambda: [*projections.parameters(), *tables])
+
+    def _output(self) -> End:
+        """Return the output projection as an end."""
+        module = self.o_proj
+        tensors = partial(product_of, module, self.plain)
+        return End([module], (("weight",), ("bias",)), lambda: list(autocast(*tensors())))
+
+    def _windowed(self, call: Call, tables: tuple[Tensor, ...], x: Tensor) -> Any:
         """Run a call whose schedule is a `Windowed`, on hidden states ``x``.
 
         No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
@@ -326,8 +335,12 @@ class SelfAttention:
         offload = config.checkpointing == "offload" or (
             checkpoint is not None and checkpoint.cache.offloads
         )
-        run = partial(windowed, call, projections, attention, self.o_proj, checkpoint, offload)
-        return call_through([*projections.called, self.o_proj], run, x)
+        inputs, output, learned = self._inputs(call, tables), self._output(), call.local.learned
+        names = (*inputs.names, *output.names, *(("learned", i) for i in range(len(learned))))
+        modules = [*inputs.modules, *output.modules]
+        end = End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
+        y = windowed(call, end, checkpoint, offload, x)
+        return returned_by(self.o_proj, self.plain, y)
 
     @property
     def _modules_around(self) -> list[nn.Module]:

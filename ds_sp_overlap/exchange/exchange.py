@@ -28,13 +28,14 @@ anything is launched, and on every rank alike. No other node of the layer needs 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .in_flight import InFlight, Tables
 from .layout import Layout
@@ -76,22 +77,6 @@ class Node(torch.autograd.Function):
     apply: Any = _Apply()
 
 
-def save_groups(ctx: Any, *groups: Sequence[Tensor | None]) -> None:
-    """Save groups of tensors in a node's forward, for `saved_groups` in its backward."""
-    ctx.sizes = tuple(map(len, groups))
-    ctx.save_for_backward(*chain(*groups))
-
-
-def saved_groups(ctx: Any) -> list[tuple[Any, ...]]:
-    """Return the groups of `save_groups`.
-
-    A tensor is freed when its group is let go of, unless the graph is retained.
-    """
-    saved = iter(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()
-    return [tuple(islice(saved, size)) for size in ctx.sizes]
-
-
 class Exchange:
     """One exchange of one call, with its transfers in flight in forward and in backward.
 
@@ -106,6 +91,8 @@ class Exchange:
             gradient back.
     """
 
+    # Dtype and device of each tensor that was received.
+    like: list[tuple[torch.dtype, torch.device]]
     # The transfers in flight, each between its start and its finish, else None.
     forward: InFlight | None = None
     gradient: InFlight | None = None
@@ -139,17 +126,15 @@ class Exchange:
         Raises:
             ValueError: before any communication, if a tensor has another shape.
         """
-        ((token,),) = run_halves([Half(self, tensors, starts=True)])
-        return token
+        return _Start.apply(self, *tensors)
 
-    def finish(self, token: Tensor) -> Tensor:
-        """Order the compute stream after an exchange of one tensor.
+    def finish(self, token: Tensor) -> Any:
+        """Order the compute stream after the exchange.
 
         Returns:
-            What was received, in the shape of ``layout.target``.
+            What was received, in the shape of ``layout.target``; a tuple of several tensors.
         """
-        ((y,),) = run_halves([Half(self, (token,))])
-        return y
+        return _Finish.apply(self, token)
 
     def start_forward(self, xs: Sequence[Tensor]) -> None:
         """Launch the transfer without autograd; for nodes of autograd, in their own forward.
@@ -174,7 +159,22 @@ class Exchange:
                 f"{self.where} {self.name}: finished without having been started, or finished twice"
             )
         in_flight, self.forward = self.forward, None  # guard: forward is let go
-        return in_flight.finish()
+        received = in_flight.finish()
+        self.like = [(x.dtype, x.device) for x in received]
+        return received
+
+    def filled(self, dys: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Return the gradients of the tensors that are `needed`, with zeros for None.
+
+        Nothing depends on what this rank received then; on other ranks something may.
+        """
+        if not any(map(_is_none, dys)):
+            return dys
+        layout, like = self.layout.only(self.needed), compress(self.like, self.needed)
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
+            for dy, shape, (dtype, device) in zip(dys, layout.targets.shapes, like)
+        ]
 
     def start_gradient(self, dys: Sequence[Tensor]) -> None:
         """Launch the transfer of the gradients of those tensors that are `needed`.
@@ -211,56 +211,7 @@ class Exchange:
         return tuple(gradients)
 
 
-class Half(NamedTuple):
-    """The start or the finish of an exchange.
-
-    Attributes:
-        exchange: The exchange.
-        given: For a finish, the token. For a start, the tensors that are sent; for a start of o,
-            then also q, k and v that o was computed from. These are not sent. They make the token
-            depend on q, k and v even where local attention of one rank does not use them, so that
-            every rank takes part in the exchanges of do, dq, dk and dv.
-        starts: Whether this is the start.
-    """
-
-    exchange: Exchange
-    given: tuple[Tensor, ...]
-    starts: bool = False
-
-
-def run_halves(halves: Sequence[Half]) -> list[tuple[Tensor, ...]]:
-    """Run halves that follow one another in one node of autograd.
-
-    One node instead of many costs the host less. In backward the halves run in reverse, once the
-    gradients of all outputs are known. Without autograd the halves run at once, with no node.
-
-    Returns:
-        For each half a tuple: the tokens of a start, the received tensors of a finish.
-    """
-    # Forward-mode differentiation, which may run without gradients, is refused by the node.
-    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-        return [_run(half) for half in halves]
-    inputs: list[Tensor] = []
-    for half in halves:
-        inputs += half.given
-    outputs = _Halves.apply(halves, *inputs)  # guard: leads to each of them
-    if len(halves) == 1:
-        return [outputs]
-    remaining = iter(outputs)
-    by_half = []
-    for exchange, _, starts in halves:
-        count = 1 if starts else len(exchange.needed)
-        by_half.append(tuple(islice(remaining, count)))
-    return by_half
-
-
-def _run(half: Half) -> tuple[Tensor, ...]:
-    """Run a half without autograd."""
-    exchange, given, starts = half
-    if not starts:
-        return exchange.finish_forward()
-    exchange.start_forward(given[: len(exchange.needed)])
-    return (new_token(given[0]),)
+_is_none = partial(operator.is_, None)
 
 
 def new_token(x: Tensor) -> Tensor:
@@ -269,68 +220,42 @@ def new_token(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-class _Halves(Node):
-    """The node of `run_halves`. Inputs and outputs are those of all halves, one after another."""
+class _Start(Node):
+    """The node of `Exchange.start`; its backward waits for the gradient's exchange."""
 
     @staticmethod
-    def forward(ctx, halves, *_):
+    def forward(ctx, exchange: Exchange, *xs: Tensor):
         ctx.set_materialize_grads(False)
-        needs = ctx.needs_input_grad
-        outputs: list[Tensor] = []
-        undifferentiable: list[Tensor] = []
-        # Each half with the index of its first input and of its first output.
-        ctx.halves = []
-        # Input 0 is ``halves``.
-        first = 1
-        for exchange, given, starts in halves:
-            ctx.halves.append((exchange, starts, first, len(outputs)))
-            if starts:
-                sent = len(exchange.needed)
-                # A single tensor stays `needed`: its gradient is exchanged if its token needs one.
-                # So is that of an o which needs none here, but on other ranks (`Half.given`).
-                if sent > 1:
-                    exchange.needed = needs[first : first + sent]
-                exchange.start_forward(given[:sent])
-                outputs.append(new_token(given[0]))
-            else:
-                received = exchange.finish_forward()
-                outputs += received
-                for x, needed in zip(received, exchange.needed):
-                    if not (needed and needs[first]):
-                        undifferentiable.append(x)
-            first += len(given)
-        ctx.dtypes, ctx.device = [x.dtype for x in outputs], outputs[0].device
-        if undifferentiable:
-            ctx.mark_non_differentiable(*undifferentiable)
-        return tuple(outputs)
+        ctx.exchange = exchange
+        # A single tensor stays `needed`: its gradient is exchanged if its token needs one.
+        if len(xs) > 1:
+            exchange.needed = ctx.needs_input_grad[1:]
+        exchange.start_forward(xs)
+        return new_token(xs[0])
 
     @staticmethod
-    def backward(ctx, *gradients):
-        """Launch the exchange of dy for each finish; wait for dx for each start.
+    def backward(ctx, token):
+        # None if this backward does not reach the finish.
+        if token is None:
+            return None, *[None] * len(ctx.exchange.needed)
+        return None, *ctx.exchange.finish_gradient()
 
-        Before: dx = all_to_all(dy). Now: the two halves swap roles, see Note [Token order].
-        """
-        refuse_second_derivatives(ctx.halves[0][0].where)
-        dxs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for half in reversed(ctx.halves):  # guard: in the order drawn
-            exchange, starts, first, first_output = half
-            needed = exchange.needed
-            if starts:
-                # The gradient of a token is an empty tensor, or None if this backward does not
-                # reach the finish. Inputs that were not sent (`Half.given`) keep None.
-                if gradients[first_output] is not None:
-                    dxs[first : first + len(needed)] = exchange.finish_gradient()
-            elif ctx.needs_input_grad[first]:
-                dys = []
-                for index, shape in enumerate(exchange.layout.targets.shapes):
-                    if not needed[index]:
-                        continue
-                    dy = gradients[first_output + index]
-                    if dy is None:
-                        # Nothing depends on what this rank received; on other ranks something may.
-                        dtype = ctx.dtypes[first_output + index]
-                        dy = torch.zeros(shape, dtype=dtype, device=ctx.device)
-                    dys.append(dy)
-                exchange.start_gradient(dys)
-                dxs[first] = new_token(dys[0])
-        return tuple(dxs)
+
+class _Finish(Node):
+    """The node of `Exchange.finish`; its backward launches the gradient's exchange."""
+
+    @staticmethod
+    def forward(ctx, exchange: Exchange, token: Tensor):
+        ctx.set_materialize_grads(False)
+        ctx.exchange, ctx.empty = exchange, new_token(token)
+        received = exchange.finish_forward()
+        unneeded = [x for x, needed in zip(received, exchange.needed) if not needed]
+        ctx.mark_non_differentiable(*unneeded)
+        return received if len(received) > 1 else received[0]
+
+    @staticmethod
+    def backward(ctx, *dys):
+        exchange = ctx.exchange
+        refuse_second_derivatives(exchange.where)
+        exchange.start_gradient(exchange.filled(list(compress(dys, exchange.needed))))
+        return None, ctx.empty

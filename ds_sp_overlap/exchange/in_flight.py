@@ -165,7 +165,7 @@ class InFlight:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
         x, source = self.sources[0], self.layout.source
         relayout = ops.implementation(self.sp_group.kernels)
-        if self.rope is None and not self._is_one_cut(relayout, source):
+        if self.rope is None and (relayout.pack is None or not self._is_one_cut(source)):
             return pack(self.sources, self.copies, new_empty)
         wire = new_empty(self.copies.elements)
         if self.rope is not None:
@@ -178,7 +178,7 @@ class InFlight:
         """Unpack what was received, into new tensors."""
         target, copies = self.layout.target, self.copies_back
         relayout = ops.implementation(self.sp_group.kernels)
-        is_one_cut = self._is_one_cut(relayout, target)
+        is_one_cut = relayout.pack is not None and self._is_one_cut(target)
         if copies.in_order and self.dtypes is None and self.rope_back is None and not is_one_cut:
             return tuple(unpacked(self.recv, copies, self.layout.targets.shapes))
         outs = self._new_outs(self.recv)
@@ -190,10 +190,10 @@ class InFlight:
             unpack(self.recv, copies, outs)
         return outs
 
-    def _is_one_cut(self, relayout: ops.Relayout, side: Side) -> bool:
-        """Return whether compiled kernels are asked for, and pack or unpack this end."""
+    def _is_one_cut(self, side: Side) -> bool:
+        """Return whether compiled kernels can pack or unpack this end."""
         # They take one tensor, which is cut along one dimension.
-        return not (relayout.copies or self.layout.also or isinstance(side, Patches))
+        return not (self.layout.also or isinstance(side, Patches))
 
     def finish(self) -> tuple[Tensor, ...]:
         """Wait for the transfer and unpack what was received.

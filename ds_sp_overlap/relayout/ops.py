@@ -30,7 +30,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Relayout(NamedTuple):
-    """The operators, if there are any.
+    """The operators; None where PyTorch's copies pack and unpack (`exchange.copies`).
 
     Attributes:
         folds: Whether rotary embedding costs less in ``rotate_pack`` than in front of ``pack``.
@@ -41,11 +41,6 @@ class Relayout(NamedTuple):
     rotate_pack: Any = None
     unpack_rotate_back: Any = None
     folds: bool = False
-
-    @property
-    def copies(self) -> bool:
-        """Return whether PyTorch's copies pack and unpack (`exchange.copies`)."""
-        return self.pack is None
 
 
 _TORCH = Relayout()

@@ -61,24 +61,15 @@ travel in one exchange, since attention hides it anyway.
 
 Which code reads a schedule:
 
-- `Runner.walk` of ``attention.runtime.runner`` is the one loop over steps. Subclasses of `Runner`
-  perform the steps. ``attention.layer`` calls the function that was passed as ``schedule=``, by
-  default `by_head_groups`; with few groups live at a time, ``attention.self_attention`` asks
-  `schedule_of` for a `Windowed` in its place. These classes walk a schedule:
-
-      schedule     made by            in forward by                  in backward by
-      `Schedule`   `by_head_groups`   `ForwardRunner` for the ends   `BackwardRunner` for the ends,
-                                      `Recorded` between             autograd between
-      `Windowed`   `by_window`        `ForwardRunner`                `BackwardRunner`
-
+- ``attention.runtime.operations`` turns each step into operations, once for each form of a call.
+  ``attention.runtime.plan`` cuts both programs into pieces, and runs each piece as one node of
+  autograd; ``attention.runtime.walk`` runs piece after piece. ``attention.layer`` calls the
+  function that was passed as ``schedule=``, by default `by_head_groups`; with few groups live at a
+  time, ``attention.self_attention`` asks `schedule_of` for a `Windowed` in its place.
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is
-  computed part by part is one node of autograd (`_StartInputs`, `_FinishOutput` of
-  ``attention.runtime.nodes``), which walks its section of both programs. `Recorded` walks an end
-  that is not computed part by part. It joins a start of o and the finishes of q, k, v that follow
-  it into one node, unless RoPE comes after the exchange.
-- In ``attention.runtime.window`` a whole layer is one node, which walks both programs of a
-  `Windowed`, and sums dk and dv itself. When a checkpoint that saved attention reruns the layer,
-  `ForwardRunner` walks ``recompute`` instead of forward.
+  computed part by part is one piece, whose backward is that section of the backward program.
+- A layer that runs by a `Windowed` is one piece. When a checkpoint that saved attention reruns the
+  layer, ``recompute`` runs instead of forward.
 - `tools.planner` computes the bytes in memory while they run.
 - Tests compare the order that a layer recorded with its schedule.
 

@@ -14,7 +14,7 @@ class Op(Enum):
     START and FINISH are the two ends of an exchange; all other steps compute.
     """
 
-    # Each value is the word that messages use, and in lower case the method of a runner that
+    # Each value is the word that messages use, and in lower case the method of `Operations` that
     # performs the step.
     PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
@@ -114,7 +114,8 @@ Needs = dict[Step, list[Step]]
 MLP = Step(Op.MLP, (), False, 0)
 
 
-@dataclass(frozen=True)
+# Hashed by identity, since every call of a layer asks for the hash.
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """The programs of a layer.
 

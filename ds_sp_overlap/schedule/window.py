@@ -57,7 +57,7 @@ from .by_groups import by_head_groups, products, projections
 from .steps import O, Op, Program, Schedule, Step, Tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Windowed(Schedule):
     """A schedule whose backward starts from x, o and dy, and recomputes q, k and v of each group.
 
@@ -241,6 +241,6 @@ def without_o(schedule: _Kind) -> _Kind:
     """Return the schedule in which no o travels beside do.
 
     For local attention whose backward reads o on no rank, for instance since it recomputes o.
-    ``attention.runtime.window`` calls it after forward, once ranks have agreed.
+    ``attention.runtime.plan`` calls it after forward, once ranks have agreed.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.runtime import window as windowed
+from ds_sp_overlap.attention.runtime import plan
 from tests.harness.cases import everything, full
 from tests.harness.models import (
     EXACT,
@@ -36,8 +36,8 @@ def padding(rows, seq):
 def errors_of(rank, cases, how):
     """Of each case and section the error, and how many layers ran a windowed backward."""
     figures, tokens = [], batches(1)[0]
-    ran, backward = [], windowed._gradients
-    windowed._gradients = lambda ctx, dy: ran.append(ctx.inputs.call.where) or backward(ctx, dy)
+    ran, backward = [], plan._Window.backward
+    plan._Window.backward = staticmethod(lambda ctx, dy: ran.append(ctx.call.where) or backward(ctx, dy))
     try:
         for options in cases:
             mask = padding(*tokens.shape) if how == "padded" else None
@@ -56,7 +56,7 @@ def errors_of(rank, cases, how):
                     found = outcome(model, tokens, rank, 2, group, positions, mask)
                     figures.append((worst(found, expected), len(set(ran)) - len(overlapped_layers(model))))
     finally:
-        windowed._gradients = backward
+        plan._Window.backward = staticmethod(backward)
     return figures
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ds_sp_overlap
+from ds_sp_overlap.attention.runtime import plan
 from tests.harness import cases
 from tests.harness.ranks import on_ranks
 
@@ -93,7 +94,11 @@ def removed(guard):
     found = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     for name in names:
         found = getattr(found, name)
-    clear_cache = getattr(found, "cache_clear", lambda: None)
+
+    def clear_cache():
+        getattr(found, "cache_clear", lambda: None)()
+        plan._pieces.clear()  # what was compiled with the guard
+
     function = inspect.unwrap(found)
     namespace: dict = {}
     exec(compile(tree, str(path), "exec"), function.__globals__, namespace)

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Layer, Shape, Silent
-from ds_sp_overlap.attention.runtime import output, products, projections
+from ds_sp_overlap.attention.runtime import products
 from ds_sp_overlap.exchange.in_flight import InFlight
 
-ENDS = (projections, output)
 COPIES = {"copy_", "clone", "cat"}
 # What would be a copy of a weight, or of a part of its gradient, too.
 OF_WEIGHTS = COPIES | {"_to_copy", "add_", "index_select", "sum", "stack", "index_add_"}

@@ -48,9 +48,9 @@ PLANTED = {  # one fault of each kind: file, text that stands there once and beg
     ),
     "buffer freed early": ("exchange/in_flight.py", "mark = self.received\n", "mark, self.send = self.received, None\n"),
     "gradient missing on one rank": (
-        "exchange/exchange.py",
-        "dxs[first : first + len(needed)] = exchange.finish_gradient()",
-        "dxs[first : first + len(needed)] = [None if exchange.sp_group.rank == 1 else g for g in exchange.finish_gradient()]",
+        "attention/runtime/operations.py",
+        "return _one(call.exchanges[key].finish_gradient())",
+        "return _one([None if call.sp_group.rank == 1 else g for g in call.exchanges[key].finish_gradient()])",
     ),
     "silent refusal": (
         "integrations/registry.py",

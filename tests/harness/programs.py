@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.attention import self_attention
-from ds_sp_overlap.attention.runtime import output, projections
+from ds_sp_overlap.attention.runtime import operations
 from ds_sp_overlap.exchange import sp_group
 from ds_sp_overlap.exchange.geometry import shares_for
 from ds_sp_overlap.exchange.relayed import RelayedExchange
@@ -801,7 +801,7 @@ def faults(rank, program, delayed, acted):
         rounded = World(program, exact=False)
         tolerance = 0.02 + 4 * max(errors(rounded, rounded.run(), expected).values())
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
-    by_rank = projections.by_rank
+    by_rank = operations.by_rank
 
     def counting(*args, **kwargs):
         acted["rank-major"] += 1
@@ -815,8 +815,7 @@ def faults(rank, program, delayed, acted):
             stack.enter_context(transports.spoiled_buffers())
         if program.rank_major:
             stack.enter_context(mock.patch.object(self_attention, "batched_pays", pays))
-            for end in projections, output:
-                stack.enter_context(mock.patch.object(end, "by_rank", counting))
+            stack.enter_context(mock.patch.object(operations, "by_rank", counting))
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", REFERENCE._replace(folds=True)))
         stack.enter_context(mock.patch.object(sp_group, "hostname", lambda: f"node {rank // 2}"))

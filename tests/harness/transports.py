@@ -63,7 +63,8 @@ def _packs(in_flight):
 def _makes_memory(in_flight, copies, side, rope):
     """Whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
     relayout = ops.implementation(in_flight.sp_group.kernels)
-    return rope is None and copies and in_flight.dtypes is None and not in_flight._is_one_cut(relayout, side)
+    is_one_cut = relayout.pack is not None and in_flight._is_one_cut(side)
+    return rope is None and copies and in_flight.dtypes is None and not is_one_cut
 
 
 def _unpacks(in_flight):

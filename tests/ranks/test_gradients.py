@@ -283,7 +283,7 @@ def exchanges_of_a_constant(rank):
 
 
 def test_every_rank_exchanges_the_same_whatever_its_attention_uses():
-    """Guard: `Exchange.start` of o takes the edges to q, k and v."""
+    """Guard: each piece takes the token of the piece before."""
     no_faults(2, exchanges_of_a_constant)
 
 
@@ -297,8 +297,7 @@ WATCHED = [
     Watched(
         Guard(
             "leads to each of them",
-            without="halves = [half._replace(given=half.given[:1]) for half in halves]\n"
-            "outputs = _Halves.apply(halves, *[x for half in halves for x in half.given])",
+            without="self._token, *received = y\nself._token = self._token.detach() if received else self._token",
         ),
         exchanges_of_a_constant,
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.copies import copies_of, unpack
-from ds_sp_overlap.exchange.exchange import Exchange, Half, run_halves
+from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers, transports
@@ -127,7 +127,7 @@ def of_two_dtypes(rank):
         xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
         sp_group = SPGroup(torch.distributed.group.WORLD)
         exchange = Exchange(sp_group, layout, "layer", "qkv", checked=True)
-        (ys,) = run_halves([Half(exchange, (exchange.start(*xs),))])
+        ys = exchange.finish(exchange.start(*xs))
         alone = []
         for kind, x in zip("qkv", xs):
             one = Exchange(sp_group, geometry.exchange(kind, 0, (x.shape[-1],)), "layer", kind)
@@ -186,7 +186,7 @@ def some_frozen(rank):
 
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["repeats are summed"], replicas),
-    Watched(Guard("to those that need it", without="gradients.append(next(arrived, None))"), some_frozen),
+    Watched(Guard("to those that need it", without="gradients.append(next(arrived, None))"), some_frozen, raises=True),
 ]
 
 

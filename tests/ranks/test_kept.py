@@ -428,7 +428,7 @@ GUARDS = [
         faults_of_a_backward_within,
         raises=True,  # torch counts what is saved
     ),
-    Watched(Guard("nothing circular", without="attended = dict(forward.attended)"), what_is_left),
+    Watched(Guard("nothing circular", without="rest[name] = registers[index]"), what_is_left),
 ]
 
 

@@ -344,8 +344,7 @@ def test_what_waits_for_the_backward_is_what_the_arithmetic_says(groups, window)
 # Guards.
 
 WATCHED = [
-    Watched(Guard("let go when no group needs them", without="if False:"), functools.partial(above_its_share, 0.48), 0),
-    Watched(Guard("the last that attends to them, here", without="pass"), functools.partial(above_its_share, 0.48), 0),
+    Watched(Guard("let go behind its last use", without="pass"), functools.partial(above_its_share, 0.48), 0),
     Watched(Guard("the graph holds `pack`", without="pass"), kept_beside, 0),
 ]
 

@@ -302,7 +302,7 @@ WATCHED = [
     Watched(
         Guard(
             "as in forward",
-            without='self.autocast = {**autocast_of(x.device), "enabled": False}',
+            without='with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):',
         ),
         in_bf16,
     ),

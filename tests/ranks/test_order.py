@@ -147,7 +147,7 @@ def test_a_window_starts_and_finishes_as_its_schedule_says(wgrad, window, size, 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups,between", [(1, (">do", "<do")), (2, (">do0", "<do1"))])
 def test_wgrad_of_the_output_projection_runs_under_the_exchange_of_do(groups, between, size):
-    """Guard: `_FinishOutput.backward` computes it after it has started the gradients of all groups."""
+    """Guard: the backward of the output computes it after it has started the gradients of all groups."""
     for _, log in on(size, HEADS, {"head_groups": groups}, True):
         at = [i for i, what in enumerate(log) if what == "dWo"]
         assert len(at) == groups
@@ -242,17 +242,17 @@ def test_and_so_with_a_window(family):
 
 WATCHED = [
     Watched(
-        Guard("starts in the order drawn", without="runner.walk(sorted(call.schedule.inputs, key=lambda step: -step.group))"),
+        Guard("starts in the order drawn", without="program = tuple(sorted(piece.forward, key=lambda step: -step.group))"),
         functools.partial(order_differs, groups=2),
     ),
     Watched(
-        Guard("in the order drawn", without="for half in ctx.halves:"),
+        Guard("in the order drawn", without="backward = tuple(step.mirror for step in own)"),
         functools.partial(order_differs, groups=2),
     ),
     Watched(
         Guard(
             "the wgrad comes last",
-            without='runner.walk(sorted(call.schedule.backward_of_output, key=lambda step: (-step.group, "wgrad dgrad start".index(step.op.value))))',
+            without='backward = tuple(sorted(schedule.backward_of_output, key=lambda s: (-s.group, "wgrad dgrad start".index(s.op.value))))',
         ),
         functools.partial(wgrad_out_of_place, groups=2),
     ),

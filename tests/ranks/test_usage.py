@@ -411,7 +411,7 @@ WATCHED = [
     Watched(
         Guard(
             "unchanged",
-            without="save_groups(ctx, *saved, [table.data for table in tables], list(norm_inputs.values()))",
+            without="saved = [registers[index] if registers[index] is None else registers[index].data for index in tensors]",
         ),
         tables_are_watched,
     ),
@@ -424,7 +424,7 @@ WATCHED = [
     ),
     Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),
     Watched(
-        Guard("only what is needed", without="call.exchanges[step.exchange].needed = needed = [True for _ in step.parts]"),
+        Guard("only what is needed", without="of_parts[name] = True"),
         exchanges_of_frozen_parts,
     ),
 ]

@@ -762,7 +762,7 @@ WATCHED = [
     Watched(Guard("no view, which nobody may change", without="return x.view_as(x)"), against(changes_query), raises=True),
     Watched(Guard("hooks run once", without="pass"), against(hooks_on_what_learns)),
     Watched(Guard("others may exchange one", without="pass"), against(constant_output), raises=True),
-    Watched(Guard("others may read it", without="if part in self.grads:"), against(value_that_is_query)),
+    Watched(Guard("others may read it", without="if counts[part]:"), against(value_that_is_query)),
     Watched(Guard("no gradient is lost", without="if False:"), told_of_foreign),
     Watched(Guard("attention of forward", without="if False:"), told_of_a_changed_mask),
     Watched(

@@ -10,7 +10,7 @@ from benchmarks.simulated import UPSTREAM, Costs
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.costs import LayerShape, Rates
-from ds_sp_overlap.tools.planner.plan import BASELINE
+from ds_sp_overlap.tools.planner.plan import BASELINE, CLOSE
 from tests.harness.pages import ROOT, read
 from tests.harness.schedules import step_of
 
@@ -106,7 +106,8 @@ def test_json_has_every_variant_and_the_verdict(capsys):
 
 def test_with_an_mlp_the_whole_layer_decides(capsys):
     rows, verdict = planned_by(capsys, f"{SEVEN_B} --bandwidth 45")
-    best = min(("G = 1", "G = 2", "G = 4"), key=lambda name: rows[name]["whole_ms"])
+    ms = {name: rows[name]["whole_ms"] for name in ("G = 1", "G = 2", "G = 4")}
+    best = next(name for name, whole in ms.items() if whole <= (1 + CLOSE) * min(ms.values()))  # the fewest groups of those
     times = rows["stock"]["whole_ms"] / rows[best]["whole_ms"]
     assert verdict.startswith(f'overlap, with "head_groups": {best[4:]}: a whole layer with its MLP takes ') and times > 1.02
     assert f"({times:.2f} times as fast)" in verdict

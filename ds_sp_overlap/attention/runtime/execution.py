@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 from ...exchange.exchange import Exchange
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
-from ...exchange.legs import legs_of
-from ...exchange.relayed import relayed
 from ...exchange.sp_group import SPGroup
-from ...schedule import Exchanged, Part, Schedule, Step
-from ..memory.recompute import join_pieces
+from ...schedule import Exchanged, Part, Schedule, Windowed
+from ..memory.forward_state import autocast_of
+from ..memory.recompute import LocalAttention, join_pieces
 from .slices import cut_ranges
 
 # The number of a head group, and its q, k, v [.., .., heads, d] -> its o, [.., .., heads, d_v] or
@@ -42,11 +41,23 @@ class Call:
             None for all.
         rope_tables: (cos, sin) by which the kernels that pack q and k rotate them where they travel
             alone (`Exchange`); None if those kernels rotate nothing.
+        projections: Those of q, k and v, where they are computed part by part; else None.
+        local: The local attention of a call that runs by a window.
+        autocast: The autocast state of forward, as keywords of ``torch.autocast``.
+        form: What operations are compiled for, beside the schedule and the inputs of a node.
+        empty: An empty tensor without a gradient.
+        variant: The operations that were run last, see `plan`.
     """
 
     by_rank: frozenset[str] = frozenset()
     window: int | None = None
     rope_tables: tuple[Tensor, Tensor] | None = None
+    projections: Any = None
+    local: LocalAttention
+    autocast: dict[str, Any]
+    form: tuple
+    empty: Tensor
+    variant: Any = None
 
     def __init__(
         self,
@@ -61,47 +72,22 @@ class Call:
         self.groups = range(geometry.groups)
         self.exchanges: dict[Exchanged, Exchange] = {}
 
+    def begin(self, x: Tensor) -> None:
+        """Note what all pieces of the call ask for, before the first one; ``x`` is any tensor."""
+        cuts = None if self.projections is None else self.projections.cuts
+        self.form = self.geometry, self.by_rank, self.rope_tables is None, cuts
+        self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
+
+    @property
+    def is_windowed(self) -> bool:
+        """Return whether the call runs by a `Windowed`."""
+        return isinstance(self.schedule, Windowed)
+
     @property
     def folded(self) -> frozenset[Part]:
         """The parts of q and k that are rotated by the kernels that pack them."""
         alone = self.schedule.alone if self.rope_tables is not None else ()
         return frozenset(part for part in alone if part[0] in ("q", "k"))
-
-    def new_exchange(self, step: Step, tensors: Sequence[Tensor]) -> Exchange:
-        """Make and note the exchange that a step of forward starts.
-
-        Args:
-            step: The start, of some of q, k and v of a group, or of o.
-            tensors: What is sent, in the order of ``step.tensors``; others may follow.
-        """
-        dims = tuple([x.shape[-1] for x in tensors[: len(step.tensors)]])
-        exchange = self.exchanges[step.exchange] = self.exchange(step, dims)
-        return exchange
-
-    def exchange(self, step: Step, head_dims: tuple[int, ...]) -> Exchange:
-        """Make the exchange that a step starts or finishes, and do not start it.
-
-        For a step of gradients this is the exchange of the values, which carries the gradients in
-        the opposite direction.
-
-        Args:
-            step: The start or the finish.
-            head_dims: ``d`` of each tensor that travels.
-        """
-        geometry, schedule, kinds = self.geometry, self.schedule, step.tensors
-        name, group = schedule.names_of_values[step.exchange], step.group
-        if step.beside:
-            # o and do are values that go to attention, as q does.
-            name, kinds = schedule.name(step), ("q", "q")
-        by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
-        layout = geometry.exchange(kinds, group, head_dims, by_rank)
-        tables = self.rope_tables if kinds in (("q",), ("k",)) else None
-        of_call = self.sp_group, layout, self.where, name, self.checked, tables
-        legs = None
-        if geometry.nodes is not None:
-            # k and v may travel in two legs, once to each node.
-            legs = legs_of(geometry, step.tensors, group, head_dims)
-        return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
 
-For heads (`recorded`), q, k and v of a fused projection (`input_modules`), and weights of latents
+For heads, q, k and v of a fused projection (`input_modules`), and weights of latents
 (`latent`) and of delta nets (`delta_net`). Tests compare
 the gradients of these layers (tests/ranks/test_gradients.py and others).
 """
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ...exchange.exchange import Node
+from ...schedule import Part
+from .execution import Call
 from .pieces import Pieces, copied
 from .slices import Ranges, cut_ranges
 
@@ -91,3 +93,20 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
     shape = list(pieces[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
     return _Parts.apply(False, shape, dim, parts, *pieces)
+
+
+def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
+    """Cut local q, k or v [.., .., heads, d] into the heads that travel with each group.
+
+    Returns:
+        For each part of that kind, its heads; a group whose k and v came with an earlier group has
+        no part.
+    """
+    parts = [part for part in call.schedule.parts if part[0] == kind]
+    return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))
+
+
+def join_heads(call: Call, values: dict[Part, Tensor]) -> Tensor:
+    """Join local o of each group to local o of all heads in their order, [.., .., h, d]."""
+    heads = [call.geometry.heads_of("q", group) for group in call.groups]
+    return join([values["o", group] for group in call.groups], 2, heads)

@@ -20,8 +20,7 @@ class Pieces:
     Args:
         shape: Of the tensor.
         dim: The dimension of the parts.
-        parts: Of all pieces that will come.
-        some: Whether some of these pieces may not come.
+        parts: Of all pieces, which will come.
         late: Whether to join the pieces at the end only, where other memory is freed meanwhile.
     """
 
@@ -30,15 +29,14 @@ class Pieces:
         shape: Sequence[int],
         dim: int,
         parts: tuple[Ranges, ...],
-        some: bool = False,
         late: bool = False,
     ):
         self.shape, self.dim, self.late = shape, dim, late
         self._whole: Tensor | None = None
         self._cut: Callable[[Ranges], Tensor] | None = None
         self._waiting: list[tuple[Ranges, Tensor]] = []
-        # Whether each place belongs to one part, and all parts come.
-        self.once, self.parts = not some and disjoint_cover(parts, shape[dim]), parts
+        # Whether each place belongs to one part.
+        self.once, self.parts = disjoint_cover(parts, shape[dim]), parts
 
     def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
         """Put the piece of a part in its place.

@@ -1,0 +1,134 @@
+"""Runs the pieces of one call of a layer, and what is foreign between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...exchange.layout import Range
+from ...profiling.ranges import named
+from ...schedule import Op, Part, Step
+from ..memory.checkpoint_cache import CheckpointPass
+from .execution import Attend, Call, attend_group, with_kv
+from .linear import call_through
+from .plan import End, Piece, pieces_of, run_end, run_piece, run_window
+
+# Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
+# none, where q holds the whole sequence.
+Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
+
+
+class Walk:
+    """Runs the pieces of one call, and what is foreign between them.
+
+    Args:
+        call: The call.
+        like: A tensor of the layer, for its device.
+        pieces: The pieces.
+        attend: The local attention.
+        project: Gives q, k or v of a group where projections are called whole.
+        arrive: Changes q, k and v on arrival; None for no change.
+        ends: By section, the ends that are computed part by part.
+
+    Attributes:
+        values: Parts in the graph outside: q, k, v and o of head groups.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        like: Tensor,
+        pieces: list[Piece],
+        attend: Attend,
+        project: Callable[[str, int], Tensor] | None = None,
+        arrive: Arrive | None = None,
+        ends: dict[str, End] | None = None,
+    ):
+        self.call, self.pieces, self.attend = call, pieces, attend
+        self.project, self.arrive, self.ends = project, arrive, ends or {}
+        self.values: dict[Part, Tensor] = {}
+        self._token: Tensor | None = None
+        call.begin(like)
+
+    def run(self, *sections: str, x: Tensor | None = None) -> Any:
+        """Run the pieces of these sections.
+
+        Args:
+            *sections: The sections, in their order.
+            x: The layer's input, for the inputs.
+
+        Returns:
+            y, if the last piece returns it.
+        """
+        y = None
+        for piece in self.pieces:
+            if piece.section in sections:
+                for step in piece.foreign:
+                    self._foreign(step)
+                y = self._piece(piece, x)
+        return y
+
+    def _piece(self, piece: Piece, x: Tensor | None) -> Any:
+        """Run a piece; return y, or keep the token and what the piece gives."""
+        end = self.ends.get(piece.section)
+        if end is not None:
+            first = x if piece.section == "inputs" else self._token
+            assert first is not None
+            y = call_through(end.modules, partial(run_end, piece, self.call, end), first)
+        else:
+            given = [self.values.pop(part) for part in piece.takes]
+            y = run_piece(piece, self.call, piece.names, self._token, given)
+        if piece.returns_y:
+            return y
+        self._token, *received = y  # guard: leads to each of them
+        self.values.update(zip(piece.gives, received))
+
+    def _foreign(self, step: Step) -> None:
+        """Run a step in the graph outside."""
+        call, values = self.call, self.values
+        if step.op is Op.PROJECT:
+            assert self.project is not None
+            (part,) = step.parts
+            values[part] = self.project(*part)
+        elif step.op is Op.ATTEND:
+            # Only q is taken out: later groups may attend to the same k and v.
+            group, q = step.group, values.pop(("q", step.group))
+            k = with_kv(call.geometry, "k", group, values)
+            v = with_kv(call.geometry, "v", group, values)
+            with named(call.where, call.schedule.label(step)):
+                values["o", group] = attend_group(call, self.attend, group, q, k, v)
+        else:
+            assert self.arrive is not None
+            geometry = call.geometry
+            queries = geometry.own_queries if geometry.shares > 1 else ()
+            for part in step.parts:
+                values[part] = self.arrive(part[0], values[part], queries)
+
+
+def windowed(
+    call: Call,
+    end: End,
+    checkpoint: CheckpointPass | None,
+    offload: bool,
+    x: Tensor,
+) -> Tensor:
+    """Run a layer by its `Windowed` schedule.
+
+    Args:
+        call: The call.
+        end: All its modules and tensors.
+        checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
+            attention; else None.
+        offload: Whether the checkpoint saves attention in host memory.
+        x: [.., m]. The layer's input.
+
+    Returns:
+        y [.., m].
+    """
+    (piece,) = pieces_of(call.schedule, True, True)
+    call.begin(x)
+    body = partial(run_window, piece, call, end, checkpoint, offload)
+    return call_through(end.modules, body, x)

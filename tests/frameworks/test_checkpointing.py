@@ -404,8 +404,11 @@ def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context():
     assert kept < recomputed
 
 
-def on_one_rank(rank, later, use_reentrant):
-    """What a rank says to a forward in whose layers rank 0 alone is checkpointed, at once or behind a first step; and then."""
+def on_one_rank(rank, later, kinds):
+    """What a rank says to a forward whose layers each rank checkpoints otherwise, at once or behind a first step.
+
+    ``kinds`` are use_reentrant on each rank; None for no checkpoint.
+    """
     inputs = cut(batches(1)[0], rank, 2)
     del inputs["labels"]
 
@@ -416,16 +419,20 @@ def on_one_rank(rank, later, use_reentrant):
         ds_sp_overlap.enable(model.train(), {"head_groups": 2}, group)
         if later:
             step()
-        if rank == 0:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        if kinds[rank] is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": kinds[rank]})
         return refusal(step)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, full(True)])
+SAID = {None: "nothing", False: "model and 2 more", True: "model (use_reentrant=True) and 2 more"}
+
+
+@pytest.mark.parametrize("kinds", [(False, None), full((True, None)), (True, False)], ids=str)
 @pytest.mark.parametrize("later", [False, True])
-def test_checkpoints_on_one_rank_alone_are_refused_on_all(later, use_reentrant):
-    for kind, message in on_ranks(2, on_one_rank, later, use_reentrant, timeout_s=60):
-        assert kind == "ValueError" and "(sp rank 0: model and 2 more; sp rank 1: nothing)" in message, message
+def test_checkpoints_on_one_rank_alone_or_of_another_kind_are_refused_on_all(later, kinds):
+    for kind, message in on_ranks(2, on_one_rank, later, kinds, timeout_s=60):
+        said = "; ".join(f"sp rank {rank}: {SAID[of_rank]}" for rank, of_rank in enumerate(kinds))
+        assert kind == "ValueError" and f"({said})" in message, message
 
 
 def own_on_one_rank(rank):
@@ -458,7 +465,7 @@ def refused_by_another(rank):
 def checkpointed_alone(rank):
     """Whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
     with mock.patch.object(Masks, "for_attention", side_effect=NotImplementedError("went on")):
-        kind, message = on_one_rank(rank, later=False, use_reentrant=False)
+        kind, message = on_one_rank(rank, later=False, kinds=(False, None))
     return [message] if "went on" in message else []
 
 

@@ -375,9 +375,9 @@ def _differs(checkpointed: list[Sequence[str]], where: str) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"sp rank {rank}: {names[0] if names else 'nothing'}{more}")
     return (
-        f"{where}: gradient checkpointing is on for other modules on other ranks "
-        f"({'; '.join(lines)}), and what backward computes again exchanges again; switch it on or "
-        "off for the same modules on every rank"
+        f"{where}: gradient checkpointing is on for other modules, or of another kind, on other "
+        f"ranks ({'; '.join(lines)}), and what backward computes again exchanges again; switch it "
+        "on or off for the same modules on every rank"
     )
 
 

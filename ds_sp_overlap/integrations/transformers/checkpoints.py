@@ -62,11 +62,17 @@ class Checkpoints:
         self.around = dict(around)
 
     def checkpointed(self) -> list[str]:
-        """Return the names of all modules whose forward, if it runs now, backward runs again."""
+        """Return the names of all modules whose forward, if it runs now, backward runs again; with
+        the kind of checkpoint, unless it is the one that can save attention.
+        """
         if not torch.is_grad_enabled():
             return []
-        modules = self._switches.items()
-        return [at for at, module in modules if module.training and is_checkpointed(module)]
+        found = []
+        for at, module in self._switches.items():
+            if module.training and is_checkpointed(module):
+                kind = getattr(vars(module).get(FUNCTION), "keywords", {}).get("use_reentrant")
+                found.append(at if kind is False else f"{at} (use_reentrant={kind})")
+        return found
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from .warn import warn_once
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+# Each of four candidates (`autotune.trial`) twice: once untimed, once timed.
+_LEAST_WARMUP = 8
+# A whole number of at least 1.
+Count = Annotated[int, Field(ge=1)]
 
 
 class _Section(BaseModel):
@@ -46,7 +58,7 @@ class PolicyConfig(_Section):
         warmup_steps: Optimizer steps in which candidates are tried, per shape; 0: take the default.
     """
 
-    warmup_steps: int = 16
+    warmup_steps: Literal[0] | Annotated[int, Field(ge=_LEAST_WARMUP)] = 16
 
 
 class TimelineConfig(_Section):
@@ -114,20 +126,21 @@ class SpOverlapConfig(_Section):
     """
 
     enabled: bool = True
-    head_groups: Literal["auto"] | int = "auto"
-    shares: Literal["auto"] | int = "auto"
+    head_groups: Literal["auto"] | Count = "auto"
+    shares: Literal["auto"] | Count = "auto"
     kv_once_per_node: bool = False
-    window: int | None = None
+    window: Count | None = None
     memory: Literal["auto"] | None = None
     checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
-    tiles: Literal["auto"] | int | None = None
+    tiles: Literal["auto"] | Count | None = None
     projections: bool = True
     wgrad: bool = True
     kernels: Literal["auto", "compiled", "torch"] = "auto"
     transport: Literal["auto", "c10d", "copy_engine"] = "auto"
-    max_ctas: Literal["auto"] | int = "auto"
-    min_ctas: Literal["auto"] | int = "auto"
-    cga_cluster_size: Literal["auto"] | int = "auto"
+    # These three as in NCCL's configuration (nccl.h, ncclConfig_t).
+    max_ctas: Literal["auto"] | Count = "auto"
+    min_ctas: Literal["auto"] | Count = "auto"
+    cga_cluster_size: Literal["auto"] | Annotated[int, Field(ge=0, le=8)] = "auto"
     on_unsupported: Literal["warn", "error"] = "warn"
     documents: Literal["anywhere", "per_rank"] = "anywhere"
     policy: PolicyConfig = PolicyConfig()
@@ -160,7 +173,7 @@ class SpOverlapConfig(_Section):
     def of_sp_group(self) -> dict[str, Any]:
         """The keyword arguments of `SPGroup` that the section decides."""
         settings = {}
-        for key in _OF_NCCL:
+        for key in ("max_ctas", "min_ctas", "cga_cluster_size"):
             value = getattr(self, key)
             if value != "auto":
                 settings[key] = value
@@ -231,8 +244,7 @@ class SpOverlapConfig(_Section):
         """Validate a section: a dict, or a config, which is returned as it is.
 
         Raises:
-            ValueError: with every unknown key and every wrong type, each with the valid values;
-                or, if there are none, with the first number that is out of range.
+            ValueError: with every unknown key and every wrong value, each with the valid ones.
         """
         if isinstance(section, cls):
             return section
@@ -246,16 +258,7 @@ class SpOverlapConfig(_Section):
             # A key of several types has a fault for each of them; it is named once.
             faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
             raise ValueError("; ".join(faults)) from None
-        for key in ("head_groups", "shares", "window", "tiles"):
-            count = getattr(config, key)
-            if isinstance(count, int) and count < 1:
-                raise ValueError(f"sp_overlap.{key} must be {_VALID[key]}, got {count}")
-        cls._check_numbers(config)
-        if not (config.policy.warmup_steps == 0 or config.policy.warmup_steps >= _LEAST_WARMUP):
-            raise ValueError(
-                f"sp_overlap.policy.warmup_steps must be {_VALID['policy.warmup_steps']}, "
-                f"got {config.policy.warmup_steps}"
-            )
+        config._check_blocks()
         if config.window is not None and "tiles" not in config.model_fields_set:
             config = config.model_copy(update={"tiles": "auto"})
         steps = config.timeline.steps if config.timeline else [0, 0]
@@ -265,15 +268,10 @@ class SpOverlapConfig(_Section):
             )
         return config
 
-    @staticmethod
-    def _check_numbers(config: SpOverlapConfig) -> None:
-        """Refuse numbers of blocks that NCCL can't follow, by a ValueError."""
-        given = config.of_sp_group["settings"]
-        for key, value in given.items():
-            least, most = _OF_NCCL[key]
-            if not least <= value <= most:
-                raise ValueError(f"sp_overlap.{key} must be {_VALID[key]}, got {value}")
-        if given and config.transport == "c10d":
+    def _check_blocks(self) -> None:
+        """Raise ValueError for numbers of blocks that NCCL can't follow together."""
+        given = self.of_sp_group["settings"]
+        if given and self.transport == "c10d":
             raise ValueError(
                 f'sp_overlap.{next(iter(given))}: "transport": "c10d" has no communicator of its '
                 "own that this could be said of; leave out one of the two"
@@ -308,14 +306,6 @@ class SpOverlapConfig(_Section):
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
-# Fields of NCCL's configuration, each with the range of its values (nccl.h, ncclConfig_t).
-_OF_NCCL: dict[str, tuple[int, float]] = {
-    "max_ctas": (1, math.inf),
-    "min_ctas": (1, math.inf),
-    "cga_cluster_size": (0, 8),
-}
-# Each of four candidates (`autotune.trial`) twice: once untimed, once timed.
-_LEAST_WARMUP = 8
 # Keys of earlier releases, each with the values that asked for nothing, and what to do instead.
 _RETIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "scope": (("layer",), 'layers run one by one, as with "layer": leave it out'),

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ..attention.runtime.linear import can_call_through
 from ..attention.runtime.tiles import run_in_tiles
 from ..warn import warn_once
 from .inspect.accounting import LoadedGlobal, Unknown
+from .inspect.library import whole_shape
 from .inspect.tokenwise import fixed_state, probe_tokenwise
 from .layers import FoundLayer, HostModule
 from .rebinding import rebind
@@ -114,13 +114,8 @@ def _token_size(module: nn.Module) -> int:
         for name in ("in_features", "nx"):  # of linear layers, and of transformers' Conv1D
             if isinstance(size := vars(part).get(name), int):
                 return size
-    shape = getattr(module, "normalized_shape", None) or _shapes(module)[0]
+    shape = getattr(module, "normalized_shape", None) or whole_shape(next(module.parameters()))
     return shape[-1]
-
-
-def _shapes(module: nn.Module) -> list[torch.Size]:
-    """Return the shapes of a module's parameters, whole even where ZeRO-3 partitioned them."""
-    return [torch.Size(getattr(each, "ds_shape", each.shape)) for each in module.parameters()]
 
 
 class _TiledModule:
@@ -144,7 +139,7 @@ class _TiledModule:
         known: Sequence[_TiledModule],
     ):
         self.name, self.module, self.tokens = name, module, tokens
-        self.state, self.shapes = fixed_state(module), _shapes(module)
+        self.state, self.shapes = fixed_state(module), [*map(whole_shape, module.parameters())]
         if "forward" in vars(module):
             raise Unknown("its forward was replaced")
         if reason := _why_whole(module):

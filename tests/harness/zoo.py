@@ -44,7 +44,7 @@ from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader
 from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
 from ds_sp_overlap.integrations.layers import OverlapSettings
-from ds_sp_overlap.integrations.transformers.driven import drive
+from ds_sp_overlap.integrations.transformers.driven import Driven
 from ds_sp_overlap.integrations.transformers.forward import Forwards
 from ds_sp_overlap.integrations.transformers.probe import difference
 
@@ -255,7 +255,7 @@ def _judge_attention(program, attention, module):
     except Unknown as error:
         return "own", str(error)
     overlap = OverlapSettings(SPGroup(None), SpOverlapConfig(), None)
-    driven = drive("layers.0.self_attn", attention, reader, Forwards(overlap.sp_group, overlap.config), overlap)
+    driven = Driven("layers.0.self_attn", attention, reader, Forwards(overlap.sp_group, overlap.config), overlap)
 
     def apart(more, seq=6, scale=1.0, batch=2):
         driven.use()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...attention.unobserved import unobserved
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
-from .library import own_class
+from .library import own_class, whole_shape
 from .probe import ProbeSchedule
 from .rotary_function import globals_of, rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
@@ -232,12 +232,7 @@ def _form(module: Any) -> tuple:
     parts = []
     for name, part in module.named_modules():
         parts.append((name, own_class(type(part)), out_features(part)))
-    return parts, {name: _shape(parameter) for name, parameter in module.named_parameters()}
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, whole even where ZeRO-3 partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return parts, {name: whole_shape(parameter) for name, parameter in module.named_parameters()}
 
 
 def _read(module: Any, training: bool) -> Read:
@@ -360,7 +355,7 @@ class _Interpreter:
         per_head = []
         for name, option in options.items():
             # Parameters of the layer itself with an entry for each query head.
-            if id(option) in own_parameters and _shape(option)[:1] == (trace.q.shape[1],):
+            if id(option) in own_parameters and whole_shape(option)[:1] == (trace.q.shape[1],):
                 per_head.append(name)
             elif not is_plain(option):
                 raise Unknown("its attention takes more than q, k and v")
@@ -504,7 +499,7 @@ class _Interpreter:
             if before is None:
                 continue
             norm, size = getattr(trace.module, output.name), heads.shape[-1:]
-            alike = all(_shape(parameter) == size for parameter in norm.parameters())
+            alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
             is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
             if not alike or not is_norm:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")

@@ -15,7 +15,8 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _Result = TypeVar("_Result")
 
@@ -48,6 +49,11 @@ def own_class(kind: type) -> type:
         return kind
     bases = kind.__mro__
     return next(base for base in bases if not base.__module__.startswith("torch.distributed."))
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter, whole even where ZeRO-3 partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @once
@@ -103,8 +109,7 @@ def digest(holder: Any, *names: str) -> str:
         names: Names of the functions; a name that ``holder`` doesn't have is skipped.
 
     Returns:
-        The digest; empty if there is no source, or a function has a decorator that is not
-        transformers'.
+        The digest; empty if a function has a decorator that is not transformers'.
     """
     functions = []
     for name in names:
@@ -112,12 +117,16 @@ def digest(holder: Any, *names: str) -> str:
             functions.append(getattr(holder, name))
     if any(map(_is_decorated_by_others, functions)):
         return ""  # guard: what a decorator does is in no digest
-    try:
-        text = " ".join(inspect.getsource(inspect.unwrap(function)) for function in functions)
-    except (OSError, TypeError):  # a builtin, or code without a file
-        return ""
-    words = re.sub("#.*", "", text).split()
+    words = " ".join(map(source_of, functions)).split()
     return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
+
+
+def source_of(function: Any) -> str:
+    """Return the source of an undecorated function, without comments; empty if there is none."""
+    try:
+        return re.sub("#.*", "", inspect.getsource(inspect.unwrap(function)))
+    except (OSError, TypeError):
+        return ""
 
 
 def _is_decorated_by_others(function: Any) -> bool:

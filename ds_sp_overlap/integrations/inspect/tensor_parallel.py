@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .library import whole_shape
+
 # The module of AutoTP's classes. A model can hold one only if that is loaded.
 _LAYERS = "deepspeed.module_inject.layers"
 
@@ -55,9 +57,7 @@ def out_features(module: Any) -> int | None:
         return getattr(module, "out_features", None)
     if getattr(module, "gather_output", False):
         return sum(module._partition_sizes)
-    # ZeRO-3 keeps the shape of a weight that it has partitioned.
-    weight: Any = module.weight
-    return getattr(weight, "ds_shape", weight.shape)[0]
+    return whole_shape(module.weight)[0]
 
 
 def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:

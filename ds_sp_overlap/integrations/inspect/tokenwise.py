@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.sharded import has_plain_parameters
 from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, is_plain
-from .library import is_library_function, own_class
+from .library import is_library_function, own_class, whole_shape
 
 BATCH, SEQ = 2, 5
 # See Note [Alike tokens].
@@ -94,9 +94,9 @@ class _TokenwiseAccounting(Accounting):
 class _RankOneLinear(nn.Module):
     """Stands for a linear layer, with a random weight ``out into^T`` of rank 1."""
 
-    def __init__(self, linear: nn.Module, generator: torch.Generator, dtype: torch.dtype):
+    def __init__(self, linear: Any, generator: torch.Generator, dtype: torch.dtype):
         super().__init__()
-        sizes = _shapes(linear)["weight"]
+        sizes = whole_shape(linear.weight)
         self.out_features, self.in_features = sizes
         self.out, self.into = (
             torch.randn(size, generator=generator, dtype=dtype) for size in sizes
@@ -114,14 +114,6 @@ class _RankOneLinear(nn.Module):
         with torch._C.DisableTorchFunction():
             y = (x @ self.into)[..., None] * self.out
         return y if self.bias is None else y + self.bias
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a module's own parameters, whole even where ZeRO-3 partitioned them."""
-    shapes = {}
-    for name, parameter in module.named_parameters(recurse=False):
-        shapes[name] = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-    return shapes
 
 
 def _random_copy(
@@ -145,7 +137,8 @@ def _random_copy(
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     # Parameters, buffers and children that are None stay None.
     parameters: dict[str, Any] = dict.fromkeys(module._parameters)
-    for name, shape in _shapes(module).items():
+    for name, parameter in module.named_parameters(recurse=False):
+        shape = whole_shape(parameter)
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
         numbers = torch.randn(shape, generator=generator, dtype=dtype)
@@ -324,26 +317,26 @@ def _is_transformers(part: nn.Module) -> bool:
     return own_class(type(part)).__module__.startswith("transformers.")
 
 
-def _state(copy: nn.Module) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """Return a copy of the attributes and buffers of all parts."""
-    states = []
-    for part in copy.modules():
-        buffers = [x.clone() for x in part.buffers(recurse=False)]
-        states.append((dict(vars(part)), buffers))
-    return states
+def _state(copy: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the attributes and copies of the buffers of all parts, by part and name."""
+    state = {}
+    for path, part in copy.named_modules():
+        for name, value in (*vars(part).items(), *part._buffers.items()):
+            state[path, name] = value.clone() if isinstance(value, Tensor) else value
+    return state
 
 
-def _is_same_state(before: list, after: list) -> bool:
-    """Return whether attributes are the same objects, and buffers have the same values.
+def _is_same_state(before: dict, after: dict) -> bool:
+    """Return whether attributes are the same objects, and tensors have the same values.
 
     A list or dict that was changed in place goes unnoticed.
     """
-    for (attributes, buffers), (attributes_after, buffers_after) in zip(before, after):
-        if attributes.keys() != attributes_after.keys():
-            return False
-        if any(value is not attributes_after[name] for name, value in attributes.items()):
-            return False
-        if not all(map(torch.equal, buffers, buffers_after)):
+    if before.keys() != after.keys():
+        return False
+    for key, value in before.items():
+        now = after[key]
+        tensors = isinstance(value, Tensor) and isinstance(now, Tensor)
+        if not (torch.equal(value, now) if tensors else value is now):
             return False
     return True
 

@@ -157,6 +157,11 @@ def attention_of(name: str, module: Any) -> Callable | str:
     return f"{name}: {why}" if why else local_attention
 
 
+def for_all_queries(attend: Callable) -> Callable:
+    """Return an attention without the parameter ``queries``, by which `shares_of` goes."""
+    return lambda *args, **kwargs: attend(*args, **kwargs)
+
+
 @functools.cache
 def _aligns_top_left() -> bool:
     """Return whether transformers' flash attention aligns queries with the first keys."""
@@ -383,13 +388,7 @@ class Dispatch:
         local: Callable[..., Tensor] = functools.partial(
             local_attention, module, sequence=sequence, pattern=pattern, **kwargs
         )
-
-        def local_of_all(q, k, v, **per_head):
-            return local(q, k, v, **per_head)
-
-        # `shares_of` lets ranks share query heads if the attention has a parameter ``queries``,
-        # which `local_of_all` hides.
-        attention = local_of_all if why_no_share(module) else local
+        attention = for_all_queries(local) if why_no_share(module) else local
         shares = shares_of(
             attend.layer.config, sp_group.size, q.shape[2], k.shape[2], attend=attention
         )

@@ -25,7 +25,7 @@ from ..rebinding import rebind
 from . import delta_net, latent, mixers
 from .attention_function import Dispatch, attention_of, bind_function, function_of
 from .checkpoints import Checkpoints, can_keep
-from .driven import drive
+from .driven import Driven
 from .forward import Forwards, Host, stretched
 from .modules import (
     Watched,
@@ -241,7 +241,7 @@ class _Search:
     def _add_driven(self, name: str, module: Any, reader: Reader, overlap: OverlapSettings) -> None:
         """Add a layer whose forward a `Driven` replaces."""
         heads = reader.reading.heads
-        driven = drive(name, module, reader, forwards=self.forwards, settings=overlap)
+        driven = Driven(name, module, reader, self.forwards, overlap)
         asked = heads["q"], heads["k"], attention_of(name, module)
         groups = overlap.groups_for(*asked, driven.block.layer.windowed)
         linear = {part: getattr(module, part) for part in reader.reading.linear}

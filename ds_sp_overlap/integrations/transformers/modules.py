@@ -6,8 +6,8 @@ any error. So every module that mixes tokens must be known: overlapped, or refus
 
 from __future__ import annotations
 
-import dis
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..inspect.library import CACHES, attention_functions, defined_in, functions_of, once
+from ..inspect.library import CACHES, attention_functions, defined_in, functions_of, once, source_of
 from ..rebinding import is_ours
 from ..sequence.positions import TOKENS
 from .registration import refusal_of
@@ -254,17 +254,14 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
 
 def goes_by_mask(module: nn.Module) -> bool:
     """Return whether the code of a module compares ``attention_mask`` with None."""
-    for function in functions_of(type(module)):
-        code = list(dis.get_instructions(function))
-        for loads, second, third in zip(code, code[1:], code[2:]):
-            # Python 3.13 loads two variables in one instruction, and names both.
-            names = loads.argval if isinstance(loads.argval, tuple) else (loads.argval,)
-            # Since Python 3.11 the comparison and the jump may be one instruction.
-            is_jump = "NONE" in second.opname
-            is_compared = is_jump or (second.argval is None and third.opname == "IS_OP")
-            if is_compared and names[-1] == "attention_mask":
-                return True
-    return False
+    return _compares_mask(type(module))
+
+
+@once
+def _compares_mask(kind: type[nn.Module]) -> bool:
+    """Return whether the code of a class compares ``attention_mask`` with None."""
+    compares = re.compile(r"\battention_mask is (not )?None\b").search
+    return any(compares(source_of(function)) for function in functions_of(kind))
 
 
 def takes_tokens(model: nn.Module) -> bool:

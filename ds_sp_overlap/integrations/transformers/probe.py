@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,17 +29,29 @@ def difference(
 ) -> str:
     """Compare a layer's own forward with ``block``, on the first `TOKENS` of this rank's tokens.
 
-    All tokens are compared where the arguments can't be cut, or the first tokens differ. Arguments
-    and result are those of `_difference`.
+    All tokens are compared where the arguments can't be cut, or the first tokens differ. `Driven`
+    compares in the first call of one layer of each kind, before anything is exchanged.
+
+    Args:
+        module: The layer.
+        block: What drives it.
+        output: Its output projection.
+        forward: Its own forward.
+        arguments: The layer's arguments by name.
+        options: The keywords of the block's attention that were read from the layer.
+
+    Returns:
+        The first difference, in words; empty if there is none.
     """
+    compare = functools.partial(_difference, module, block, output, forward, options)
     size = arguments["hidden_states"].shape[1]
     if size > TOKENS:
         first = {name: _cut(value, size) for name, value in arguments.items()}
         # Of any kind: an argument that was cut, and should not be, says nothing of the layer.
         with contextlib.suppress(Exception):
-            if not _difference(module, block, output, forward, first, options):
+            if not compare(first):
                 return ""
-    return _difference(module, block, output, forward, arguments, options)
+    return compare(arguments)
 
 
 def _cut(value: Any, size: int) -> Any:
@@ -55,34 +68,23 @@ def _difference(
     block: SelfAttention,
     output: Any,
     forward: Callable,
-    arguments: dict[str, Any],
     options: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> str:
-    """Compare a layer's own forward with ``block``, on some tokens; no collective.
-
-    `Driven` calls `difference` in the first call of one layer of each kind, before anything is
-    exchanged.
-
-    Args:
-        module: The layer.
-        block: What drives it.
-        output: Its output projection.
-        forward: Its own forward.
-        arguments: The layer's arguments by name.
-        options: The keywords of the block's attention that were read from the layer.
-
-    Returns:
-        The first difference, in words; empty if there is none.
-    """
+    """Compare a layer's own forward with ``block``, on the tokens of the arguments."""
     tables = arguments.get("position_embeddings")
     own_options: dict[str, Any] = {}
 
     def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the made-up o; and q, k, v and the output of the layer's own forward."""
         recorded: list[Tensor] = []
-        # With a made-up o in place of attention, which the driver is given as well.
-        with _recording(module, recorded, own_options):
+        functions, name = attention_functions(), module.config._attn_implementation
+        before = functions[name]
+        functions[name] = functools.partial(_made_up, recorded, own_options)
+        try:
             y = forward(**{**arguments, "hidden_states": x})[0]
+        finally:
+            functions[name] = before
         o, *heads = recorded
         return o, [*heads, y]
 
@@ -103,28 +105,21 @@ def _difference(
     return text
 
 
-@contextlib.contextmanager
-def _recording(module: Any, recorded: list[Tensor], options: dict[str, Any]) -> Iterator[None]:
-    """Have attention return a made-up o, and record what it is given, while the body runs.
+def _made_up(
+    recorded: list[Tensor],
+    options: dict[str, Any],
+    _: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Return a made-up o [b, s, h, d] in place of attention.
 
-    Args:
-        module: The layer.
-        recorded: An empty list. Receives that o, [b, s, h, d], and q, k and v, [b, h, s, d].
-        options: An empty dict. Receives the keywords of attention.
+    Appends o, q, k and v to ``recorded``, and adds the keywords of attention to ``options``.
     """
-    functions, name = attention_functions(), module.config._attn_implementation
-    before = functions[name]
-
-    def recorder(
-        _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
-    ) -> tuple[Tensor, None]:
-        o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        recorded.extend((o, q, k, v))
-        options.update(more)
-        return o, None
-
-    functions[name] = recorder
-    try:
-        yield
-    finally:
-        functions[name] = before
+    o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    recorded.extend((o, q, k, v))
+    options.update(more)
+    return o, None

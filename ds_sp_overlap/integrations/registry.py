@@ -7,6 +7,7 @@ each find the attention layers that they know; `enable` rebinds the forward of t
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import weakref
 from collections.abc import Sequence
@@ -66,11 +67,9 @@ class Report:
             f"{overlapped} of {len(self.layers)} layers overlapped"
         ]
         for (got, lacks), group in groupby(self.layers, key=lambda layer: (layer.got, layer.lacks)):
-            names = [layer.name for layer in group]
-            name = names[0]
-            if len(names) > 1:
-                name = f"{names[0]} ... {names[-1]} ({len(names)} layers)"
-            lines += [f"  {name}", *_wrapped(f"overlapped: {got or 'nothing'}")]
+            first, *more = [layer.name for layer in group]
+            others = f" ... {more[-1]} ({1 + len(more)} layers)" if more else ""
+            lines += [f"  {first}{others}", *_wrapped(f"overlapped: {got or 'nothing'}")]
             lines += _wrapped(f"why not more: {lacks}") if lacks else []
         for line in self.tiles.splitlines():
             lines += [text[2:] for text in _wrapped(line)]
@@ -177,7 +176,8 @@ def enable(
         if layer.bind is None:
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            _undo[layer.module] = _undo_and_close(layer.bind(), policy, timeline)
+            undo = layer.bind()
+            _undo[layer.module] = functools.partial(_undo_and_close, undo, policy, timeline)
     return Report(layers, sp_group.size, tiles="\n".join(tiles))
 
 
@@ -273,24 +273,23 @@ def _refuse_unusable(
         )
 
 
-def _undo_and_close(undo: Undo, policy: Policy | None, timeline: Timeline | None) -> Undo:
-    """Return an undo function that closes the policy and the timeline, too."""
+def _undo_and_close(
+    undo: Undo, policy: Policy | None, timeline: Timeline | None, module: nn.Module
+) -> None:
+    """Restore a layer's forward, and close what belongs to the whole model.
 
-    def undo_and_close(module: nn.Module) -> None:
-        undo(module)
-        # Both belong to the whole model: the first layer that is restored ends the trials and the
-        # record. To close them again does no harm.
-        _close(policy, timeline)
-
-    return undo_and_close
+    So the first layer that is restored ends the trials and the record. To close them again does no
+    harm.
+    """
+    undo(module)
+    _close(policy, timeline)
 
 
-def _close(policy: Policy | None, timeline: Timeline | None) -> None:
+def _close(*parts: Policy | Timeline | None) -> None:
     """Close the policy and the timeline, as far as they exist."""
-    if policy is not None:
-        policy.close()
-    if timeline is not None:
-        timeline.close()
+    for part in parts:
+        if part is not None:
+            part.close()
 
 
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:

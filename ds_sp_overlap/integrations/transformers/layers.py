@@ -87,17 +87,6 @@ def unregister(model: nn.Module) -> None:
                 functions[name] = stock.attn
 
 
-def _read(name: str, module: Any, known: list[Reader]) -> tuple[Reader | None, str]:
-    """Read a layer's forward; return the reading, or None and the reason why there is none."""
-    # A reading holds for the forward of the class.
-    if "forward" in vars(module):
-        return None, "its forward was replaced"
-    try:
-        return Reader(name, module, known), ""
-    except Unknown as error:
-        return None, str(error)
-
-
 def find_layers(
     model: nn.Module, overlap: OverlapSettings
 ) -> tuple[list[FoundLayer], list[HostModule]]:
@@ -196,11 +185,15 @@ class _Search:
         if not known.heads_alike:
             overlap = overlap.in_one_group(undeclared(function))
         self._check_tensor_parallel(name, module, overlap)
-        reader, unknown = _read(name, module, self.known)
-        if reader is not None:
-            self._add_driven(name, module, reader, overlap)
+        try:
+            # A reading holds for the forward of the class.
+            if "forward" in vars(module):
+                raise Unknown("its forward was replaced")
+            reader = Reader(name, module, self.known)
+        except Unknown as unknown:
+            self._add_function(name, module, str(unknown), overlap)
         else:
-            self._add_function(name, module, unknown, overlap)
+            self._add_driven(name, module, reader, overlap)
         # Any of these may be the outermost model that is called, which gathers for the others.
         for at, outer in models:
             if takes_tokens(outer):

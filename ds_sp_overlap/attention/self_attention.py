@@ -310,12 +310,8 @@ class SelfAttention:
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
         projections = call.projections
-        count = 2 * len(projections.modules)
-        count += sum(len(list(norm.parameters())) for norm in projections.norms.values())
-        names = [("parameter", index) for index in range(count)]
-        names += [("table", index) for index in range(len(tables))]
-        called = projections.called
-        return End(called, (("x",), *names), lambda: [*projections.parameters(), *tables])
+        names = projections.cuts.names(len(tables))
+        return End(projections.called, names, lambda: [*projections.parameters(), *tables])
 
     def _output(self) -> End:
         """Return the output projection as an end."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.func import functional_call
 from ...schedule import Part
 from .linear import Plain, product_of, without_hooks
 from .products import autocast
+from .registers import Name
 from .slices import Parts, Ranges
 
 
@@ -47,6 +48,13 @@ class Cuts:
     rows: dict[Part, Rows]
     parts: list[Parts]
     norms: tuple[tuple[str, int], ...]
+
+    @lru_cache(maxsize=4096)
+    def names(self, tables: int) -> tuple[Name, ...]:
+        """Return the names of the registers of x, `Projections.parameters` and ``tables`` tables."""
+        count = 2 * len(self.parts) + sum(count for _, count in self.norms)
+        parameters = [("parameter", index) for index in range(count)]
+        return ("x",), *parameters, *(("table", index) for index in range(tables))
 
 
 @dataclass

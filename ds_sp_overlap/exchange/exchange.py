@@ -39,6 +39,7 @@ from torch import Tensor
 
 from .in_flight import InFlight, Tables
 from .layout import Layout
+from .modes import in_selective_checkpoint, outside_modes
 from .sp_group import SPGroup
 
 
@@ -68,7 +69,11 @@ class _Apply:
         # ``super(Node, ..)`` finds Function's own apply; ``super(Function, ..)`` skips it and finds
         # the C implementation, which Function's own apply calls at its end.
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
-        return super(above, kind).apply  # type: ignore[misc]  # untyped in torch
+        apply = super(above, kind).apply  # type: ignore[misc]  # untyped in torch
+        # Nodes write to buffers.
+        if in_selective_checkpoint():
+            return outside_modes()(apply)
+        return apply
 
 
 class Node(torch.autograd.Function):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+# The modes of selective activation checkpoints, in forward and in the recompute.
+_SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -32,3 +37,15 @@ def outside_modes() -> Iterator[None]:
             overrides._pop_mode()
         for mode in reversed(functions):
             overrides._push_mode(mode)
+
+
+def in_selective_checkpoint() -> bool:
+    """Return whether this is in a selective activation checkpoint, in forward or in its recompute.
+
+    In the recompute an operation returns the result that was saved, and what it was to write to
+    stays as it is.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    stack = dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _SELECTIVE) for mode in stack)  # guard: buffers are written again

@@ -240,7 +240,7 @@ def selected(rank, section, operations, steps=12):
     return max(errors)
 
 
-@pytest.mark.parametrize("operations", [[], ["mm"], ["mul", "silu", "add"]], ids="-".join)
+@pytest.mark.parametrize("operations", [[], ["mm"], ["mul", "silu", "add"], ["view", "copy_", "clone"]], ids="-".join)
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 def test_selective_checkpoints_give_the_gradients_of_the_whole_sequence(section, operations):
     assert max(on_ranks(2, selected, section, operations)) < FP64
@@ -282,6 +282,11 @@ def takes_products_of_another(rank):
     return [] if error < FP64 else [error]
 
 
+def leaves_buffers_as_they_were(rank):
+    error = selected(rank, {"head_groups": 1}, ["view", "copy_", "clone"], steps=1)
+    return [] if error < FP64 else [error]
+
+
 def takes_random_numbers():
     module, before = torch.nn.Linear(1, 1), torch.get_rng_state()
     with unobserved([module], torch.device("cpu")):
@@ -293,6 +298,7 @@ WATCHED = [
     Watched(Guard("takes no random numbers", without="pass"), takes_random_numbers, ranks=0),
     Watched(Guard("the probe leaves no trace", without="pass"), traces),
     Watched(Guard("no mode sees it", without="operations = []"), takes_products_of_another),
+    Watched(Guard("buffers are written again", without="return False"), leaves_buffers_as_they_were),
 ]
 
 

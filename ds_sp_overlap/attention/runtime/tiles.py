@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...exchange.exchange import Node
 from ..memory.forward_state import autocast_of
 from .linear import call_through, without_hooks
 
@@ -128,7 +129,7 @@ class _Saved(torch.autograd.Function):
         return None, dx, *(None for _ in ctx.needs_input_grad[2:])
 
 
-class _Tiles(torch.autograd.Function):
+class _Tiles(Node):
     """Runs a module tile by tile; see Note [Tiles].
 
     forward: y[tile] = f(x[tile], w)

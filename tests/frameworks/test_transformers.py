@@ -686,7 +686,7 @@ def under_flash(rank, size, kv_heads, cases):
             assert all(x.abs().min() > 1e-3 * x.abs().max() for name, x in whole.items() if name.endswith("sinks"))
             for unknown in (False, True):
                 for head_groups in (1, 2):
-                    reading = mock.patch.object(integration, "_read", lambda *_: (None, "not known"))
+                    reading = mock.patch.object(integration, "Reader", side_effect=integration.Unknown("not known"))
                     with reading if unknown else contextlib.nullcontext():
                         report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
                     assert ("attention function" in " ".join(str(report).split())) == unknown

@@ -196,11 +196,6 @@ class Schedule:
         return next((step.beside for step in self.backward if step.beside), ())
 
     @cached_property
-    def output(self) -> Program:
-        """The output section of forward."""
-        return _section(self.forward, "output")
-
-    @cached_property
     def backward_of_output(self) -> Program:
         """The output section of backward."""
         return _section(self.backward, "output")

@@ -71,7 +71,7 @@ class _Apply:
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
         apply = super(above, kind).apply  # type: ignore[misc]  # untyped in torch
         # Nodes write to buffers.
-        if in_selective_checkpoint():
+        if torch._C._len_torch_dispatch_stack() and in_selective_checkpoint():
             return outside_modes()(apply)
         return apply
 

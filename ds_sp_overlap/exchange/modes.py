@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
@@ -45,7 +44,5 @@ def in_selective_checkpoint() -> bool:
     In the recompute an operation returns the result that was saved, and what it was to write to
     stays as it is.
     """
-    if not torch._C._len_torch_dispatch_stack():
-        return False
     stack = dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, _SELECTIVE) for mode in stack)  # guard: buffers are written again

@@ -60,7 +60,7 @@ class Exchange:
 
 
 class Trace(NamedTuple):
-    """What the trace of one rank tells.
+    """Holds what the trace of one rank tells.
 
     Attributes:
         rank: The rank.

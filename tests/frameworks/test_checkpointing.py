@@ -405,7 +405,7 @@ def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context():
 
 
 def on_one_rank(rank, later, kinds):
-    """What a rank says to a forward whose layers each rank checkpoints otherwise, at once or behind a first step.
+    """Return what a rank raises in a forward whose layers each rank checkpoints otherwise, at once or in a second step.
 
     ``kinds`` are use_reentrant on each rank; None for no checkpoint.
     """

@@ -21,7 +21,7 @@ from tests.harness.models import FP64, forget_sequence_parallel, packed, sequenc
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 
@@ -177,26 +177,16 @@ def test_lora_on_every_projection_is_right():
 
 
 def in_bf16(rank, factor=1.0):
-    """Of each family the error of all gradients in bf16, on one rank and overlapped, where the taps are off by ``factor``."""
     figures = []
     for kind in KINDS:
-        tokens, config = tokens_of(64), tiny_config(kind)
+        config = tiny_config(kind)
         config._attn_implementation, config._experts_implementation = "sdpa", "eager"
         model = draw(type(tiny_model(kind))(config)).bfloat16()
         with in_double():
             exact = tiny_model(kind)
             exact.load_state_dict(model.state_dict())
-            exact = found(exact, [share(exact, *inputs_of(tokens, [64], 0))])
-        alone = found(model, [share(model, *inputs_of(tokens, [64], 0))])
-        ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.mul_(factor if "conv1d" in name else 1.0)
-        split = found(model, [share(model, *inputs_of(tokens, [32, 32], rank))], dist.group.WORLD)
-        ds_sp_overlap.disable(model)
-        norm = torch.stack([x.double().square().sum() for x in exact.values()]).sum()
-        off = [torch.stack([(x[n].double() - exact[n]).square().sum() for n in exact]).sum() for x in (alone, split)]
-        figures.append([(x / norm).sqrt().item() for x in off])
+            reference = found(exact, [share(exact, *inputs_of(tokens_of(64), [64], 0))])
+        figures.append(rounding(rank, model, reference, {"head_groups": 2}, ("conv1d",), factor))
     return figures
 
 
@@ -321,7 +311,7 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind,
 
 
 def on_and_off(rank, kind):
-    """What is said, and left: of the report, of evaluation, of a cache, of disabling."""
+    """Collect what is said, and left: by the report, in evaluation, with a cache, behind disable."""
     with in_double():
         model, tokens = tiny_model(kind), tokens_of(32)
         forwards = {name: module.forward for name, module in model.named_modules()}

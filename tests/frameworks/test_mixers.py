@@ -21,7 +21,7 @@ from tests.harness.models import FP64, packed, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
 
 SHORT = ("lfm2", "lfm2_moe", "lfm3")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax")
@@ -175,26 +175,14 @@ def test_what_is_frozen_stays_so_and_adapters_learn():
 
 
 def in_low_precision(rank, factor=1.0):
-    """Of each kind and precision the error of all gradients, on one rank and overlapped, where the taps are off by ``factor``."""
     figures = []
     for kind in ("nemotron_h", "lfm2"):
         for autocast in (False, True):
-            tokens = tokens_of(64)
             with in_double():
                 exact = model_of(kind)
-                reference = found(exact, [share(exact, *inputs_of(tokens, [64], 0))])
+                reference = found(exact, [share(exact, *inputs_of(tokens_of(64), [64], 0))])
             model = model_of(kind).to(torch.float32 if autocast else torch.bfloat16)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                alone = found(model, [share(model, *inputs_of(tokens, [64], 0))])
-                ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-                with torch.no_grad():
-                    for name, p in model.named_parameters():
-                        p.mul_(factor if "conv.weight" in name or "conv1d.weight" in name else 1.0)
-                split = found(model, [share(model, *inputs_of(tokens, [32, 32], rank))], dist.group.WORLD)
-            ds_sp_overlap.disable(model)
-            norm = torch.stack([x.double().square().sum() for x in reference.values()]).sum()
-            off = [torch.stack([(x[n].double() - reference[n]).square().sum() for n in reference]).sum() for x in (alone, split)]
-            figures.append([(x / norm).sqrt().item() for x in off])
+            figures.append(rounding(rank, model, reference, {}, ("conv.weight", "conv1d.weight"), factor, autocast))
     return figures
 
 
@@ -269,7 +257,7 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind,
 
 
 def on_and_off(rank, kind):
-    """What is said, and left: of the report, of evaluation, of a cache, of a layer by itself, of disabling."""
+    """Collect what is said, and left: by the report, in evaluation, with a cache, by a layer alone, behind disable."""
     with in_double():
         model, tokens = model_of(kind), tokens_of(32)
         forwards = {name: module.forward for name, module in model.named_modules()}

@@ -110,3 +110,19 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
         return losses, gradients, parameters
     finally:
         forget_sequence_parallel()
+
+
+def rounding(rank, model, reference, section, taps, factor=1.0, autocast=False):
+    """Errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
+    tokens = tokens_of(64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        alone = found(model, [share(model, *inputs_of(tokens, [64], 0))])
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.mul_(factor if any(tap in name for tap in taps) else 1.0)
+        split = found(model, [share(model, *inputs_of(tokens, [32, 32], rank))], dist.group.WORLD)
+    ds_sp_overlap.disable(model)
+    norm = torch.stack([x.double().square().sum() for x in reference.values()]).sum()
+    off = [torch.stack([(x[n].double() - reference[n]).square().sum() for n in reference]).sum() for x in (alone, split)]
+    return [(x / norm).sqrt().item() for x in off]

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """How projections are cut into parts; what operations are compiled for goes by the identity.
+    """Tells how projections are cut into parts; operations are compiled once for each object.
 
     Attributes:
         rows: For each part, the rows that make it.

@@ -85,15 +85,16 @@ def reading(*changes):
 
 
 def test_a_layer_is_read():
-    found = reading()
+    reader = Reader("layer", layer())
+    found = reader.reading
     rows = tuple(range(0, HEADS * HEAD_DIM, HEAD_DIM))
     assert found.sources == {
         "q": Source(("q_proj",), rows, "q_norm"),
         "k": Source(("k_proj",), rows[:KV_HEADS], "k_norm"),
         "v": Source(("v_proj",), rows[:KV_HEADS]),
     }
-    assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, ())
-    assert found.options == dict(dropout=0.25, scaling=0.5, window=5)
+    assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, {})
+    assert reader.readings[True].options == dict(dropout=0.25, scaling=0.5, window=5)
     assert found.rotary["neighbours"] is False and found.first_rows(fused=False) is None
 
 
@@ -158,7 +159,7 @@ def test_heads_of_a_fused_projection_are_found_where_they_lie():
 
 
 def test_what_is_kept_for_each_head_is_known_by_being_a_parameter_of_as_many():
-    assert reading(("window=self.config.window", "s_aux=self.sinks")).per_head == ("s_aux",)
+    assert reading(("window=self.config.window", "s_aux=self.sinks")).per_head == {"s_aux": "sinks"}
 
 
 Q = "q = " + Q_NORM
@@ -354,7 +355,7 @@ NEWER = [pytest.param(*rotary, marks=since_transformers("5.1")) for rotary in NE
 @pytest.mark.parametrize("family, expected", [*ROTARIES.items(), *NEWER])
 def test_a_rotary_embedding_is_known_by_what_it_does(family, expected):
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"])
-    found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
+    found, _ = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
     assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == expected
 
 
@@ -374,7 +375,7 @@ def complex_in(exact):
 @pytest.mark.parametrize("head_dim, heads", [(4, 8), (16, 4), (64, 3), (128, 2)])
 def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_products(rounding, exact, head_dim, heads):
     given = ("batch", "seq", heads, head_dim), ("batch", "seq", heads // 2, head_dim), Table.WHOLE
-    found = rotary_of(complex_in(exact), given, ())
+    found, _ = rotary_of(complex_in(exact), given, ())
     assert (found["tables"].__name__, found["neighbours"], found["rounding"]) == ("of_complex", True, rounding)
 
 

@@ -8,7 +8,9 @@ its class and the version of transformers.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ...attention.unobserved import unobserved
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
 from .library import own_class, whole_shape
 from .probe import ProbeSchedule
-from .rotary_function import globals_of, rotary_of
+from .rotary_function import rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
 from .tensor_parallel import out_features
 from .tokenwise import fixed_state, has_own_call, probe_tokenwise
@@ -53,9 +55,8 @@ class Reading:
         head_dim: d.
         rotary: The keywords of the `Rotary` for q and k; None if they are not rotated.
         output: The name of the output projection.
-        options: The keywords of the attention function, with their values when the layer was read.
-        per_head: The names of those options that are parameters of the layer with a slice for each
-            query head.
+        per_head: The keywords of the attention function that are parameters of the layer with a
+            slice for each query head, each with the name of the parameter.
         passes_keywords: Whether further keywords of the forward are passed on to the attention
             function.
     """
@@ -64,8 +65,7 @@ class Reading:
     head_dim: int
     rotary: dict[str, Any] | None
     output: str
-    options: dict[str, Any] = field(compare=False)
-    per_head: tuple[str, ...]
+    per_head: dict[str, str]
     passes_keywords: bool
 
     @property
@@ -108,12 +108,14 @@ class Read:
 
     Attributes:
         reading: What the layer's forward computes.
+        options: The further keywords of the attention function, all constants.
         lookups: The attributes that the forward looked up.
         loaded_globals: The globals that it loaded.
         norms: For each norm of the layer, by name, its `fixed_state`.
     """
 
     reading: Reading
+    options: dict[str, Any]
     lookups: list[Lookup]
     loaded_globals: list[LoadedGlobal]
     norms: dict[str, list[tuple]]
@@ -201,7 +203,8 @@ class Reader:
                     f"changed{reason}; call ds_sp_overlap.enable again"
                 )
             self.readings[module.training] = read = now
-        return read.reading.options
+        parameters = {key: getattr(module, name) for key, name in read.reading.per_head.items()}
+        return {**read.options, **parameters}
 
 
 def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
@@ -259,10 +262,11 @@ def _read_cases(module: Any, training: bool) -> Read:
     """
     # Strings in the code, which later cases give as keywords, see `Accounting.possible_keywords`.
     keywords: set[str] = set()
-    readings: list[Reading] = []
+    readings: list[tuple[Reading, dict[str, Any]]] = []
     lookups: dict[Any, Lookup] = {}
     loaded_globals: dict[Any, LoadedGlobal] = {}
     with_tables, is_optional = cases(training), False
+    rotary = functools.cache(rotary_of)  # which all cases call alike
     # One more case, without tables: the forward may then leave out the rotation (`is_optional`). It
     # is given position_ids, so that a forward that makes tables of them is found out: Unknown.
     for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
@@ -274,39 +278,32 @@ def _read_cases(module: Any, training: bool) -> Read:
             if case.gives_tables:
                 raise
             break  # a forward that always rotates: it can't take None apart into cos and sin
-        reading = _Interpreter(trace).reading()
+        reading, options = _Interpreter(trace, rotary).reading()
         is_optional = not case.gives_tables and reading.rotary is None
         if is_optional:
-            reading = dataclasses.replace(reading, rotary=readings[0].rotary)
-        readings.append(reading)
+            reading = dataclasses.replace(reading, rotary=readings[0][0].rotary)
+        readings.append((reading, options))
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
         for loaded in trace.loaded_globals:
             loaded_globals[id(loaded.namespace), loaded.name] = loaded
         keywords |= trace.constants
-    first = readings[0]
-    alike = all(x == first and _same_options(x.options, first.options) for x in readings)
-    if not alike:  # guard: in every case
+    first, options = readings[0]
+    if any(each != (first, options) for each in readings):  # guard: in every case
         raise Unknown(
             "its forward is another one without a mask, for other tokens or in another dtype"
         )
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
-    norms = {}
+    read = Read(first, options, list(lookups.values()), list(loaded_globals.values()), norms={})
     for source in first.sources.values():
-        if source.norm is not None:
-            norms[source.norm] = fixed_state(getattr(module, source.norm))
-    return Read(first, list(lookups.values()), list(loaded_globals.values()), norms)
-
-
-def _same_options(options: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether two sets of keywords have the same names, tensors and constants."""
-    if options.keys() != others.keys():
-        return False
-    for name, x in options.items():
-        if x is not others[name] and (isinstance(x, Tensor) or x != others[name]):
-            return False
-    return True
+        if (name := source.norm) is not None and name not in read.norms:
+            norm = getattr(module, name)
+            read.loaded_globals.extend(
+                probe_tokenwise(name, norm, first.head_dim, norm=True)
+            )  # guard: a norm of each head by itself
+            read.norms[name] = fixed_state(norm)
+    return read
 
 
 class _Interpreter:
@@ -315,15 +312,19 @@ class _Interpreter:
     `reading` says what the forward computed. All other methods serve it, and raise Unknown for
     anything that a `Reading` can't say.
 
+    Args:
+        trace: The trace.
+        rotary_of: `rotary_function.rotary_of`.
+
     Attributes:
         used: The names of the layer's children whose part in the computation is known.
     """
 
-    def __init__(self, trace: Trace):
-        self.trace, self.used = trace, set[str]()
+    def __init__(self, trace: Trace, rotary_of: Callable):
+        self.trace, self.rotary_of, self.used = trace, rotary_of, set[str]()
 
-    def reading(self) -> Reading:
-        """Return what the traced forward computes.
+    def reading(self) -> tuple[Reading, dict[str, Any]]:
+        """Return what the traced forward computes, and the constants that attention is given.
 
         Raises:
             Unknown: if it is anything else than a `Reading` can say.
@@ -351,35 +352,30 @@ class _Interpreter:
         if any(passed) and not all(passed):  # guard: keywords are passed on
             keyword = [*trace.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
-        own_parameters = {id(parameter) for parameter in trace.module.parameters(recurse=False)}
-        per_head = []
-        for name, option in options.items():
-            # Parameters of the layer itself with an entry for each query head.
-            if id(option) in own_parameters and whole_shape(option)[:1] == (trace.q.shape[1],):
-                per_head.append(name)
-            elif not is_plain(option):
-                raise Unknown("its attention takes more than q, k and v")
-        self._check_parameters(options)
+        per_head = {}
+        for name, parameter in trace.module.named_parameters(recurse=False):
+            for keyword, option in options.items():
+                # A parameter of the layer itself with an entry for each query head.
+                if option is parameter and whole_shape(option)[:1] == (trace.q.shape[1],):
+                    per_head[keyword] = name
+        constants = {key: value for key, value in options.items() if key not in per_head}
+        if not all(map(is_plain, constants.values())):
+            raise Unknown("its attention takes more than q, k and v")
+        self.used.update(per_head.values())
+        for name, _ in (*trace.module.named_parameters(), *trace.module.named_buffers()):
+            # The forward may use it in another call.
+            if name.split(".")[0] not in self.used:  # guard: all that learns is known
+                raise Unknown(f"its forward does nothing that is known here with {name}")
         rotary = self._rotary() if rotated else None
-        return Reading(
+        reading = Reading(
             sources,
             trace.q.shape[-1],
             rotary,
             output=output,
-            options=options,
-            per_head=tuple(per_head),
+            per_head=per_head,
             passes_keywords=any(passed),
         )
-
-    def _check_parameters(self, options: dict[str, Any]) -> None:
-        """Raise Unknown for a parameter or buffer that has no known part in the computation."""
-        passed = [x for x in options.values() if isinstance(x, Tensor)]
-        module = self.trace.module
-        for name, x in (*module.named_parameters(), *module.named_buffers()):
-            known = name.split(".")[0] in self.used or any(x is option for option in passed)
-            # The forward may use it in another call.
-            if not known:  # guard: all that learns is known
-                raise Unknown(f"its forward does nothing that is known here with {name}")
+        return reading, constants
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
         """Raise Unknown unless `SelfAttention` would call each child as often as the forward.
@@ -412,16 +408,19 @@ class _Interpreter:
     def _rotary(self) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; all calls must give the same."""
         trace = self.trace
-        # Stand-ins ran in place of the functions, so that the trace has not seen their globals.
-        for function, *_ in trace.rotations:
-            trace.loaded_globals += globals_of(function)
-        try:
-            first, *others = (rotary_of(*call) for call in trace.rotations)
-        except (LookupError, Unknown) as error:
-            name = trace.rotations[0][0].__name__
-            reason = f" ({error})" if isinstance(error, Unknown) else ""
-            raise Unknown(f"{name} is no rotary embedding that is known here{reason}") from None
-        if any(other != first for other in others):
+        found = []
+        for call in trace.rotations:
+            try:
+                keywords, loaded = self.rotary_of(*call)
+            except (LookupError, Unknown) as error:
+                reason = f" ({error})" if isinstance(error, Unknown) else ""
+                name = f"{call[0].__name__} is no rotary embedding that is known here"
+                raise Unknown(f"{name}{reason}") from None
+            found.append(keywords)
+            # A stand-in ran in place of the function, so that the trace has not seen its globals.
+            trace.loaded_globals += loaded
+        first = found[0]
+        if any(other != first for other in found):
             raise Unknown("q and k are not alike")
         # The forward rotates some dims of a head alone, if it gives no more to the function.
         narrow = any(output.labels.shape[-1] < trace.q.shape[-1] for output in trace.rotated)
@@ -503,11 +502,6 @@ class _Interpreter:
             is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
             if not alike or not is_norm:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")
-            # Once for all of q, k and v that go through the norm.
-            if output.name not in self.used:
-                trace.loaded_globals += probe_tokenwise(
-                    output.name, norm, size[0], norm=True
-                )  # guard: a norm of each head by itself
             self.used.add(output.name)
             return output.name, before
         return None, heads

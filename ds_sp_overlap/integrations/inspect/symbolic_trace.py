@@ -124,19 +124,32 @@ class TracedOutput:
 
 
 class Opaque:
-    """Stands for an argument that may be passed on or compared with None, and nothing else."""
+    """Stands for something that may be passed on or compared with None, and nothing else.
 
-    def __init__(self, trace: Trace):
-        self._trace = trace
+    Args:
+        fail: `Accounting.fail`, called if the code does more.
+    """
 
-    def __bool__(self) -> bool:
-        return self._trace.fail("looks at an argument")
+    what = "an argument"
+
+    def __init__(self, fail: Callable[[str], NoReturn]):
+        self._fail = fail
+
+    def _refuse(self, *_: Any) -> Any:
+        return self._fail(f"looks at {self.what}")
 
     def __eq__(self, other: object) -> bool:
         """Return True for this object; fail for any other."""
-        return other is self or bool(self)
+        return other is self or self._refuse()
 
+    __bool__ = __getattr__ = _refuse
     __hash__ = object.__hash__
+
+
+class HiddenDtype(Opaque):
+    """Stands for the dtype or device of a tensor; may be passed on to another tensor."""
+
+    what = "the dtype or device of a tensor"
 
 
 class Tables(tuple):
@@ -383,8 +396,8 @@ class Trace:
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
         self.tables = Tables((cos, sin))
-        self.weights, self.position_ids = Opaque(self), Opaque(self)
-        self.mask = Opaque(self) if case.masked else None
+        self.weights, self.position_ids = Opaque(self.fail), Opaque(self.fail)
+        self.mask = Opaque(self.fail) if case.masked else None
         self.o: Any = None
         sizes = {self.batch, self.seq, self.batch * self.seq}
         self.accounting = LabelAccounting(case.dtype, sizes)
@@ -425,7 +438,7 @@ class Trace:
             position_ids=None,
         )
         if self.case.gives_optional:
-            known |= {name: Opaque(self) for name in UNUSED if name not in CACHES}
+            known |= {name: Opaque(self.fail) for name in UNUSED if name not in CACHES}
             known["position_ids"] = self.position_ids
         arguments = {}
         for name in names:
@@ -434,7 +447,8 @@ class Trace:
             arguments[name] = known[name]
         # The forward takes any keywords.
         if len(names) < len(parameters):
-            self.further_keywords = {name: Opaque(self) for name in {"sp_overlap", *keywords}}
+            further = {"sp_overlap", *keywords}
+            self.further_keywords = {name: Opaque(self.fail) for name in further}
         return arguments | self.further_keywords
 
     def _replacement(self, name: str, value: Any) -> Any:
@@ -458,14 +472,12 @@ class Trace:
         def rotary(*args: Any, **kwargs: Any) -> Any:
             """Return labels for each positional tensor that is no table, in their order."""
             with torch._C.DisableTorchFunction():
-                tables = dict(zip(Table, (self.tables, *self.tables)))
+                tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
                 sizes = {self.batch: "batch", self.seq: "seq"}
                 recorded, outputs = [], []
                 for argument in args:
-                    for table, x in tables.items():
-                        if x is argument:
-                            argument = table  # a `Table`, for which no labels are returned
-                            break
+                    # No labels are returned for a `Table`.
+                    argument = tables.get(id(argument), argument)
                     if isinstance(argument, Tensor):
                         shape = tuple(argument.shape)
                         outputs.append(TracedOutput(function.__name__, argument, shape, self))
@@ -501,22 +513,6 @@ class Trace:
         return self.o, self.weights
 
 
-class HiddenDtype:
-    """Stands for the dtype or device of a tensor; may only be passed on to another tensor."""
-
-    def __init__(self, accounting: Accounting):
-        self._accounting = accounting
-
-    def __eq__(self, other: object) -> bool:
-        """Return True for this object; fail for any other."""
-        return other is self or self._accounting.fail("looks at the dtype or device of a tensor")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._accounting.fail("looks at the dtype or device of a tensor")
-
-    __hash__ = object.__hash__
-
-
 class LabelAccounting(Accounting):
     """Accounts for code that runs on labels. A cast to their own dtype leaves them as they are.
 
@@ -529,7 +525,7 @@ class LabelAccounting(Accounting):
 
     def __init__(self, dtype: torch.dtype | None, sizes: set[int]):
         super().__init__(self.CASTS, sizes)
-        self.dtype = dtype or HiddenDtype(self)
+        self.dtype = dtype or HiddenDtype(self.fail)
 
     def dtype_or_device(self, name: str, x: Tensor) -> Any:
         """Return the dtype that labels claim to have, which are integers; or their device."""

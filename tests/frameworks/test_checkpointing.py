@@ -457,7 +457,7 @@ def refused_by_another(rank):
     with sequence_parallel_model(2, **WIDE) as (model, group):
         ds_sp_overlap.enable(model.train(), KEEP)
         model.gradient_checkpointing_enable({"use_reentrant": rank == 1})
-        with mock.patch.object(Positions, "forward", side_effect=NotImplementedError("went on")):
+        with mock.patch.object(Positions, "gather", side_effect=NotImplementedError("went on")):
             kind, message = refusal(outcome, model, batches(1)[0], rank, 2, group)
     return [] if "sp rank 1: " in message else [f"{kind}: {message}"]
 

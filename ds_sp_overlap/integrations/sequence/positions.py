@@ -7,12 +7,11 @@ needs. See Note [One message, one wait].
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -90,6 +89,23 @@ def restarts(position_ids: np.ndarray) -> np.ndarray:
     return np.diff(position_ids) != 1
 
 
+_Method = TypeVar("_Method", bound=Callable)
+
+
+def _once(method: _Method) -> _Method:
+    """Keep the results of a method in its object, by the arguments, for all layers."""
+    results_name = f"_results of {method.__name__}"
+
+    @functools.wraps(method)
+    def kept(self: Any, *args: Any) -> Any:
+        results = vars(self).setdefault(results_name, {})
+        if args not in results:
+            results[args] = method(self, *args)
+        return results[args]
+
+    return kept  # type: ignore[return-value]  # of the same signature
+
+
 class GlobalSequence:
     """The facts about the global sequence that attention needs in one forward.
 
@@ -142,10 +158,6 @@ class GlobalSequence:
             starts = self._with_padding(starts, mask, where)
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
-        self._documents: dict[tuple[int | None, Range | None], Documents | None] = {}
-        self._query_chunks: dict[int, QueryChunks] = {}
-        self._for_flash: dict[Range, tuple[list[int], dict[str, Any]]] = {}
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
         # Those of `pieces.pieces_of`.
         self.pieces: dict[tuple[int, int], Any] = {}
 
@@ -170,6 +182,7 @@ class GlobalSequence:
         self.padded = bool(behind_padding.any())
         return starts | behind_padding
 
+    @_once
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
         """Return the documents, cut into chunks; None if every row is one document and one chunk.
 
@@ -180,10 +193,7 @@ class GlobalSequence:
                 documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
-        key = chunk, queries
-        if key not in self._documents:
-            self._documents[key] = self._documents_of(self._bounds_of(chunk), queries)
-        return self._documents[key]
+        return self._documents_of(self._bounds_of(chunk), queries)
 
     def _bounds_of(self, chunk: int | None) -> np.ndarray | None:
         """Return the `bounds` of the documents, cut into chunks of a length in tokens.
@@ -241,6 +251,7 @@ class GlobalSequence:
         rows = np.arange(self.rows)
         return rows, np.zeros_like(rows), np.full_like(rows, sum(self.lengths))
 
+    @_once
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
         """Return how transformers' own flash attention keeps the documents of a range apart.
 
@@ -254,24 +265,23 @@ class GlobalSequence:
         """
         if self.bounds is None:
             return [0] * self.rows, {}
-        if queries not in self._for_flash:
-            (first, last), (row, start, stop) = queries, self._documents_or_rows()
-            (inside,) = np.nonzero((start < last) & (stop > first))
-            row, start, stop = row[inside], start[inside], np.minimum(stop[inside], last)
-            lengths = [stop - np.maximum(start, first), stop - start]
-            edges = [np.append(0, length.cumsum()).astype(np.int32) for length in lengths]
-            of_queries, of_keys = to_device(edges, self.device)
-            keywords = dict(
-                cu_seq_lens_q=of_queries,
-                cu_seq_lens_k=of_keys,
-                max_length_q=int(lengths[0].max()),
-                max_length_k=int(lengths[1].max()),
-            )
-            # The documents are sorted, so that a row's first one is found by its row.
-            first_keys = start[np.searchsorted(row, np.arange(self.rows))]
-            self._for_flash[queries] = first_keys.tolist(), keywords
-        return self._for_flash[queries]
+        (first, last), (row, start, stop) = queries, self._documents_or_rows()
+        (inside,) = np.nonzero((start < last) & (stop > first))
+        row, start, stop = row[inside], start[inside], np.minimum(stop[inside], last)
+        lengths = [stop - np.maximum(start, first), stop - start]
+        edges = [np.append(0, length.cumsum()).astype(np.int32) for length in lengths]
+        of_queries, of_keys = to_device(edges, self.device)
+        keywords = dict(
+            cu_seq_lens_q=of_queries,
+            cu_seq_lens_k=of_keys,
+            max_length_q=int(lengths[0].max()),
+            max_length_k=int(lengths[1].max()),
+        )
+        # The documents are sorted, so that a row's first one is found by its row.
+        first_keys = start[np.searchsorted(row, np.arange(self.rows))]
+        return first_keys.tolist(), keywords
 
+    @_once
     def query_chunks(self, shares: int) -> QueryChunks | None:
         """Return the tokens whose queries each share attends with, balanced by work.
 
@@ -283,32 +293,30 @@ class GlobalSequence:
         seq = sum(self.lengths)
         if self.bounds is None or not 1 < shares <= seq:
             return None
-        if shares not in self._query_chunks:
-            row, start, stop = self.bounds.T
-            # The keys that each query sees: its place in its document, counted from 1. Layers with
-            # a small window are dealt the same tokens, as all their queries see about as many keys.
-            seen = np.arange(1, self.rows * seq + 1) - (row * seq + start).repeat(stop - start)
-            self._query_chunks[shares] = balanced(seen.reshape(self.rows, seq).sum(0), shares)
-        return self._query_chunks[shares]
+        # The keys that each query sees: its place in its document, counted from 1. Layers with a
+        # small window are dealt the same tokens, as all their queries see about as many keys.
+        return balanced((self._places() + 1).sum(0), shares)
 
     @functools.cached_property
     def position_ids(self) -> Tensor:
         """[b, s]. Positions that count from 0 in each document; for flash attentions of others."""
-        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
-        positions = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
-        return to_device([positions.reshape(self.rows, seq)], self.device)[0]
+        return to_device([self._places()], self.device)[0]
 
+    def _places(self) -> np.ndarray:
+        """Return the place of each token in its document [b, s], counted from 0."""
+        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
+        places = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
+        return places.reshape(self.rows, seq)
+
+    @_once
     def window_mask(self, queries: int, keys: int, window: int) -> Tensor:
         """Return the causal mask [1, 1, queries, keys] of a sliding window, in tokens.
 
         The queries are those of the last tokens of the keys.
         """
-        key = queries, keys, window
-        if key not in self._masks:
-            token = torch.arange(keys, device=self.device)
-            distance = token[keys - queries :, None] - token[None, :]
-            self._masks[key] = ((distance >= 0) & (distance < window))[None, None]
-        return self._masks[key]
+        token = torch.arange(keys, device=self.device)
+        distance = token[keys - queries :, None] - token[None, :]
+        return ((distance >= 0) & (distance < window))[None, None]
 
 
 def _bounds(starts: np.ndarray) -> np.ndarray | None:
@@ -344,8 +352,7 @@ class _Header(NamedTuple):
         batch: The batch size of the tokens.
         length: The local sequence length.
         masked: 1 if the rank has a mask, else 0.
-        fallbacks: A checksum of the names of the layers that fall back on the rank.
-        checkpointed: A checksum of the names of the modules that are checkpointed on the rank.
+        names: A checksum of the ``names`` that the rank gave `Positions.gather`.
     """
 
     fault: int
@@ -354,8 +361,7 @@ class _Header(NamedTuple):
     batch: int = 0
     length: int = 0
     masked: int = 0
-    fallbacks: int = 0
-    checkpointed: int = 0
+    names: int = 0
 
     @property
     def lines(self) -> int:
@@ -368,17 +374,28 @@ class _Header(NamedTuple):
         return (self.lines + self.masked * self.batch) * self.length
 
 
-def _differs(checkpointed: list[Sequence[str]], where: str) -> str:
-    """Return the error for modules that are checkpointed on some ranks alone."""
-    lines = []
-    for rank, names in enumerate(checkpointed):
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"sp rank {rank}: {names[0] if names else 'nothing'}{more}")
-    return (
-        f"{where}: gradient checkpointing is on for other modules, or of another kind, on other "
-        f"ranks ({'; '.join(lines)}), and what backward computes again exchanges again; switch it "
-        "on or off for the same modules on every rank"
-    )
+def _compared(of_ranks: list[tuple[list[str], list[str]]], where: str) -> set[str]:
+    """Return the names of the layers that fall back on any rank; all ranks raise alike.
+
+    Args:
+        of_ranks: [P]. The ``names`` of each rank, as for `Positions.gather`.
+        where: The name of the model, for errors.
+
+    Raises:
+        ValueError: for modules that are checkpointed on some ranks alone.
+    """
+    fallbacks, lines = set[str](), []
+    for rank, (falling_back, checkpointed) in enumerate(of_ranks):
+        fallbacks.update(falling_back)
+        more = f" and {len(checkpointed) - 1} more" if len(checkpointed) > 1 else ""
+        lines.append(f"sp rank {rank}: {checkpointed[0] if checkpointed else 'nothing'}{more}")
+    if any(checkpointed != of_ranks[0][1] for _, checkpointed in of_ranks):
+        raise ValueError(
+            f"{where}: gradient checkpointing is on for other modules, or of another kind, on other "
+            f"ranks ({'; '.join(lines)}), and what backward computes again exchanges again; switch "
+            "it on or off for the same modules on every rank"
+        )
+    return fallbacks
 
 
 class Positions:
@@ -387,15 +404,10 @@ class Positions:
     Args:
         sp_group: The sp group.
         documents: The option ``sp_overlap.documents``.
-
-    Attributes:
-        current: The global sequence of the forward that is running, the inner one of two; None
-            between forwards.
     """
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        self.current: GlobalSequence | None = None
         # Whether positions may start anew on every rank: the section says so, or positions that did
         # not were seen before.
         self._may_restart = documents == "per_rank"
@@ -405,35 +417,6 @@ class Positions:
         # used for decoding.
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
-    @contextlib.contextmanager
-    def forward(
-        self,
-        where: str,
-        arguments: dict[str, Any],
-        cache: Any = None,
-        fallbacks: Sequence[str] = (),
-        checkpointed: Sequence[str] = (),
-    ) -> Iterator[GlobalSequence]:
-        """Hold the global sequence while the body runs the forward of a model. Collective.
-
-        Args:
-            where: The name of the model, for errors.
-            arguments: The arguments of its forward by name.
-            cache: The KV cache among the arguments, or None.
-            fallbacks: As for `gather`.
-            checkpointed: As for `gather`.
-        """
-        given = (arguments[name] for name in TOKENS if arguments.get(name) is not None)
-        tokens = next(given, None)
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        names = dict(fallbacks=fallbacks, checkpointed=checkpointed)
-        gathered = self.gather(where, tokens, positions, mask=mask, cache=cache, **names)
-        outer, self.current = self.current, gathered
-        try:
-            yield gathered
-        finally:
-            self.current = outer
-
     @torch._disable_dynamo
     def gather(
         self,
@@ -442,13 +425,12 @@ class Positions:
         position_ids: Any,
         mask: Any = None,
         cache: Any = None,
-        fallbacks: Sequence[str] = (),
-        checkpointed: Sequence[str] = (),
+        names: tuple[list[str], list[str]] = ([], []),
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
-        Collective; errors are raised on all ranks. `forward` calls it, and `Forwards.of` for a
-        layer that is called by itself. The host waits for the device once.
+        Collective; errors are raised on all ranks. `Host` calls it, and `Forwards.of` for a layer
+        that is called by itself. The host waits for the device once.
 
         Args:
             where: The name of the model or layer, for errors.
@@ -456,8 +438,8 @@ class Positions:
             position_ids: [b or 1, s/P] or [axes, b or 1, s/P].
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
-            fallbacks: The names of the layers that fall back on this rank, in ascending order.
-            checkpointed: The names of the modules that are checkpointed on this rank.
+            names: The names of the layers that fall back on this rank, and of the modules that are
+                checkpointed.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -479,8 +461,7 @@ class Positions:
                 batch=rows if tokens is None else tokens.shape[0],
                 length=length,
                 masked=int(mask is not None),
-                fallbacks=zlib.crc32(repr(list(fallbacks)).encode()),
-                checkpointed=zlib.crc32(repr(list(checkpointed)).encode()),
+                names=zlib.crc32(repr(names).encode()),
             )
             values = [position_ids] if mask is None else [position_ids, mask != 0]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
@@ -488,8 +469,9 @@ class Positions:
         messages = self._every(list(header), values, device)
         headers = [_Header(*line) for line in messages[:, : len(header)].tolist()]
         self._refuse(where, headers)
-        if len({each.checkpointed for each in headers}) > 1:  # guard: recomputed on all ranks
-            raise ValueError(_differs(self.sp_group.gather(checkpointed, where), where))
+        fallbacks = set(names[0])
+        if len({each.names for each in headers}) > 1:  # guard: recomputed on all ranks
+            fallbacks = _compared(self.sp_group.gather(names, where), where)
         needed = max(each.values for each in headers)
         if needed > self._room:  # guard: travels in one message
             self._room = needed
@@ -510,8 +492,6 @@ class Positions:
         if any(each.masked for each in headers):
             whole_mask = np.concatenate(masks, 1) != 0
         self._refuse_restart(where, whole_positions, lengths)
-        if len({each.fallbacks for each in headers}) > 1:
-            fallbacks = sorted(set().union(*self.sp_group.gather(fallbacks, where)))
         return GlobalSequence(
             whole_positions,
             lengths,

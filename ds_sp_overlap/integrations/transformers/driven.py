@@ -131,21 +131,14 @@ class Driven:
         """Let the block use the layer's submodules as they are now."""
         self.block.use(**self._children())
 
-    def why_fallback(self) -> str:
-        """Explain why the layer, as its modules are on this rank now, runs by no window."""
+    def must_fall_back(self) -> bool:
+        """Return whether the layer, as its modules are on this rank now, runs by no window."""
         self.use()
-        self.falls_back = False
-        if self.block.can_window(self.block.split_projections()):
-            return ""
-        return f"{self.where}: projections that can't be computed part by part"
+        self.fall_back(False)
+        return not self.block.can_window(self.block.split_projections())
 
-    @property
-    def falls_back(self) -> bool:
-        """Return whether a window is left out, since it is on some rank."""
-        return self.block.falls_back
-
-    @falls_back.setter
-    def falls_back(self, is_so: bool) -> None:
+    def fall_back(self, is_so: bool) -> None:
+        """Leave a window out, or not, until the next call of this."""
         self.block.falls_back = is_so
 
     def _own(self, arguments: dict[str, Any], x: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
 from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
-from ..sequence.positions import GlobalSequence, Positions
+from ..sequence.positions import TOKENS, GlobalSequence, Positions
 from .checkpoints import Checkpoints
 from .modules import Watched, first_of, off_in_eval, pretrained
 
@@ -39,19 +39,16 @@ class Forwards:
     Attributes:
         positions: Gathers positions and masks.
         masks: The placeholders that layers are given in place of masks.
-        attended: The names of the layers, and rotary embeddings, whose tokens of all ranks were
-            asked for in the forward that is running; for `_witnessed`.
-        host: The model whose forward is running, the inner one of two; None between forwards.
+        running: The forward that is running, the inner one of two; None between forwards.
         fallible: By name, the layers that fall back where a hook or an adapter stands in the way:
             they exchange something else then, so all ranks must. Each has a method
-            ``why_fallback()``, which gives the reason on this rank; and an attribute
-            ``falls_back``, set in each forward of the model: whether it does on any rank.
+            ``must_fall_back()`` for this rank, and ``fall_back(is_so)``, called in each forward of
+            the model: whether it does on any rank.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
         self.positions, self.masks = Positions(sp_group, config.documents), Masks()
-        self.attended: set[str] = set()
-        self.host: Host | None = None
+        self.running: _Running | None = None
         # Weak, since tables of attention functions reach this object and must keep no model alive.
         self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -60,17 +57,28 @@ class Forwards:
         names = []
         for name, layer in self.fallible.items():
             try:
-                reason = layer.why_fallback()
+                falls_back = layer.must_fall_back()
             except Exception:  # of any kind: a module is gone, of which the layer's own call tells
-                reason = "it can't be looked at"
-            if reason:
+                falls_back = True
+            if falls_back:
                 names.append(name)
         return sorted(names)
 
     def fall_back(self, names: Collection[str]) -> None:
         """Let the layers that are named fall back, and no others, until the next call of this."""
         for name, layer in self.fallible.items():
-            layer.falls_back = name in names
+            layer.fall_back(name in names)
+
+    def sequence_for(self, where: str) -> GlobalSequence | None:
+        """Return the global sequence of the forward that is running; None between forwards.
+
+        Args:
+            where: The name of the layer, or rotary embedding, that asks for the tokens of all ranks.
+        """
+        if self.running is None:
+            return None
+        self.running.attended.add(where)
+        return self.running.sequence
 
     def of(
         self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
@@ -91,10 +99,10 @@ class Forwards:
             ValueError: for attention that is not causal, a bias for each head, or a mask that the
                 model's mask functions did not make.
         """
-        self.attended.add(where)
+        sequence = self.sequence_for(where)
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
-        position_ids, sequence = kwargs.pop("position_ids", None), self.positions.current
+        position_ids = kwargs.pop("position_ids", None)
         if not getattr(module, "is_causal", True):
             raise ValueError(
                 f"{where}: {type(module).__name__} is told that its attention is not causal; "
@@ -134,13 +142,33 @@ class Forwards:
         Args:
             where: The name of the layer.
         """
-        sequence = self.positions.current
-        if sequence is not None and 0 in sequence.lengths:
+        lengths = self.running.sequence.lengths if self.running is not None else ()
+        if 0 in lengths:
             raise ValueError(
-                f"{where}: sp rank {sequence.lengths.index(0)} has no tokens (local lengths "
-                f"{sequence.lengths}), for which the code of this kind of layer fails; give every "
-                "rank of the sp group one token at least"
+                f"{where}: sp rank {lengths.index(0)} has no tokens (local lengths {lengths}), for "
+                "which the code of this kind of layer fails; give every rank of the sp group one "
+                "token at least"
             )
+
+
+class _Running(NamedTuple):
+    """A forward of a model that is running.
+
+    Attributes:
+        host: The model.
+        sequence: The global sequence.
+        attended: The names of the layers, and rotary embeddings, that asked for the tokens of all
+            ranks.
+    """
+
+    host: Host
+    sequence: GlobalSequence
+    attended: set[str]
+
+
+def _given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
+    """Return the first argument of these names that is given; None if none is."""
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 @dataclass(eq=False)
@@ -187,26 +215,22 @@ class Host:
 
         Collective. Returns what the model's own forward returns.
         """
-        positions, masks, outer = self.forwards.positions, self.forwards.masks, self.forwards.host
+        outer, masks = self.forwards.running, self.forwards.masks
         # An outer model has gathered already, or stock Ulysses is off in evaluation.
-        has_gathered = outer is not None and self.model in outer._inside  # guard: not another model
+        has_gathered = (
+            outer is not None and self.model in outer.host._inside
+        )  # guard: not another model
         if has_gathered or off_in_eval(self._first_layer):
             return self._original(*args, **kwargs)
         self.watched.refuse_changed()
         arguments = {**dict(zip(self._parameters, args)), **kwargs}
-        cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         implementation = self._first_layer.config._attn_implementation
         if not self._has_looked:  # for units of FSDP that were made since `enable`
             sharded.look_for_units(self.model)
             self._has_looked = True
-        names = dict(
-            fallbacks=self.forwards.fallbacks(), checkpointed=self.checkpoints.checkpointed()
-        )
         with (
             self.checkpoints.keeping(),
-            positions.forward(self.name, arguments, cache, **names) as sequence,
-            _witnessed(self.forwards, self.unseen, self.watched.foreign()),
-            self._as_host(),
+            self._running(arguments) as sequence,
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             self._refuse_edges(arguments, sequence)
@@ -240,51 +264,45 @@ class Host:
             )
 
     @contextlib.contextmanager
-    def _as_host(self) -> Iterator[None]:
-        """Be the host of `Forwards` while the body runs."""
-        outer, self.forwards.host = self.forwards.host, self
-        try:
-            yield
-        finally:
-            self.forwards.host = outer
+    def _running(self, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
+        """Gather the global sequence and hold it while the body runs the forward. Collective.
 
-
-@contextlib.contextmanager
-def _witnessed(
-    forwards: Forwards, unseen: dict[str, nn.Module], foreign: dict[str, nn.Module]
-) -> Iterator[None]:
-    """Check that each module of ``unseen`` and ``foreign`` that runs in the body exchanges.
-
-    Raises RuntimeError, after the body, for one that did not exchange.
-    """
-    watched = {**unseen, **foreign}
-    if not watched:
-        yield
-        return
-    ran: set[str] = set()
-    outer, forwards.attended = forwards.attended, set()
-    hooks = []
-    for name, module in watched.items():
-        # The default binds the name of this module, not that of the last one.
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        attended, forwards.attended = forwards.attended, outer
-    local = sorted(ran - attended)
-    if local:
-        raise RuntimeError(
-            f"{first_of(local[0], watched[local[0]], len(local))} ran without an exchange, each "
-            "rank with its own tokens alone: it was put into the model or changed, or its forward "
-            "replaced or set back, since ds_sp_overlap.enable (disable of a model that shares it "
-            "does so; call enable again), or it calls none of transformers' attention functions, "
-            "which is not supported here"
+        Raises:
+            RuntimeError: after the body, if a module ran that should exchange, and did not: one of
+                ``unseen``, or one that `Watched` found to be another one than in `enable`.
+        """
+        forwards, cache = self.forwards, _given(arguments, CACHES)
+        sequence = forwards.positions.gather(
+            self.name,
+            _given(arguments, TOKENS),
+            arguments.get("position_ids"),
+            mask=arguments.get("attention_mask"),
+            cache=cache,
+            names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
         )
-    # Each layer of ``unseen`` is checked once.
-    for name in ran:
-        unseen.pop(name, None)
+        watched = {**self.unseen, **self.watched.foreign()}
+        ran, attended, hooks = set[str](), set[str](), []
+        for name, module in watched.items():
+            # The default binds the name of this module, not that of the last one.
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
+        outer, forwards.running = forwards.running, _Running(self, sequence, attended)
+        try:
+            yield sequence
+        finally:
+            forwards.running = outer
+            for hook in hooks:
+                hook.remove()
+        if local := sorted(ran - attended):
+            raise RuntimeError(
+                f"{first_of(local[0], watched[local[0]], len(local))} ran without an exchange, "
+                "each rank with its own tokens alone: it was put into the model or changed, or its "
+                "forward replaced or set back, since ds_sp_overlap.enable (disable of a model that "
+                "shares it does so; call enable again), or it calls none of transformers' "
+                "attention functions, which is not supported here"
+            )
+        # Each layer of ``unseen`` is checked once.
+        for name in ran:
+            self.unseen.pop(name, None)
 
 
 def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:
@@ -303,8 +321,7 @@ def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:
     original = module.forward
 
     def with_largest_position(x, position_ids, *args, **kwargs):
-        forwards.attended.add(name)
-        sequence = forwards.positions.current
+        sequence = forwards.sequence_for(name)
         if sequence is None:
             if off_in_eval(module):
                 return original(x, position_ids, *args, **kwargs)

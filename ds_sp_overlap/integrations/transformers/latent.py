@@ -112,25 +112,26 @@ class _Expansion:
     """Takes the place of a layer's ``expand_kv``.
 
     Args:
-        name: The layer's name.
         module: The layer.
     """
 
     falls_back = False
 
-    def __init__(self, name: str, module: Any):
-        self.name, self.module = name, module
+    def __init__(self, module: Any):
+        self.module = module
 
-    def why_fallback(self) -> str:
-        """Explain why k and v travel in place of the latents, by this rank's modules."""
+    def must_fall_back(self) -> bool:
+        """Return whether k and v travel in place of the latents, by this rank's modules."""
         # An adapter around the projection expands all latents itself.
-        if can_expand_rows(getattr(self.module, PROJECTION)):  # guard: adapters are heard
-            return ""
-        return f"{self.name}: {PROJECTION} can't be computed part by part"
+        return not can_expand_rows(getattr(self.module, PROJECTION))  # guard: adapters are heard
+
+    def fall_back(self, is_so: bool) -> None:
+        """Have k and v travel, or not, until the next call of this."""
+        self.falls_back = is_so
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return what travels in place of k and v."""
-        if off_in_eval(self.module) or self.falls_back or self.why_fallback():
+        if off_in_eval(self.module) or self.falls_back or self.must_fall_back():
             return type(self.module).expand_kv(self.module, latent, rotated)
         return latent, rotated
 
@@ -161,7 +162,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
 
     unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)
 
-    expand = forwards.fallible[name] = _Expansion(name, module)
+    expand = forwards.fallible[name] = _Expansion(module)
 
     @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:

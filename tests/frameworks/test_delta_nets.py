@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 import ds_sp_overlap
 import ds_sp_overlap.autotune.policy
+from ds_sp_overlap.integrations.inspect.library import names_around
 from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
-from ds_sp_overlap.integrations.transformers.delta_net import names_around
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_config, tiny_model
@@ -340,7 +340,7 @@ def on_and_off(rank, kind):
 def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
     for report, off, by_itself, without, same in on_ranks(2, on_and_off, kind):
         assert "2 of 2 layers overlapped" in report and "linear_attn" in report and "delta rule, G = 2" in report
-        assert ("the projection of z under q, k, v" in report) == (kind != "qwen3_next")
+        assert ("the projection of z under them" in report) == (kind != "qwen3_next")
         assert "its projections are called whole" in report
         assert len(off) == 6 and max(off) < FP64
         assert by_itself is not None and "sequence parallelism needs position_ids" in by_itself[1], by_itself
@@ -393,7 +393,10 @@ def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name
         assert enough is None
         for said in (few, many, strange):
             assert said is not None and said[0] == "ValueError"
-        assert "linear_attn (Qwen3NextGatedDeltaNet): 2 value heads leave a rank of sp size 4 with no head; use sp size 2" in few[1]
+        assert (
+            "linear_attn (Qwen3NextGatedDeltaNet): 2 heads of its delta rule leave a rank of sp size 4 with none; use sp size 2"
+            in few[1]
+        )
         assert "head_groups must be between 1 and 2 for 8 heads at sp size 4, got 3" in many[1]
         assert "linear_attn (Qwen3NextGatedDeltaNet) mixes tokens without" in strange[1]
 
@@ -410,21 +413,6 @@ def without_tokens(rank, kind):
 def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind):
     for said in on_ranks(2, without_tokens, kind, timeout_s=60):
         assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]
-
-
-def given_a_bias(rank):
-    model = tiny_model("qwen3_next")
-    ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
-    convolution = next(module for module in model.modules() if hasattr(module, "A_log")).conv1d
-    convolution.bias = torch.nn.Parameter(torch.ones(convolution.out_channels, dtype=torch.float64))
-    said = refusal(share, model, *inputs_of(tokens_of(32), [16, 16], rank))
-    ds_sp_overlap.disable(model)
-    return said
-
-
-def test_a_bias_that_a_convolution_is_given_afterwards_is_refused_by_name():
-    for said in on_ranks(2, given_a_bias):
-        assert said is not None and said[0] == "RuntimeError" and "linear_attn: its conv1d has a bias since" in said[1]
 
 
 # Training.
@@ -484,18 +472,8 @@ def faults_of_checkpoints(rank):
 
 WATCHED = [
     Watched(Guard("one document is one", without="if False:"), misses_edges),
-    Watched(
-        Guard("taps of their own", without="of_k = of_q"),
-        faults_of_cuts,
-    ),
-    Watched(
-        Guard(
-            "decays of their own",
-            without="slices += [cut(parameter, 0, [((0, last - first),) for first, last in own]) for parameter in per_head]",
-        ),
-        faults_of_cuts,
-    ),
-    Watched(Guard("an empty state", without="documents = None"), faults_of_documents),
+    Watched(Guard("rows of their own", without="pass"), faults_of_cuts),
+    Watched(Guard("an empty state", without="return mix(q, k, v)"), faults_of_documents),
     Watched(
         Guard("recurrent layers are told", without="if True:"),
         faults_of_checkpoints,

@@ -259,7 +259,6 @@ def refused_at_enable(rank, families):
 
 
 MIXING = {
-    "mamba": (dict(), "MambaMixer"),
     "rwkv": (dict(attention_hidden_size=32), "RwkvSelfAttention"),
     "falcon": (dict(), "transformer.h.0.self_attention (FalconAttention, and 1 more) mixes tokens without"),
     "doge": (dict(keep_window_size=8), "model.layers.0.self_attn (DogeAttention, and 1 more) mixes tokens without"),
@@ -371,7 +370,7 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
 
 def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implementation():
     found = masks.Masks()
-    found._placeholder((1, 4), torch.device("cpu"), None, pattern=masks.Pattern())
+    found.placeholder((1, 4), torch.device("cpu"), None, pattern=masks.Pattern())
     assert len(found._placeholders) == 1
     with found.for_attention("the model", None, "one without masks", []):
         assert not found._placeholders

@@ -1,9 +1,10 @@
-"""Mixers that work on each rank's own tokens, overlapped: against transformers' model on the whole sequence, in fp64 (`in_double`).
+"""Mixers that work on each rank's own tokens, or by channels, overlapped: against transformers' model on the whole sequence, in fp64 (`in_double`).
 
 Documents and padding: against each document alone.
 """
 
 import dataclasses
+import operator
 from unittest import mock
 
 import pytest
@@ -13,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 
 import ds_sp_overlap
-from ds_sp_overlap.integrations.transformers import mixers
+from ds_sp_overlap.integrations.transformers import mixers, mixers_by_states
+from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
@@ -25,7 +27,12 @@ from tests.harness.whole import again_in_double, each_alone, found, inputs_of, r
 
 SHORT = ("lfm2", "lfm2_moe", "lfm3")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax")
-ADAPTED = {"nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj", "lfm2": "in_proj,out_proj"}  # PEFT takes no out_proj of Nemotron-H
+CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
+ADAPTED = {
+    "mamba": "in_proj,x_proj",
+    "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj",
+    "lfm2": "in_proj,out_proj",
+}  # PEFT takes no out_proj of Nemotron-H
 
 
 def model_of(kind, **options):
@@ -78,6 +85,10 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
         (("lfm2", "nemotron_h", "minimax"), [9, 2, 21], {}, {"head_groups": 1}),
         (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # fewer tokens than taps, on two ranks one after another
         (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {}),
+        (CHANNELS, [1, 30], {}, {"check": True}),
+        (("mamba",), [9, 2, 21], {}, {"head_groups": 3}),
+        (("zamba",), [9, 2, 21], {}, {"head_groups": 1}),  # two of its heads share a rank
+        full(("jamba", "falcon_mamba"), [9, 2, 1, 20], {}, {"head_groups": 1}),
     ],
 )
 def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section):
@@ -104,7 +115,9 @@ def documents(rank, kind, lengths, rows=ROWS):
     return errors
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", full("falcon_h1"), full("mamba2"), full("minimax")])
+@pytest.mark.parametrize(
+    "kind", ["lfm2", "nemotron_h", *map(full, ("falcon_h1", "mamba2", "minimax")), "mamba", full("jamba"), full("zamba")]
+)
 @pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
 def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
     for errors in on_ranks(len(lengths), documents, kind, lengths):
@@ -126,7 +139,7 @@ def padding(rank, kind, lengths):
     return errors
 
 
-@pytest.mark.parametrize("kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16])])
+@pytest.mark.parametrize("kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("falcon_mamba", [16, 16])])
 def test_padding_leaves_no_trace(kind, lengths):
     for errors in on_ranks(2, padding, kind, lengths):
         assert all(error < FP64 for error in errors), errors
@@ -155,7 +168,7 @@ def partly_trained(rank):
     errors = {}
     with in_double():
         for kind, targets in ADAPTED.items():
-            for words in (("conv",), ("A_log", "lm_head"), ("lm_head",)):
+            for words in (("conv",), ("A_log", "lm_head"), ("lm_head",), ("dt_proj",)):
                 model = model_of(kind)
                 for name, p in model.named_parameters():
                     p.requires_grad = any(word in name for word in words)
@@ -171,12 +184,12 @@ def partly_trained(rank):
 
 def test_what_is_frozen_stays_so_and_adapters_learn():
     for errors in on_ranks(2, partly_trained):
-        assert len(errors) == 6 and all(error < FP64 for error in errors.values()), errors
+        assert len(errors) == 10 and all(error < FP64 for error in errors.values()), errors
 
 
 def in_low_precision(rank, factor=1.0):
     figures = []
-    for kind in ("nemotron_h", "lfm2"):
+    for kind in ("nemotron_h", "lfm2", "jamba"):
         for autocast in (False, True):
             with in_double():
                 exact = model_of(kind)
@@ -196,19 +209,18 @@ def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
 # The schedule.
 
 
-def recorded(rank):
-    """Exchanges and projections of a Mamba 2 in their order, forward and backward."""
-    model, mover = model_of("bamba"), Recording()
+def recorded(rank, kind, section, names):
+    """Exchanges and projections of a layer in their order, forward and backward; ``names`` by the rows of a weight."""
+    model, mover = model_of(kind), Recording()
     mover.prepare = lambda sp_group: None
     with transport(mover):
-        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     mover.log.clear()
-    linear, z = torch.nn.functional.linear, layer.intermediate_size
+    linear, names = torch.nn.functional.linear, {of(layer): name for name, of in names.items()}
 
     def noting(x, weight, bias=None):
         y = linear(x, weight, bias)
-        names = {z: "z", layer.conv1d.in_channels: "x", layer.num_heads: "dt"}
         name = names.get(len(weight), "out")
         mover.log.append(name)
         y.register_hook(lambda _: mover.log.append(f"d{name}"))
@@ -224,10 +236,27 @@ def recorded(rank):
     return forward, mover.log
 
 
+def rows_of(*names):
+    return {name: operator.attrgetter(of) for name, of in names}
+
+
 def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states():
-    for forward, backward in on_ranks(2, recorded):
+    rows = rows_of(("z", "intermediate_size"), ("x", "conv1d.in_channels"), ("dt", "num_heads"))
+    for forward, backward in on_ranks(2, recorded, "bamba", {}, rows):
         assert forward == ["x", ">x", "dt", "<x", ">s", "z", "<s", "out"]
         assert backward == ["dout", ">ds", "dz", "<ds", ">dx", "ddt", "<dx", "dx"]
+
+
+def test_z_is_projected_while_channels_travel():
+    rows = rows_of(("in", "intermediate_size"), ("latent", "x_proj.out_features"))
+    made = by_head_groups(("qkv", "q"))  # B and C are those of all channels
+    for forward, backward in on_ranks(2, recorded, "mamba", {"head_groups": 2}, rows):
+        expected = order(made, made.forward)
+        at = expected.index("<q0")
+        assert forward == ["in", ">x", "<x", "latent", *expected[:at], "in", *expected[at:], "out"]
+        expected = order(made, made.backward)
+        at = expected.index("<dq1")
+        assert backward == ["dout", *expected[:at], "din", *expected[at:], "dlatent", ">dx", "<dx", "din"]
 
 
 # Checkpoints, evaluation, caches, refusals.
@@ -242,7 +271,7 @@ def checkpointed(rank, kind, reentrant):
         ds_sp_overlap.enable(model, {}, dist.group.WORLD)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.train()
-        for layer in model.model.layers:
+        for layer in getattr(model, "backbone", model.base_model).layers:
             layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
         losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
         error = worst(found(model, losses, dist.group.WORLD), alone)
@@ -250,7 +279,10 @@ def checkpointed(rank, kind, reentrant):
     return error
 
 
-@pytest.mark.parametrize("kind, reentrant", [("nemotron_h", True), ("nemotron_h", False), full("lfm2", True), full("lfm2", False)])
+@pytest.mark.parametrize(
+    "kind, reentrant",
+    [("nemotron_h", True), ("nemotron_h", False), full("lfm2", True), full("lfm2", False), ("mamba", False), full("mamba", True)],
+)
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
     errors = on_ranks(2, checkpointed, kind, reentrant)
     assert all(error < FP64 for error in errors), errors
@@ -283,11 +315,12 @@ def on_and_off(rank, kind):
     return " ".join(str(report).split()), off, said, same
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2"])
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2", "mamba"])
 def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
     for report, off, said, same in on_ranks(2, on_and_off, kind):
         assert "tokens before, in_proj under them" in report
-        assert ("states, tokens before" in report) == (kind != "lfm2")
+        assert ("states, tokens before" in report) == (kind in STATES)
+        assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)
         assert len(off) == 6 and max(off) < FP64
         for name, words in (("layer", "needs position_ids"), ("missing", "needs position_ids"), ("empty", "sp rank 1 has no tokens"),
                             ("cache", "generation with a KV cache"), ("seq_idx", "position_ids tell one")):  # fmt: skip
@@ -296,15 +329,20 @@ def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores
 
 
 def strange(rank):
-    model = model_of("nemotron_h")
+    """What is said of a forward that was replaced, and of a projection that can't be cut by channels."""
+    model, adapted = model_of("nemotron_h"), model_of("mamba")
     layer = next(filter(is_mixer, model.modules()))
     layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
-    return refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD)
+    get_peft_model(adapted, LoraConfig(r=4, target_modules=["dt_proj"]))
+    return [refusal(ds_sp_overlap.enable, each, {}, dist.group.WORLD) for each in (model, adapted)]
 
 
 def test_code_that_is_not_known_is_refused_by_name():
     for said in on_ranks(2, strange):
-        assert said is not None and "mixer (NemotronHMamba2Mixer) mixes tokens without" in said[1]
+        for one, words in zip(
+            said, ("mixer (NemotronHMamba2Mixer) mixes tokens without", "MambaMixer: its dt_proj is a Linear, whose")
+        ):
+            assert one is not None and words in one[1], one
 
 
 # Training.
@@ -327,7 +365,7 @@ def trained(rank, kind, stages, steps=3):
 FP32 = 1e-3  # as for delta nets
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2")])
+@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
     for off in on_ranks(2, trained, kind, (0, 1, 2, 3), timeout_s=200):
         assert all(max(figures) < FP32 for figures in off.values()), off
@@ -337,10 +375,10 @@ def sharded(rank):
     """Errors of the gradients of layers under FSDP2, which averages them over the ranks."""
     errors = {}
     with in_double():
-        for kind in ("nemotron_h", "lfm2"):
+        for kind in ("nemotron_h", "lfm2", "mamba"):
             model, tokens = model_of(kind), tokens_of(32)
             whole = found(model, [share(model, *inputs_of(tokens, [32], 0))])
-            for layer in model.model.layers:
+            for layer in getattr(model, "backbone", model.base_model).layers:
                 fully_shard(layer)
             fully_shard(model)
             ds_sp_overlap.enable(model, {}, dist.group.WORLD)
@@ -371,19 +409,21 @@ def faults_of_documents(rank):
 
 
 def twice(layer, x, dt):
-    y, state = mixers._mamba2_scan(layer, x, dt)
-    return y + layer.D[:, None] * mixers._mamba2_parts(layer, x)[0], state
+    y, state = mixers_by_states._mamba2_scan(layer, x, dt)
+    return y + layer.D[:, None] * mixers_by_states._mamba2_parts(layer, x)[0], state
 
 
 def detached(layer, x, dt):
-    y, state = mixers._mamba2_scan(layer, x, dt)
+    y, state = mixers_by_states._mamba2_scan(layer, x, dt)
     return y, state.detach()
 
 
 def planted(rank, scan):
-    states = dataclasses.replace(mixers.MAMBA2.states, scan=scan)
-    fault = dataclasses.replace(mixers.MAMBA2, states=states)
-    with mock.patch.dict(mixers.KNOWN, {key: fault if mixer is mixers.MAMBA2 else mixer for key, mixer in mixers.KNOWN.items()}):
+    states = dataclasses.replace(mixers_by_states.MAMBA2.states, scan=scan)
+    fault = dataclasses.replace(mixers_by_states.MAMBA2, states=states)
+    with mock.patch.dict(
+        mixers.KNOWN, {key: fault if mixer is mixers_by_states.MAMBA2 else mixer for key, mixer in mixers.KNOWN.items()}
+    ):
         return faults_of_states(rank)
 
 

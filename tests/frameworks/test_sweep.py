@@ -19,7 +19,7 @@ EVERY_RUN = {
     "falcon": "refused",
     "doge": "refused",
     "gpt_oss": "refused",  # as it has no sdpa; see test_transformers.py for flash attention
-    "jamba": "refused",
+    "jamba": "whole and selective scan",
     "qwen3_next": "attention function and delta rule",
     "bitnet": "attention function",
     "deepseek_v3": "latent attention",

@@ -362,7 +362,9 @@ def verdict(ranks):
 
 GOT = {
     "all eight exchanges": "whole",
-    **{word: word for word in ("latent attention", "attention function", "delta rule", "states", "tokens before")},
+    **{
+        word: word for word in ("latent attention", "attention function", "delta rule", "selective scan", "states", "tokens before")
+    },
 }
 
 

@@ -57,6 +57,7 @@ Look your type up in [the table](#types). The full messages, the errors and stoc
 | attention function | the exchanges are overlapped; the projections stay the layer's own |
 | latent attention | the same, and latents travel in place of the heads that are made of them |
 | delta rule | gated delta nets, whose convolution and delta rule see the whole sequence; the exchanges around them are overlapped |
+| selective scan | Mamba 1, whose scan sees the whole sequence by channels, over the same exchanges |
 | states | [mixers](mixers.md) that scan each rank's own tokens; the states that they leave are exchanged |
 | tokens before | short convolutions on each rank's own tokens and the few before them, which are exchanged |
 | refused | an error on every rank, at the latest at the end of the first forward |

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.delta_net import DeltaNet
 from ds_sp_overlap.attention.layer import LayerRuntime
+from ds_sp_overlap.attention.mixer import ByHeads, Mixer, Pieces
+from ds_sp_overlap.attention.mixer_layer import MixerLayer
 from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
@@ -298,10 +299,9 @@ def runtime(**config):
 
 
 def delta_net(heads):
-    net = DeltaNet(
-        runtime(), heads=heads, head_dim=4, key_heads=1, key_dim=4, project=None, merge=None, learned=None, trained=lambda: []
-    )
-    return net(torch.randn(1, 4, 4), None)
+    rule = ByHeads("delta rule", counts=lambda layer: (heads, 1), mix=None, parameters=None)
+    net = MixerLayer(runtime(), nn.Identity(), Mixer(sources=None, merge=None, heads=rule))
+    return net(torch.randn(1, 4, 4), Pieces([4, 4]))
 
 
 LACKS = "has no parameter queries=, a range (a, b) of the tokens that it is called with"
@@ -324,7 +324,7 @@ REFUSED = [
     ),
     (
         functools.partial(delta_net, 1),
-        f"layers.3: {FEWER} a gated delta net needs all queries at once; use sp size 1 or less",
+        f"layers.3: {FEWER} its delta rule needs all queries at once; use sp size 1 or less",
     ),
 ]  # fmt: skip
 

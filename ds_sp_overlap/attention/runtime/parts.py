@@ -1,8 +1,8 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors, differentiably.
 
-For heads, q, k and v of a fused projection (`input_modules`), and weights of latents
-(`latent`) and of delta nets (`delta_net`). Tests compare
-the gradients of these layers (tests/ranks/test_gradients.py and others).
+For heads, q, k and v of a fused projection (`input_modules`), and weights of latents (`latent`) and
+of mixers by heads (`mixer_heads`). Tests compare the gradients of these layers
+(tests/ranks/test_gradients.py and others).
 """
 
 from __future__ import annotations

@@ -68,6 +68,11 @@ def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
     return functions
 
 
+def names_around(layer: nn.Module) -> dict[str, Any]:
+    """Return the globals of the file that defines a layer's forward and its model."""
+    return inspect.unwrap(type(layer).forward).__globals__
+
+
 def defined_in(function: Any) -> str:
     """Return the name of the module that defines a function or its outermost decorator.
 

@@ -135,7 +135,7 @@ class Masks:
         placeholder = self._placeholders.get(key)  # guard: of its own forward
         return placeholder and (placeholder.sequence, placeholder.pattern)
 
-    def _placeholder(
+    def placeholder(
         self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
     ) -> Tensor:
         """Make a placeholder of ``shape``, which masks nothing; remember sequence and pattern.
@@ -164,7 +164,7 @@ class Masks:
 
         def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
             shape = inputs_embeds.shape[:2]
-            return self._placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
+            return self.placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
 
         for names in namespaces:
             names[RECURRENT] = torch.compiler.disable(create_mask)
@@ -218,7 +218,7 @@ class Masks:
             if getattr(original, "__module__", "") == library.__name__:
                 is_flash = original is library.flash_attention_mask
                 sequence.mask_made = sequence.has_padding or not is_flash
-            return self._placeholder(shape, device, sequence, pattern=pattern)
+            return self.placeholder(shape, device, sequence, pattern=pattern)
 
         # An assignment to transformers' table makes an entry that hides the library's own. An
         # earlier such entry must come back; without one, the new entry must go.

@@ -53,6 +53,7 @@ def _pieces_of(sequence: GlobalSequence, rank: int, reach: int) -> Pieces:
         lengths,
         window=documents(max(0, first - reach)),
         own=documents(first),
+        whole=sequence.recurrent_documents,
         last_starts=last_starts.tolist(),
         reached=reached,
         reaches=reaches,

@@ -187,6 +187,7 @@ class Host:
             seen to exchange.
         configs: The configs whose models make masks for these layers.
         namespaces: The globals of the models that make masks for recurrent layers.
+        hands_on_mask: Whether the model makes no masks, but hands its mixers the one it is given.
         checkpoints: The checkpoints in the model.
         watched: Checks that the layers are still in place.
     """
@@ -198,6 +199,7 @@ class Host:
     unseen: dict[str, nn.Module]
     configs: list[Any]
     namespaces: list[dict[str, Any]]
+    hands_on_mask: bool
     checkpoints: Checkpoints
     watched: Watched
 
@@ -237,6 +239,11 @@ class Host:
             self.forwards.fall_back(sequence.fallbacks)
             for name in self.watched.functions:  # they run transformers' code on this rank's tokens
                 self.forwards.refuse_empty(name)
+            if self.hands_on_mask:
+                # By the placeholder a checkpoint finds the sequence of its forward.
+                shape = sequence.rows, sequence.lengths[positions.sp_group.rank]
+                mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())
+                return self._original(**{**arguments, "attention_mask": mask})
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
                 return self._original(*args, **kwargs)

@@ -18,11 +18,12 @@ from torch import nn
 from ...attention.declared import undeclared
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
-from ..inspect.library import attention_functions
+from ..inspect.library import attention_functions, names_around
 from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
 from ..layers import FoundLayer, HostModule, OverlapSettings
 from ..rebinding import rebind
-from . import delta_net, latent, mixers
+from ..sequence.masks import RECURRENT
+from . import latent, mixers
 from .attention_function import Dispatch, attention_of, bind_function, function_of
 from .checkpoints import Checkpoints, can_keep
 from .driven import Driven
@@ -146,7 +147,7 @@ class _Search:
         self.modules = dict(model.named_modules())
         self.mixers: dict[str, tuple[str, nn.Module]] = {}
         for name, module in self.modules.items():
-            if delta_net.sources_of(module) or mixers.mixer_of(module):
+            if mixers.mixer_of(module):
                 if models := models_around(name, self.modules):
                     self.mixers[name] = models[0]
         self.layers: list[FoundLayer] = []
@@ -296,9 +297,8 @@ class _Search:
                     f"{name} ({type(module).__name__}): AutoTP cut its projections, which is not "
                     "supported with sequence parallelism; take tensor_parallel out of the config"
                 )
-            of_kind = delta_net if delta_net.sources_of(module) else mixers
             self.layers.append(
-                of_kind.describe(name, module, model, forwards=self.forwards, overlap=self.overlap)
+                mixers.describe(name, module, model, forwards=self.forwards, overlap=self.overlap)
             )
 
     def hosts(self) -> list[HostModule]:
@@ -311,8 +311,10 @@ class _Search:
         # The globals of a file once, however many layers the file defines.
         namespaces: dict[int, dict[str, Any]] = {}
         for name in self.mixers:
-            names = delta_net.names_around(self.modules[name])
-            namespaces[id(names)] = names
+            names = names_around(self.modules[name])
+            # Mamba's models make no masks.
+            if RECURRENT in names:
+                namespaces[id(names)] = names
         bound = [layer.name for layer in self.layers if layer.bind is not None]
         bound += [name for name, module in self.modules.items() if goes_by_length(module)]
         hosts = []
@@ -328,6 +330,7 @@ class _Search:
                 unseen=dict(functions),
                 configs=configs,
                 namespaces=list(namespaces.values()),
+                hands_on_mask=layers.keys() <= self.mixers.keys() and not namespaces,
                 checkpoints=Checkpoints(name, model, self.saving, settings=self.overlap),
                 watched=Watched(
                     at, model, functions, bound={key: self.modules[key] for key in inside}

@@ -1,0 +1,106 @@
+"""Runs the part of a mixer that needs whole sequences of some heads.
+
+The exchanges are those of attention, in geometry and schedule: q travels with each head, k and v
+with fewer heads, each for several of q. What a mixer sends as q, k and v is for it to say
+(`mixer.ByHeads`); a gated delta net, for instance, has its many heads on v:
+
+    travels as    q          k    v    o      started and finished in the order of `schedule`
+    delta rule    v, b, a    k    q    o
+    Mamba 1       x          dt   B, C y      q by channels, k and v with one head for all
+
+The gate of the output does not travel; it is projected while the others travel. Parameters are cut
+by heads: the gradient on a rank is zero for the heads of other ranks, see Note [Gradients of parts]
+in `latent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..exchange.geometry import Geometry
+from ..schedule import Part
+from .mixer import ByHeads, Documents, Projected, Sections
+from .runtime.execution import Call
+from .runtime.parts import cut, cut_heads, join_heads
+from .runtime.plan import pieces_of
+from .runtime.slices import Ranges
+from .runtime.walk import Walk
+
+
+def mix_by_heads(
+    call: Call,
+    heads: ByHeads,
+    layer: Any,
+    projected: Projected,
+    documents: Documents | None,
+    meanwhile: Callable[[], None],
+) -> Tensor:
+    """Walk the schedule of a call; return o [b, s/P, h, ..].
+
+    Args:
+        call: The call.
+        heads: What meets.
+        layer: The layer.
+        projected: Gives q, k and v of all heads.
+        documents: The documents of the whole sequence; None if each row is one document.
+        meanwhile: Called while the first exchanges are under way.
+    """
+    pieces: dict[Part, Tensor] = {}
+
+    def project(kind: str, group: int) -> Tensor:
+        # The first group that asks has all groups projected.
+        if (kind, group) not in pieces:
+            pieces.update(cut_heads(call, kind, projected(kind)))
+        return pieces.pop((kind, group))
+
+    # For each parameter, its slices for each group on this rank.
+    slices: list[tuple[Tensor | None, ...]] = []
+    for parameter, sections in heads.parameters(layer):
+        if parameter is None:
+            slices.append((None,) * len(call.groups))
+        else:
+            rows = [_rows(call.geometry, group, sections) for group in call.groups]
+            slices.append(cut(parameter, 0, rows))
+
+    def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = [of_groups[group] for of_groups in slices]
+
+        def mix(*xs: Tensor) -> Tensor:
+            return heads.mix(layer, *xs, *own)
+
+        return in_documents(documents, mix, q, k, v)  # guard: an empty state
+
+    walk = Walk(call, projected.x, pieces_of(call.schedule, False, False), attend, project)
+    walk.run("inputs")
+    meanwhile()
+    walk.run("attention", "output")
+    return join_heads(call, walk.values)
+
+
+def in_documents(documents: Documents | None, mix: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """Apply ``mix`` to each document of tensors [b, s, ..]."""
+    return mix(*xs) if documents is None else documents.attend(mix, None, *xs)
+
+
+def _rows(geometry: Geometry, group: int, sections: Sections) -> Ranges:
+    """Return the rows of a parameter for the heads of a group on this rank.
+
+    Called once a group in each call. Rows of KV heads that `with_kv` repeats, one for each query
+    head, are repeated alike.
+    """
+    rows, first = [], 0
+    for kind, size in sections:
+        if kind == "q":
+            count, heads = geometry.heads, [geometry.query_range(geometry.sp_rank, group)]
+        else:
+            count, (start, stop) = geometry.kv_heads, geometry.kv_range(geometry.sp_rank, group)
+            index = geometry.kv_expansion(group)
+            heads = [(start, stop)]
+            if index is not None:
+                heads = [(start + offset, start + offset + 1) for offset in index]
+        rows += [(first + start * size, first + stop * size) for start, stop in heads]
+        first += count * size  # guard: rows of their own
+    return tuple(rows)

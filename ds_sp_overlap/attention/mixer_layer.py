@@ -1,0 +1,251 @@
+"""Runs a recurrent or convolutional mixer under sequence parallelism.
+
+Attention needs all tokens of some heads. Many mixers need less. A convolution needs a few tokens
+before the first of this rank, its `reach`. A recurrence whose decay is a number for each head needs
+the state that the ranks before have left. So each rank works on its own tokens with the mixer's own
+kernels, and receives little, whatever the number of tokens:
+
+    start x    the last tokens before the convolution     | what else the scan needs is projected
+    finish x   convolve; scan from a zero state
+    start s    the state and the decay of this rank       | the gate is projected
+    finish s   add what the earlier ranks left behind; norm, gate, output projection
+
+In backward the gradients of the states travel under the gradient of the gate's projection. A mixer
+with other decays meets whole sequences of some heads behind the convolution (`mixer_heads`).
+
+Note [States]
+~~~~~~~~~~~~~
+A scan from a zero state lacks what came before this rank. The state H that the earlier ranks left
+is the sum of their own states S_i, each decayed through the ranks between; the output of token t
+lacks ``read(H)``, decayed from this rank's first token to t. Decays are sums of logarithms, in
+fp32, and so are states. A document that begins on this rank lacks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..exchange.earlier import state_layout, tail_layout
+from ..exchange.exchange import Exchange
+from ..exchange.geometry import Geometry
+from ..exchange.layout import Layout
+from .call_geometry import geometry_of
+from .layer import LayerRuntime
+from .mixer import Mixer, Pieces, Projected, States
+from .mixer_heads import in_documents, mix_by_heads
+from .runtime.execution import Call
+from .runtime.linear import call_through, can_split
+
+
+class MixerLayer:
+    """A mixer of tokens under sequence parallelism; holds a layer, and no parameter of its own.
+
+    Args:
+        runtime: The runtime of the layer.
+        layer: The layer.
+        mixer: Its description.
+    """
+
+    def __init__(self, runtime: LayerRuntime, layer: Any, mixer: Mixer):
+        self.runtime, self.layer, self.mixer = runtime, layer, mixer
+
+    @torch._disable_dynamo
+    def __call__(self, hidden_states: Tensor, pieces: Pieces) -> Any:
+        """Mix the tokens of the global sequence.
+
+        Collective.
+
+        Args:
+            hidden_states: [b, s/P, m].
+            pieces: The pieces of documents that this rank holds.
+
+        Returns:
+            The result of `Mixer.merge`.
+
+        Raises:
+            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
+        """
+        projections = [getattr(self.layer, name) for name in self.mixer.split]
+        splits = all(map(can_split, projections))
+        describe = partial(self._describe, hidden_states, pieces.lengths)
+        run, call = self.runtime.begin(describe, (hidden_states,))
+        # Only a baseline runs without a call, and a mixer has none.
+        assert call is not None
+
+        def body(x: Tensor) -> Tensor:
+            """Run as the forward of the projections of which parts are computed."""
+            projected = Projected(self.mixer.sources(self.layer, splits), x)
+            return self._mix(call, projected, pieces)
+
+        return run.end(call_through(projections if splits else [], body, *run.inputs))
+
+    def _describe(
+        self, hidden_states: Tensor, lengths: list[int]
+    ) -> tuple[Geometry, Callable[[], tuple]]:
+        """Describe the call, see `layer.Describe`."""
+        if hidden_states.dim() != 3:
+            got = list(hidden_states.shape)
+            raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
+        group, heads = self.runtime.sp_group, self.mixer.heads
+        if heads is None:
+            # No heads are dealt to ranks.
+            size, batch = group.size, len(hidden_states)
+            geometry = Geometry(
+                size, group.rank, tuple(lengths), batch, size, size, batch_first=True
+            )
+        else:
+            geometry = geometry_of(
+                self.runtime,
+                hidden_states,
+                *heads.counts(self.layer),
+                True,
+                lengths=lengths,
+                extra=(),
+                attend=f"its {heads.what} needs all queries at once",
+            )
+
+        def types() -> tuple:
+            trained = [hidden_states, *self.layer.parameters()]
+            learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
+            words = "gradients of hidden states and parameters"
+            return str(hidden_states.dtype), hidden_states.shape[2], words, learns
+
+        return geometry, types
+
+    def _mix(self, call: Call, projected: Projected, pieces: Pieces) -> Any:
+        """Return the layer's output."""
+        mixer, layer, heads = self.mixer, self.layer, projected
+        given: dict[str, Tensor] = {}
+        if mixer.convolve is not None:
+            y, given = self._convolved(projected, pieces, call.checked)
+            if mixer.heads is not None:
+                heads = Projected(mixer.heads.sources(layer), y)
+        elif mixer.states is not None:
+            y = projected("x")
+
+        def late() -> None:
+            given.update((name, projected(name)) for name in mixer.late)
+
+        if mixer.states is not None:
+            y = self._by_states(mixer.states, (y, *given.values()), pieces, call.checked, late)
+        elif mixer.heads is not None:
+            y = mix_by_heads(call, mixer.heads, layer, heads, pieces.whole, late)
+        return mixer.merge(layer, y, given)
+
+    def _convolved(
+        self, projected: Projected, pieces: Pieces, checked: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Convolve x; return also what was projected while the tokens before it travelled."""
+        mixer, group, y = self.mixer, self.runtime.sp_group, projected("x")
+        assert mixer.convolve is not None
+        (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)
+        reach = mixer.reach(self.layer)
+        layout = tail_layout(group.rank, lengths, reach, batch=batch, width=width)
+        most = layout.source.shape[1]
+        before = _Started(self.runtime, layout, "x", y[:, tokens - most :], checked)
+        beside = {name: projected(name) for name in mixer.beside}
+        window = torch.cat([before.finish(), y], 1)
+        y = in_documents(pieces.window, partial(mixer.convolve, self.layer), window)
+        return y[:, -tokens:], beside
+
+    def _by_states(
+        self,
+        recurrence: States,
+        tensors: Sequence[Tensor],
+        pieces: Pieces,
+        checked: bool,
+        meanwhile: Callable[[], None],
+    ) -> Tensor:
+        """Scan this rank's tokens; add what the earlier ranks left, see Note [States].
+
+        ``meanwhile`` is called while the states travel.
+        """
+        y, state, log_decay = self._scan(recurrence, tensors, pieces)
+        states = self._send(state, log_decay[:, -1], checked)
+        meanwhile()
+        earlier = _combined(states.finish(), log_decay.shape[2], pieces)
+        scale = log_decay.exp()
+        if pieces.reached is not None:  # guard: a document that begins lacks nothing
+            scale = scale.masked_fill(~pieces.reached[..., None], 0)
+        lacks = recurrence.read(self.layer, earlier.view(state.shape).to(y.dtype), *tensors)
+        scale = scale.view(*scale.shape, *[1] * (y.dim() - 3)).to(y.dtype)
+        return torch.addcmul(y, lacks, scale)
+
+    def _scan(
+        self, states: States, tensors: Sequence[Tensor], pieces: Pieces
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scan this rank's pieces, each from a zero state.
+
+        Returns:
+            y; the state that each row's last piece leaves; and the sum of the logarithms of decays
+            from the first token on, [b, s/P, h].
+        """
+        layer, tokens = self.layer, tensors[0].shape[1]
+        log_decay = states.log_decay(layer, *tensors).cumsum(1)
+        if pieces.own is None:
+            y, state = states.scan(layer, *tensors)
+            return y, state, log_decay
+        finals: list[Tensor] = []
+
+        def scan(*xs: Tensor) -> Tensor:
+            y, final = states.scan(layer, *xs)
+            finals.append(final)
+            return y
+
+        y = pieces.own.attend(scan, None, *tensors)
+        of_rows: dict[int, Tensor] = {}
+        for (rows, _, stop), final in zip(pieces.own.long, finals):
+            if stop == tokens:
+                of_rows.update(zip(range(*rows.indices(len(y))), final.split(1)))
+        for row, start in enumerate(pieces.last_starts):
+            # A short piece shared its call with others, and repeats its last token there.
+            if row not in of_rows:
+                last = (x[row : row + 1, start:] for x in tensors)
+                of_rows[row] = states.scan(layer, *last)[1]
+        return y, torch.cat([of_rows[row] for row in range(len(y))]), log_decay
+
+    def _send(self, state: Tensor, decay: Tensor, checked: bool) -> _Started:
+        """Start the exchange of this rank's state [b, h, ..] and its decay [b, h]."""
+        group = self.runtime.sp_group
+        sent = torch.cat([state.float().flatten(2), decay[..., None]], -1)
+        batch, heads, width = sent.shape
+        layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
+        return _Started(self.runtime, layout, "s", sent[:, : layout.source.shape[1]], checked)
+
+
+class _Started:
+    """An exchange that was started; `finish` gives what arrives."""
+
+    def __init__(self, runtime: LayerRuntime, layout: Layout, name: str, x: Tensor, checked: bool):
+        self.exchange = Exchange(runtime.sp_group, layout, runtime.where, name, checked)
+        self.token = self.exchange.start(x)
+
+    def finish(self) -> Tensor:
+        """Order the compute stream after the exchange; return what was received."""
+        return self.exchange.finish(self.token)
+
+
+def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:
+    """Return H of Note [States].
+
+    Args:
+        received: [b, rank x h, n + 1]. For each earlier rank its state and, behind, its decay.
+        heads: ``h``.
+        pieces: The pieces of documents that this rank holds.
+
+    Returns:
+        [b, h, n].
+    """
+    states = received.unflatten(1, (received.shape[1] // heads, heads))
+    # The decay through the ranks behind each, up to this one: a sum from the last rank on.
+    decays = F.pad(states[:, 1:, :, -1], (0, 0, 0, min(1, states.shape[1])))
+    weights = decays.flip(1).cumsum(1).flip(1).exp()
+    if pieces.reaches is not None:  # guard: a state stays in its document
+        weights = weights.masked_fill(~pieces.reaches[..., None], 0)
+    return (weights[..., None] * states[..., :-1]).sum(1)

@@ -241,7 +241,7 @@ class Host:
                 self.forwards.refuse_empty(name)
             if self.hands_on_mask:
                 # By the placeholder a checkpoint finds the sequence of its forward.
-                shape = sequence.rows, sequence.lengths[positions.sp_group.rank]
+                shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())
                 return self._original(**{**arguments, "attention_mask": mask})
             recurrent = masks.for_recurrent(sequence, self.namespaces)

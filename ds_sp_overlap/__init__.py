@@ -33,7 +33,7 @@ The way of a query from a rebound forward to the wire, each file calling the nex
 ``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->
 ``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.plan`` (one node of
 autograd for each piece) -> ``attention.runtime.operations`` (what a step of the schedule does) ->
-``exchange.exchange`` -> ``exchange.in_flight`` (packs) -> ``exchange.transport``.
+``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
 Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and
 the number of head groups and the schedule are chosen, for the heads and tokens of each rank that

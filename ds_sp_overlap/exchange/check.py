@@ -43,7 +43,7 @@ def plain_exchange(
 ) -> Expected:
     """Return what the exchange of ``x`` must deliver to this rank.
 
-    Called by `InFlight.launch` in check mode, before the exchange itself. Collective.
+    Called by `InFlight` in check mode, before the exchange itself. Collective.
 
     Args:
         sp_group: The sp group.

@@ -28,16 +28,15 @@ anything is launched, and on every rank alike. No other node of the layer needs 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from functools import partial
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .in_flight import InFlight, Tables
+from ..profiling.ranges import named
+from .in_flight import InFlight
 from .layout import Layout
 from .modes import in_selective_checkpoint, outside_modes
 from .sp_group import SPGroup
@@ -83,7 +82,7 @@ class Node(torch.autograd.Function):
 
 
 class Exchange:
-    """One exchange of one call, with its transfers in flight in forward and in backward.
+    """One exchange of one call, with its transfer in flight in forward or in backward.
 
     Args:
         sp_group: The sp group.
@@ -91,28 +90,17 @@ class Exchange:
         where: Name of the layer, for instance ``layers.7``.
         name: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
-        rope: (cos, sin), each [.., d_rot], broadcast to the tokens of the local side. The kernel
-            that packs the tensor also rotates it; the kernel that unpacks the gradient rotates the
-            gradient back.
     """
 
-    # Dtype and device of each tensor that was received.
-    like: list[tuple[torch.dtype, torch.device]]
-    # The transfers in flight, each between its start and its finish, else None.
-    forward: InFlight | None = None
-    gradient: InFlight | None = None
+    # The transfer in flight, between its start and its finish, else None.
+    in_flight: InFlight | None = None
 
     def __init__(
-        self,
-        sp_group: SPGroup,
-        layout: Layout,
-        where: str,
-        name: str,
-        checked: bool = False,
-        rope: Tables | None = None,
+        self, sp_group: SPGroup, layout: Layout, where: str, name: str, checked: bool = False
     ):
-        self.sp_group, self.layout, self.where, self.name = sp_group, layout, where, name
-        self.checked, self.rope = checked, rope
+        self.sp_group, self.layout, self.where, self.checked = sp_group, layout, where, checked
+        self.name = f"{where} {name}"
+        self.name_of_gradient = f"{where} d{name}"
         # For each tensor, whether its gradient will be exchanged; alike on all ranks.
         self.needed: Sequence[bool] = (True,) * len(layout.each)
 
@@ -138,91 +126,41 @@ class Exchange:
 
         Returns:
             What was received, in the shape of ``layout.target``; a tuple of several tensors.
-        """
-        return _Finish.apply(self, token)
-
-    def start_forward(self, xs: Sequence[Tensor]) -> None:
-        """Launch the transfer without autograd; for nodes of autograd, in their own forward.
-
-        Collective, as is `start`; so is `start_gradient`.
-
-        Args:
-            xs: As for `start`.
-        """
-        name = f"{self.where} {self.name}"
-        forward = InFlight(self.sp_group, self.layout, name, self.rope)
-        self.forward = forward.launch(xs, self.checked)
-
-    def finish_forward(self) -> tuple[Tensor, ...]:
-        """Finish what `start_forward` launched, once; returns as `InFlight.finish` does.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.
         """
-        if self.forward is None:
-            raise RuntimeError(
-                f"{self.where} {self.name}: finished without having been started, or finished twice"
-            )
-        in_flight, self.forward = self.forward, None  # guard: forward is let go
-        received = in_flight.finish()
-        self.like = [(x.dtype, x.device) for x in received]
-        return received
+        return _Finish.apply(self, token)
 
-    def filled(self, dys: Sequence[Tensor | None]) -> Sequence[Any]:
-        """Return the gradients of the tensors that are `needed`, with zeros for None.
-
-        Nothing depends on what this rank received then; on other ranks something may.
-        """
-        if not any(map(_is_none, dys)):
-            return dys
-        layout, like = self.layout.only(self.needed), compress(self.like, self.needed)
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
-            for dy, shape, (dtype, device) in zip(dys, layout.targets.shapes, like)
-        ]
-
-    def start_gradient(self, dys: Sequence[Tensor]) -> None:
-        """Launch the transfer of the gradients of those tensors that are `needed`.
+    def launch(self, xs: Sequence[Tensor], gradient: bool = False) -> None:
+        """Launch a transfer without autograd. Collective.
 
         Args:
-            dys: The gradients of the tensors that were received, of those that are `needed` alone.
+            xs: As for `start`; or the gradients of those tensors that are `needed`.
+            gradient: Whether they are the gradients.
         """
-        name, layout = f"{self.where} d{self.name}", self.layout.only(self.needed).inverse
-        gradient = InFlight(self.sp_group, layout, name, rope_back=self.rope)
-        self.gradient = gradient.launch(dys, self.checked)
+        layout, name = self.layout, self.name
+        if gradient:
+            layout, name = layout.only(self.needed).inverse, self.name_of_gradient
+        with named(name, "start"):
+            self.in_flight = InFlight(layout, self.sp_group, name, xs, self.checked)
 
-    def finish_gradient(self) -> tuple[Tensor | None, ...]:
-        """Finish what `start_gradient` launched, once.
-
-        Returns:
-            The gradient of each tensor that was sent; None for tensors that are not `needed`.
-
-        Raises:
-            RuntimeError: if nothing was launched, as where a second backward asks for the rest of
-                the gradients.
-        """
-        if self.gradient is None:
-            raise RuntimeError(
-                f"{self.where} d{self.name}: finished without having been started; gradients of a "
-                "layer's inputs and of its weights come of one backward, ask for them together"
-            )
-        in_flight, self.gradient = self.gradient, None  # guard: gradient is let go
-        received = in_flight.finish()
-        if len(received) == len(self.needed):
-            return received
-        arrived, gradients = iter(received), list[Tensor | None]()
-        for needed in self.needed:
-            gradients.append(next(arrived) if needed else None)  # guard: to those that need it
-        return tuple(gradients)
+    def received(self, gradient: bool = False) -> Sequence[Tensor]:
+        """Finish what `launch` launched, once; return what arrived."""
+        name, in_flight = self.name_of_gradient if gradient else self.name, self.in_flight
+        if in_flight is None:
+            raise never_started(name)
+        self.in_flight = None
+        with named(name, "finish"):
+            return in_flight.finish()
 
 
-_is_none = partial(operator.is_, None)
-
-
-def new_token(x: Tensor) -> Tensor:
-    """Make an empty tensor like ``x``."""
-    # On the device of x, so that both halves stay in one ready queue of the autograd engine.
-    return x.new_empty(0)
+def never_started(name: str) -> RuntimeError:
+    """Return the exception for an exchange that is finished and was not started."""
+    return RuntimeError(
+        f"{name}: finished without having been started, or finished twice; gradients of a layer's "
+        "inputs and of its weights come of one backward, ask for them together"
+    )
 
 
 class _Start(Node):
@@ -230,20 +168,25 @@ class _Start(Node):
 
     @staticmethod
     def forward(ctx, exchange: Exchange, *xs: Tensor):
+        # The token's gradient is None if a backward does not reach the finish.
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
         # A single tensor stays `needed`: its gradient is exchanged if its token needs one.
         if len(xs) > 1:
             exchange.needed = ctx.needs_input_grad[1:]
-        exchange.start_forward(xs)
-        return new_token(xs[0])
+        exchange.launch(xs)
+        # On the device of x, so that both halves stay in one ready queue of the autograd engine.
+        return xs[0].new_empty(0)
 
     @staticmethod
     def backward(ctx, token):
-        # None if this backward does not reach the finish.
-        if token is None:
-            return None, *[None] * len(ctx.exchange.needed)
-        return None, *ctx.exchange.finish_gradient()
+        gradients = [None] * len(ctx.exchange.needed)
+        if token is not None:
+            arrived = iter(ctx.exchange.received(gradient=True))
+            for place, needed in enumerate(ctx.exchange.needed):
+                if needed:
+                    gradients[place] = next(arrived)
+        return None, *gradients
 
 
 class _Finish(Node):
@@ -251,16 +194,16 @@ class _Finish(Node):
 
     @staticmethod
     def forward(ctx, exchange: Exchange, token: Tensor):
-        ctx.set_materialize_grads(False)
-        ctx.exchange, ctx.empty = exchange, new_token(token)
-        received = exchange.finish_forward()
+        ctx.exchange, ctx.empty = exchange, token.new_empty(0)
+        received = exchange.received()
         unneeded = [x for x, needed in zip(received, exchange.needed) if not needed]
         ctx.mark_non_differentiable(*unneeded)
-        return received if len(received) > 1 else received[0]
+        return received[0] if len(received) == 1 else tuple(received)
 
     @staticmethod
     def backward(ctx, *dys):
+        # A gradient that this rank lacks is zero; other ranks exchange theirs.
         exchange = ctx.exchange
         refuse_second_derivatives(exchange.where)
-        exchange.start_gradient(exchange.filled(list(compress(dys, exchange.needed))))
+        exchange.launch(list(compress(dys, exchange.needed)), gradient=True)
         return None, ctx.empty

@@ -4,7 +4,7 @@ Note [Buffers until finish]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A transfer reads and writes memory that the compute stream allocated, while the compute stream goes
 on. The memory must not be given to anybody else before the transfer is over. So `InFlight`
-references all buffers from `launch` on, and lets them go in `finish`, after the compute stream has
+references all buffers from the launch on, and lets them go in `finish`, after the compute stream has
 been ordered behind the transfer: the allocator then hands the memory out in the order of the
 compute stream. ``record_stream`` would free it later, and costs host time for each buffer.
 """
@@ -12,6 +12,7 @@ compute stream. ``record_stream`` would free it later, and costs host time for e
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..profiling.ranges import is_profiled, named
 from ..relayout import ops
 from . import check
 from .copies import Copies, copies_of, pack, unpack, unpacked
 from .layout import Layout, Patches, Side
 from .sp_group import SPGroup
-from .streams import HostStream, SideStream
 
 Tables = tuple[Tensor, Tensor]
+_shape_of = operator.attrgetter("shape")
 
 
 def _listed(shapes: Sequence[Sequence[int]]) -> str:
@@ -37,129 +37,109 @@ def _listed(shapes: Sequence[Sequence[int]]) -> str:
 class InFlight:
     """One launched transfer, which owns its buffers, see Note [Buffers until finish].
 
+    To make one packs ``xs`` and launches their transfer. Collective.
+
     Args:
-        sp_group: The sp group.
         layout: The tensors that are sent and received.
+        sp_group: The sp group.
         name: Name for logs and errors, for instance ``layers.7 dv``.
+        xs: The tensors that are sent, in the shapes of ``layout.sources``.
+        checked: Whether to compare with a plain exchange (``sp_overlap.check``).
         rope: (cos, sin) by which the source is rotated as it is packed.
         rope_back: (cos, sin) by which the target is rotated back as it is unpacked.
+
+    Raises:
+        ValueError: before any communication, if a tensor has another shape.
     """
 
     # In check mode, what has to arrive.
     expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
-    # What `SideStream.begin` returned, between launch and finish; else None, as with a `HostStream`.
+    # What `SideStream.begin` returned, until the finish; else None, as with a `HostStream`.
     received: Any = None
     # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
+    # Empty until they are unpacked.
+    outs: Sequence[Tensor] = ()
 
-    # Set by `launch`.
-    side: HostStream | SideStream
-    # How the tensors at both ends lie in the wire.
+    # How the sources lie in the wire.
     copies: Copies
-    copies_back: Copies
-    # Empty once they are packed. A `RelayedExchange` puts here what its other leg reads, until the
-    # finish.
+    # Empty once they are packed.
     sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor
-    # Empty until they are unpacked.
-    outs: tuple[Tensor, ...]
     # Whether what arrives is unpacked; otherwise ``recv`` is the memory of ``outs``.
     unpacks: bool
 
     def __init__(
         self,
-        sp_group: SPGroup,
         layout: Layout,
+        sp_group: SPGroup,
         name: str,
+        xs: Sequence[Tensor],
+        checked: bool = False,
         rope: Tables | None = None,
         rope_back: Tables | None = None,
     ):
-        self.sp_group, self.layout, self.name = sp_group, layout, name
+        self.sp_group, self.layout, self.name, self.sources = sp_group, layout, name, xs
         self.rope, self.rope_back = rope, rope_back
-
-    def launch(self, xs: Sequence[Tensor], checked: bool) -> InFlight:
-        """Pack ``xs`` and launch their transfer, once for each object. Collective.
-
-        Args:
-            xs: The tensors that are sent, in the shapes of ``layout.sources``.
-            checked: Whether to compare with a plain exchange (``sp_overlap.check``).
-
-        Returns:
-            This object.
-
-        Raises:
-            ValueError: before any communication, if a tensor has another shape.
-        """
-        sp_group, layout, x = self.sp_group, self.layout, xs[0]
-        shapes = list(map(Tensor.size, xs))
-        if shapes != layout.sources.shapes:  # guard: this half belongs here
+        x, sources, targets = xs[0], layout.sources, layout.targets
+        shapes = list(map(_shape_of, xs))
+        if shapes != sources.shapes:  # guard: this half belongs here
             raise ValueError(
-                f"{self.name}: expected a tensor of shape {_listed(layout.sources.shapes)}, "
+                f"{name}: expected a tensor of shape {_listed(sources.shapes)}, "
                 f"got {_listed(shapes)}"
             )
         if checked:
             self.expected = [
-                check.plain_exchange(sp_group, each, tensor, self.name, self.rope, self.rope_back)
+                check.plain_exchange(sp_group, each, tensor, name, rope, rope_back)
                 for each, tensor in zip(layout.each, xs)
             ]
-        self.side = sp_group.streams(x.device)
-        self.sources = xs
-        self.copies = copies_of(layout.sources, tuple(map(Tensor.stride, xs)))
-        self.copies_back = copies_of(layout.targets)
+        self.side = side = sp_group.streams(x.device)
+        self.copies = copies = copies_of(sources, tuple(map(Tensor.stride, xs)))
+        self.copies_back = copies_of(targets)
         new_empty = x.new_empty
         if layout.also and len({each.dtype for each in xs}) > 1:
             self.dtypes = [each.dtype for each in xs]
             wider = functools.reduce(torch.promote_types, self.dtypes)
             new_empty = partial(new_empty, dtype=wider)
-        rotates = self.rope_back is not None  # guard: rotated, so unpacked
+        rotates = rope_back is not None  # guard: rotated, so unpacked
         self.unpacks = rotates or self.copies_back.flat is None
         if self.unpacks:
-            self.outs, self.recv = (), new_empty(layout.targets.elements)
+            self.recv = new_empty(targets.elements)
         else:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
             self.recv = self.outs[0].view(-1)
-        if is_profiled():
-            with named(self.name, "start"):
-                self._send(new_empty)
-        else:
-            self._send(new_empty)
-        return self
-
-    def _send(self, new_empty: Callable[..., Tensor]) -> None:
-        """Launch the transfer of the sources: of the memory of one, or of what they are packed to."""
-        (x, *_), flat = self.sources, self.copies.flat
-        if flat is None or self.rope is not None:  # guard: rotated, so packed
+        if copies.flat is None or rope is not None:  # guard: rotated, so packed
             self.send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
         else:
-            size = self.layout.sources.elements
-            self.send = x.as_strided((size,), (1,), x.storage_offset() + flat)
-        sp_group, sizes = self.sp_group, (self.layout.sources.sizes, self.layout.targets.sizes)
-        self.received = self.side.begin()
+            first = x.storage_offset() + copies.flat
+            self.send = x.as_strided((sources.elements,), (1,), first)
+        # Only what ran behind the launch may use this memory from here on.
+        self.received = side.begin()
         try:
             self.handle = sp_group.transport.launch(
-                self.send, self.recv, *sizes, sp_group.group, self.name
+                self.send, self.recv, sources.sizes, targets.sizes, sp_group.group, name
             )
-            if not (self.side.blocks and self.side.overlaps):
+            if not (side.blocks and side.overlaps):
                 # The transfer stream waits at once, so that a mark behind the wait tells when the
                 # data has arrived.
                 self.handle.wait()  # guard: waits on its stream
         except RuntimeError as error:  # guard: a failed launch has a name
-            raise sp_group.failed(self.name, "the exchange", error) from error
+            raise sp_group.failed(name, "the exchange", error) from error
         finally:
             # Also after an exception: work that was queued may use the buffers.
-            self.side.end(self.received)  # guard: what is sent is kept
+            side.end(self.received)  # guard: what is sent is kept
 
-    def _new_outs(self, like: Tensor) -> tuple[Tensor, ...]:
+    def _new_outs(self, like: Tensor) -> Sequence[Tensor]:
         """Allocate the tensors that are received, on the device of ``like``."""
         shapes = self.layout.targets.shapes
         if self.dtypes is None:
-            return tuple(map(like.new_empty, shapes))  # guard: memory of its own
+            return list(map(like.new_empty, shapes))  # guard: memory of its own
         typed = zip(shapes, self.dtypes)
-        return tuple([like.new_empty(*shape, dtype=dtype) for shape, dtype in typed])
+        return [like.new_empty(*shape, dtype=dtype) for shape, dtype in typed]
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
@@ -174,13 +154,13 @@ class InFlight:
             relayout.pack(x, source.dim, *source.edges, wire)
         return wire
 
-    def _unpacked(self) -> tuple[Tensor, ...]:
+    def _unpacked(self) -> Sequence[Tensor]:
         """Unpack what was received, into new tensors."""
         target, copies = self.layout.target, self.copies_back
         relayout = ops.implementation(self.sp_group.kernels)
         is_one_cut = relayout.pack is not None and self._is_one_cut(target)
         if copies.in_order and self.dtypes is None and self.rope_back is None and not is_one_cut:
-            return tuple(unpacked(self.recv, copies, self.layout.targets.shapes))
+            return unpacked(self.recv, copies, self.layout.targets.shapes)
         outs = self._new_outs(self.recv)
         if self.rope_back is not None:
             relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
@@ -195,8 +175,8 @@ class InFlight:
         # They take one tensor, which is cut along one dimension.
         return not (self.layout.also or isinstance(side, Patches))
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait for the transfer and unpack what was received.
+    def finish(self) -> Sequence[Tensor]:
+        """Order compute after the transfer, let go of what was sent, and unpack; once.
 
         Collective in check mode. Waits on the host where `HostStream.blocks`; elsewhere the current
         stream waits.
@@ -204,35 +184,28 @@ class InFlight:
         Returns:
             The received tensors, in the order of ``layout.each``.
         """
-        if is_profiled():
-            with named(self.name, "finish"):
-                self._receive()
-        else:
-            self._receive()
-        if self.expected:  # guard: check mode compares
-            rotated = (self.rope or self.rope_back) is not None
-            for side, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
-                check.compare(self.sp_group, out, expected, self.name, rotated, side)
-        return self.outs  # guard: received, not read again
-
-    def _receive(self) -> None:
-        """Order compute after the transfer, let go of what was sent, and unpack."""
-        mark = self.received
-        if self.side.blocks and self.side.overlaps:  # guard: waits before it unpacks
+        side, mark = self.side, self.received
+        if side.blocks and side.overlaps:  # guard: waits before it unpacks
             try:
                 self.handle.wait()  # guard: waits before it reads
             except RuntimeError as error:  # guard: a failed wait has a name
                 raise self.sp_group.failed(self.name, "the exchange", error) from error
-        current = self.side.before_compute(mark)  # guard: compute waits for it
+        current = side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
         # The buffer that was sent is free before memory is taken; the handle may reference it too.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
         # Memory of a relay stream would return to it while compute may still read the outputs.
-        elsewhere = mark is not None and current != mark.compute  # guard: outputs of its own stream
+        elsewhere = mark is not None and current != mark[1]  # guard: outputs of its own stream
         if self.unpacks or elsewhere:
             self.outs = self._unpacked()  # guard: unpacked once
-        self.side.after_unpack(mark, current)  # guard: memory returns once it was read
+        if elsewhere:
+            side.after_unpack(mark, current)  # guard: memory returns once it was read
+        if self.expected:  # guard: check mode compares
+            rotated = (self.rope or self.rope_back) is not None
+            for end, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
+                check.compare(self.sp_group, out, expected, self.name, rotated, end)
+        return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:
         # Abandoned, by an exception between start and finish. The memory must not return to the

@@ -13,10 +13,32 @@ the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from .geometry import Geometry
 from .layout import Layout, Patches, Range, Side, joint
+
+
+class Legs(NamedTuple):
+    """The two legs of k, v or both, in the order in which they travel.
+
+    Attributes:
+        first: The layout of the leg that travels first.
+        second: That of the other one.
+        is_gradient: Whether gradients travel, so that the leg inside a node is the first.
+    """
+
+    first: Layout
+    second: Layout
+    is_gradient: bool = False
+
+    def gradient(self, needed: Sequence[bool]) -> Legs | None:
+        """Return the legs of those gradients that are needed; None if none is."""
+        if not any(needed):
+            return None
+        return Legs(self.second.only(needed).inverse, self.first.only(needed).inverse, True)
 
 
 @lru_cache(maxsize=4096)
@@ -25,7 +47,7 @@ def legs_of(
     kinds: tuple[str, ...],
     group: int,
     head_dims: tuple[int, ...],
-) -> tuple[Layout, Layout] | None:
+) -> Legs | None:
     """Lay out the two legs of k and v of an exchange, see Note [Once per node].
 
     Args:
@@ -35,7 +57,7 @@ def legs_of(
         head_dims: ``d`` of each.
 
     Returns:
-        The first leg and the second; None where there is one leg: without k and v, or where no rank
+        The legs; None where there is one leg: without k and v, or where no rank
         has siblings. All ranks find the same.
     """
     relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
@@ -51,7 +73,7 @@ def legs_of(
         first.append(geometry.lay_out(kind, group, dim, pieces))
         own = siblings[geometry.sp_rank]
         second.append(_spread(geometry, first[-1].target.shape, own, pieces))
-    return joint(first, apart=True), joint(second, apart=True)
+    return Legs(joint(first, apart=True), joint(second, apart=True))
 
 
 def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:

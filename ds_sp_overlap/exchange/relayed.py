@@ -22,127 +22,105 @@ the memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from .exchange import Exchange
+from ..profiling.ranges import named
 from .in_flight import InFlight, Tables
 from .layout import Layout, joint
+from .legs import Legs
 from .sp_group import SPGroup
 
 # Behind the name of an exchange, that of its leg inside a node.
 IN_NODE = "@node"
 
 
-class RelayedExchange(Exchange):
-    """An exchange of k, v or both, in two legs.
+class Relayed:
+    """A transfer of k, v or both that travels in two legs, see Note [Relay stream].
 
     Args:
-        legs: The layouts of the legs (`legs.legs_of`).
-        exchange: Arguments of `Exchange`. Their layout says what is sent and received in all.
+        legs: The layouts of the legs.
+        sp_group: As for `InFlight`, as are all arguments that follow.
+        name: Of the exchange.
+        xs: What the first leg sends.
+        checked: As said.
+        rope: (cos, sin) by which the first leg rotates.
+        rope_back: (cos, sin) by which the second leg rotates back.
     """
 
-    def __init__(self, legs: tuple[Layout, Layout], *exchange: Any):
-        super().__init__(*exchange)
-        self.first, self.second = legs
-
-    def start_forward(self, xs: Sequence[Tensor]) -> None:
-        side = self.sp_group.streams(xs[0].device)
+    def __init__(
+        self,
+        legs: Legs,
+        sp_group: SPGroup,
+        name: str,
+        xs: Sequence[Tensor],
+        checked: bool = False,
+        rope: Tables | None = None,
+        rope_back: Tables | None = None,
+    ):
+        names = [name + IN_NODE, name] if legs.is_gradient else [name, name + IN_NODE]
+        self.sp_group, self.names, self.checked = sp_group, names, checked
+        self.second: Layout | None = legs.second
+        self.rope_back, side = rope_back, sp_group.streams(xs[0].device)
         with side.relay() as packed:
-            first = self._leg(self.first, self.name, rope=self.rope)
-            self.forward = first.launch(xs, self.checked)
+            with named(names[0], "start"):
+                self.leg = InFlight(legs.first, sp_group, names[0], xs, checked, rope)
             # Compute goes on behind the pack: from here on the caller may change ``xs``.
             packed()  # guard: packed, then changed
-            if not side.blocks:
+            # Where waiting blocks the host, the layer hides the leg over the network.
+            if legs.is_gradient or not side.blocks:
                 self._pass_on()
+            if not side.blocks:
                 # The relay stream reads this memory, which the compute stream allocated. So the
                 # leg that goes last references it until its own finish.
-                self.forward.sources = xs  # guard: kept until it travelled
-
-    def finish_forward(self) -> tuple[Tensor, ...]:
-        # Where waiting does not block the host, the start has passed the pieces on.
-        if self.forward is not None and self.forward.side.blocks:
-            self._pass_on()
-        return super().finish_forward()
+                self.leg.sources = xs  # guard: kept until it travelled
 
     def _pass_on(self) -> None:
-        """Finish the first leg of forward, and launch the second."""
-        pieces = super().finish_forward()
-        self.forward = self._leg(self.second, self.name + IN_NODE).launch(pieces, self.checked)
+        """Finish the first leg, and launch the second."""
+        first, second = self.names
+        assert self.second is not None
+        with named(first, "finish"):
+            pieces = self.leg.finish()
+        with named(second, "start"):
+            self.leg = InFlight(
+                self.second, self.sp_group, second, pieces, self.checked, rope_back=self.rope_back
+            )
+        self.second = None
 
-    def start_gradient(self, dys: Sequence[Tensor]) -> None:
-        name, side = f"d{self.name}", self.sp_group.streams(dys[0].device)
-        with side.relay() as packed:
-            second = self._leg(self.second.only(self.needed).inverse, name + IN_NODE)
-            second.launch(dys, self.checked)
-            # Compute goes on behind the pack, as in `start_forward`.
-            packed()
-            first = self._leg(self.first.only(self.needed).inverse, name, rope_back=self.rope)
-            self.gradient = first.launch(second.finish(), self.checked)
-            if not side.blocks:
-                self.gradient.sources = dys
-
-    def _leg(self, layout: Layout, name: str, **rope: Tables | None) -> InFlight:
-        """Make the transfer of a leg; only a leg to or from local tensors rotates (``rope``)."""
-        return InFlight(self.sp_group, layout, f"{self.where} {name}", **rope)
+    def finish(self) -> Sequence[Tensor]:
+        """Order compute after the transfer; return what arrived, as `InFlight.finish` does."""
+        if self.second is not None:
+            self._pass_on()
+        with named(self.names[1], "finish"):
+            return self.leg.finish()
 
 
-class PartlyRelayed(Exchange):
-    """An exchange of q, k and v of which q travels in one leg, and k and v in two.
+class PartlyRelayed:
+    """A transfer of q, k and v of which q travels in one leg, and k or v, or both, in two.
 
     Args:
-        legs: As for `RelayedExchange`.
-        sp_group: As for `Exchange`.
-        layout: As for `Exchange`; q is the first tensor.
-        rest: Further arguments of `Exchange`.
-
-    Each call goes to q's exchange, then to that of k and v, each with its slice of the tensors.
+        layout: The layout of all; q is the first tensor.
+        legs: The legs of k and v.
+        rest: Further arguments of `InFlight`.
     """
 
-    def __init__(self, legs: tuple[Layout, Layout], sp_group: SPGroup, layout: Layout, *rest: Any):
-        super().__init__(sp_group, layout, *rest)
-        of_query = Exchange(sp_group, joint(layout.each[:1], layout.apart), *rest)
-        of_keys = RelayedExchange(legs, sp_group, joint(layout.each[1:], layout.apart), *rest)
-        self._members = (of_query, slice(1)), (of_keys, slice(1, None))
+    def __init__(
+        self,
+        layout: Layout,
+        legs: Legs,
+        sp_group: SPGroup,
+        name: str,
+        xs: Sequence[Tensor],
+        *rest: Any,
+    ):
+        self.name, of_query = name, joint(layout.each[:1], layout.apart)
+        with named(name, "start"):
+            self.query = InFlight(of_query, sp_group, name, xs[:1], *rest)
+        self.keys = Relayed(legs, sp_group, name, xs[1:], *rest)
 
-    def start_forward(self, xs: Sequence[Tensor]) -> None:
-        for exchange, place in self._members:
-            exchange.start_forward(xs[place])
-
-    def finish_forward(self) -> tuple[Tensor, ...]:
-        received: list[Tensor] = []
-        for exchange, _ in self._members:
-            received += exchange.finish_forward()
-        return tuple(received)
-
-    def start_gradient(self, dys: Sequence[Tensor]) -> None:
-        remaining = iter(dys)
-        for exchange, place in self._members:
-            exchange.needed = self.needed[place]
-            # ``dys`` holds only the gradients that are `needed`, so each member takes its own.
-            if any(exchange.needed):
-                exchange.start_gradient(list(islice(remaining, sum(exchange.needed))))
-
-    def finish_gradient(self) -> tuple[Tensor | None, ...]:
-        gradients = list[Tensor | None]()
-        for exchange, _ in self._members:
-            if any(exchange.needed):
-                gradients += exchange.finish_gradient()
-            else:
-                gradients += [None] * len(exchange.needed)
-        return tuple(gradients)
-
-
-def relayed(legs: tuple[Layout, Layout], sp_group: SPGroup, layout: Layout, *rest: Any) -> Exchange:
-    """Return the exchange whose k and v travel in two legs, with q or without.
-
-    Args:
-        legs: As for `RelayedExchange`.
-        sp_group: As for `Exchange`.
-        layout: As for `Exchange`; q is the first tensor, if it travels too.
-        rest: Further arguments of `Exchange`.
-    """
-    has_query = len(layout.each) > len(legs[0].each)
-    return (PartlyRelayed if has_query else RelayedExchange)(legs, sp_group, layout, *rest)
+    def finish(self) -> Sequence[Tensor]:
+        """Order compute after both; return what arrived, as `InFlight.finish` does."""
+        with named(self.name, "finish"):
+            query = self.query.finish()
+        return [*query, *self.keys.finish()]

@@ -28,7 +28,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -75,17 +75,9 @@ class HostStream:
         yield lambda: None
 
 
-class Mark(NamedTuple):
-    """A launch on the transfer stream.
-
-    Attributes:
-        event: Recorded behind the launch, from `SideStream.end` on.
-        compute: The stream that allocated the buffers of the transfer: the one that was current at
-            the launch.
-    """
-
-    event: Any
-    compute: Any
+# A launch on the transfer stream: an event that is recorded behind the launch, from `SideStream.end`
+# on; and the stream that allocated the buffers of the transfer, which was current at the launch.
+Mark = tuple[Any, Any]
 
 
 class SideStream:
@@ -132,7 +124,7 @@ class SideStream:
         self.gate.wait_event(event)
         self.gate.record_event(event)  # guard: behind no other transfer
         self.backend.set_stream(self.transfer)
-        return Mark(event, compute)
+        return event, compute
 
     def end(self, mark: Mark) -> None:
         """Put ``mark`` behind what was queued since `begin`, and make the compute stream current.
@@ -183,10 +175,9 @@ class SideStream:
 
         Args:
             mark: The mark of the transfer.
-            current: The stream that unpacked, another one only behind a relay.
+            current: The stream that unpacked, another one than that of the buffers.
         """
-        if current != mark.compute:
-            self._order(mark.compute, current)
+        self._order(mark[1], current)
 
     def _order(self, stream: Any, before: Any) -> None:
         """Let ``stream`` go on behind what ``before`` holds now."""

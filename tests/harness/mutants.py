@@ -46,11 +46,15 @@ PLANTED = {  # one fault of each kind: file, text that stands there once and beg
         "self.handle.wait()  # guard: waits before it reads",
         "pass  # guard: waits before it reads",
     ),
-    "buffer freed early": ("exchange/in_flight.py", "mark = self.received\n", "mark, self.send = self.received, None\n"),
+    "buffer freed early": (
+        "exchange/in_flight.py",
+        "side, mark = self.side, self.received\n",
+        "side, mark, self.send = self.side, self.received, None\n",
+    ),
     "gradient missing on one rank": (
         "attention/runtime/operations.py",
-        "return _one(call.exchanges[key].finish_gradient())",
-        "return _one([None if call.sp_group.rank == 1 else g for g in call.exchanges[key].finish_gradient()])",
+        "return _finish(key, name, call)[0]",
+        'return None if call.sp_group.rank == 1 and name[0] == "d" else _finish(key, name, call)[0]',
     ),
     "silent refusal": (
         "integrations/registry.py",

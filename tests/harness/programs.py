@@ -32,7 +32,7 @@ from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.attention.runtime import operations
 from ds_sp_overlap.exchange import sp_group
 from ds_sp_overlap.exchange.geometry import shares_for
-from ds_sp_overlap.exchange.relayed import RelayedExchange
+from ds_sp_overlap.exchange.relayed import Relayed
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks
@@ -819,9 +819,7 @@ def faults(rank, program, delayed, acted):
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", REFERENCE._replace(folds=True)))
         stack.enter_context(mock.patch.object(sp_group, "hostname", lambda: f"node {rank // 2}"))
-        relay = stack.enter_context(
-            mock.patch.object(RelayedExchange, "_pass_on", autospec=True, side_effect=RelayedExchange._pass_on)
-        )
+        relay = stack.enter_context(mock.patch.object(Relayed, "_pass_on", autospec=True, side_effect=Relayed._pass_on))
         world = World(program, rank, mover)
         got = world.run()
         world.settle()

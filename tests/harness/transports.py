@@ -94,18 +94,17 @@ def spoiled_buffers():
     global armed
     before, armed = armed, Armed()
     here = armed
-    launch, pack, unpack, collect = (getattr(InFlight, name) for name in ("launch", "_packed", "_unpacked", "finish"))
+    launch, pack, unpack, collect = (getattr(InFlight, name) for name in ("__init__", "_packed", "_unpacked", "finish"))
 
     @functools.wraps(launch)
     def launching(self, *args, **kwargs):
         here.launching = self
         try:
-            launched = launch(self, *args, **kwargs)
+            launch(self, *args, **kwargs)
         finally:
             here.launching = None
         made = _makes_memory(self, self.copies.is_wire, self.layout.source, self.rope)
         here.due.update(owned=_packs(self), filled=_packs(self) and not made)
-        return launched
 
     @functools.wraps(pack)
     def packing(self, new_empty):
@@ -138,7 +137,7 @@ def spoiled_buffers():
         here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self) and not made)
         return out
 
-    wrapped = {"launch": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}
+    wrapped = {"__init__": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
         with mock.patch.multiple(InFlight, **wrapped):

@@ -263,7 +263,7 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
-    Watched(Guard("what is sent is kept", without="self.side.end(self.received)\nself.send = None"), late_delivery),
+    Watched(Guard("what is sent is kept", without="side.end(self.received)\nself.send = None"), late_delivery),
     Watched(Guard("a copy, no view", without="if False:"), late_delivery),
     Watched(SEEN_BY_PROGRAMS["lies as it travels"], one_position_a_rank),
     Watched(
@@ -276,7 +276,7 @@ WATCHED = [
         late_delivery_of_replicas,
     ),
     *(Watched(guard, late_delivery) for guard in PLANTED.values()),
-    Watched(Guard("rotated, so packed", without="if flat is None:"), rotated_as_it_lies),
+    Watched(Guard("rotated, so packed", without="if copies.flat is None:"), rotated_as_it_lies),
     Watched(Guard("rotated, so unpacked", without="rotates = False"), rotated_as_it_lies),
     Watched(SEEN_BY_PROGRAMS["repeats are summed"], late_delivery_of_replicas),
     Watched(Guard("overlaps are summed", without="part.copy_(place)"), late_delivery_of_replicas),

@@ -107,7 +107,7 @@ def test_a_gradient_that_was_not_started_is_named():
     """As where gradients of a layer's inputs are asked for in one backward and those of its weights in another."""
     exchange = Exchange(SPGroup(None), Geometry(1, 0, (3,), 1, 4, 4).exchange("q", 0, (8,)), "layers.7", "q")
     with pytest.raises(RuntimeError, match="layers.7 dq: finished without having been started"):
-        exchange.finish_gradient()
+        exchange.received(gradient=True)
 
 
 def held_until_finished(rank):
@@ -154,8 +154,7 @@ def nothing_stays_in_flight(rank):
 
 
 def test_nothing_in_flight_is_reachable_through_a_graph_that_is_kept():
-    """Guard: both halves take the transfer off the `Exchange` as they finish it; left there, it would be a cycle
-    through the graph that is never freed."""
+    """Guard: a finish takes the transfer off the call; left there, it would be a cycle through the graph that is never freed."""
     no_faults(2, nothing_stays_in_flight)
 
 
@@ -194,7 +193,11 @@ def finished_twice(rank):
     exchange.finish(token)
     seen = refusal(exchange.finish, token), refusal(exchange.start, torch.zeros(3, 1, 4, 9))
     expected = (
-        ("RuntimeError", "layers.7 q: finished without having been started, or finished twice"),
+        (
+            "RuntimeError",
+            "layers.7 q: finished without having been started, or finished twice; gradients of a layer's inputs and of its "
+            "weights come of one backward, ask for them together",
+        ),
         ("ValueError", "layers.7 q: expected a tensor of shape [3, 1, 4, 8], got [3, 1, 4, 9]"),
     )
     return [] if seen == expected else [str(seen)]
@@ -209,13 +212,12 @@ def test_a_half_out_of_place_is_refused():
 WATCHED = [
     Watched(Guard("packed, so let go", without="pass"), held_until_finished),
     Watched(Guard("memory returns in order", without="pass"), abandoned),
-    Watched(Guard("compute waits for it", without="current = mark.compute"), stream_order),
+    Watched(Guard("compute waits for it", without="current = mark[1]"), stream_order),
     Watched(Guard("sends what is ready", without="pass"), stream_order),
     Watched(Guard("goes on after the launch", without="pass"), stream_order),
     Watched(Guard("behind no other transfer", without="self.transfer.record_event(event)"), stream_order),
     Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
-    Watched(Guard("forward is let go", without="in_flight = self.forward"), nothing_stays_in_flight),
-    Watched(Guard("gradient is let go", without="in_flight = self.gradient"), nothing_stays_in_flight),
+    Watched(Guard("the transfer is let go", without="in_flight = call.in_flight.get(key)"), nothing_stays_in_flight),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
     Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
 ]

@@ -120,10 +120,10 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     exchange = Exchange(sp_group, layout, "layer", kind)
     token = exchange.start(torch.randn(layout.source.shape))
     size = layout.sources.elements * 4
-    assert storages(exchange.forward) == 2 * size
+    assert storages(exchange.in_flight) == 2 * size
 
     held = []
-    in_flight, unpack = exchange.forward, exchange.forward._unpacked
+    in_flight, unpack = exchange.in_flight, exchange.in_flight._unpacked
 
     def unpacked():
         held.append(storages(in_flight))
@@ -271,7 +271,7 @@ def kept_beside(window=2):
 
 def in_force():
     """Calls, exchanges and transfers that are alive, without a garbage collection."""
-    return [x for x in gc.get_objects() if type(x) in (Call, Exchange, InFlight)]
+    return [x for x in gc.get_objects() if type(x) in (Call, InFlight)]
 
 
 @pytest.mark.singles

@@ -22,18 +22,18 @@ ONCE = {"kv_once_per_node": True}
 @contextlib.contextmanager
 def in_nodes(node):
     """Let this rank be on ``node``; yields the exchanges in two legs that start meanwhile."""
-    before, start = sp_group.hostname, relayed.RelayedExchange.start_forward
+    before, start = sp_group.hostname, relayed.Relayed.__init__
     started = []
 
-    def counting(exchange, xs):
-        started.append(exchange.name)
-        start(exchange, xs)
+    def counting(self, legs, group, name, *more):
+        started.append(name)
+        start(self, legs, group, name, *more)
 
-    sp_group.hostname, relayed.RelayedExchange.start_forward = lambda: f"node {node}", counting
+    sp_group.hostname, relayed.Relayed.__init__ = lambda: f"node {node}", counting
     try:
         yield started
     finally:
-        sp_group.hostname, relayed.RelayedExchange.start_forward = before, start
+        sp_group.hostname, relayed.Relayed.__init__ = before, start
 
 
 def faults_in_nodes(rank, of_nodes, function, *args):

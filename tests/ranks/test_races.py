@@ -18,7 +18,7 @@ from benchmarks.variants import Attention, Layer, Shape
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.legs import legs_of
-from ds_sp_overlap.exchange.relayed import RelayedExchange
+from ds_sp_overlap.exchange.relayed import Relayed
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.moving import moving
@@ -174,15 +174,14 @@ def two_legs_alone(wire):
     geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
     layout, legs = geometry.exchange("k", 0, (8,)), legs_of(geometry, ("k",), 0, (8,))
     for as_it_lies in (True, False):
-        made = RelayedExchange(legs, over(wire, 4), layout, "layer", "k")
         k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.source.shape)
-        token = made.start(k)
+        made = Relayed(legs, over(wire, 4), "layer k", [k])
         if as_it_lies:
             del k
             torch.randn(100)
         else:
             read(k)
-        read(made.finish(token))
+        read(*made.finish())
 
 
 def elsewhere(wire):
@@ -344,7 +343,7 @@ def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_
     def forgetful(side, mark):
         if threading.current_thread() is here:
             return before_compute(side, mark)
-        return mark.compute
+        return mark[1]
 
     with watched(False) as (races, wire):
         whole_layer(wire, 2)
@@ -392,7 +391,7 @@ WATCHED = [
     # Waits.
     Watched(Guard("sends what is ready", without="pass"), check(LAYER), 0),
     Watched(Guard("waits on its stream", without="pass"), check(LAYER, True), 0),
-    Watched(Guard("compute waits for it", without="current = mark.compute"), check(LAYER), 0),
+    Watched(Guard("compute waits for it", without="current = mark[1]"), check(LAYER), 0),
     Watched(Guard("its own stream waits", without="pass"), check(LAYER), 0),
     Watched(Guard("memory returns in order", without="pass"), check("abandoned"), 0),
     Watched(
@@ -415,7 +414,7 @@ WATCHED = [
     # References.
     Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
     Watched(
-        Guard("what is sent is kept", without="self.side.end(self.received)\nself.send, self.sources = None, ()"),
+        Guard("what is sent is kept", without="side.end(self.received)\nself.send, self.sources = None, ()"),
         check("alone"),
         0,
     ),

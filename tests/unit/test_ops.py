@@ -198,9 +198,9 @@ def moves(kinds, sp_size):
     layout = geometry.exchange(kinds, 1, (8,) * len(kinds))
     exchange = Exchange(SPGroup(None, Silent()), layout, "layer", kinds)
     with Operators() as counted:
-        exchange.start_forward([torch.randn(shape) for shape in layout.sources.shapes])
-        exchange.start_gradient(exchange.finish_forward())
-        exchange.finish_gradient()
+        exchange.launch([torch.randn(shape) for shape in layout.sources.shapes])
+        exchange.launch(exchange.received(), gradient=True)
+        exchange.received(gradient=True)
     return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "add_", "sum") if counted.launched[name]}
 
 

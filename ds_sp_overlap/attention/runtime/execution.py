@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...exchange.exchange import Exchange
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
@@ -34,13 +33,13 @@ class Call:
         where: Name of the layer, for errors and logs.
         checked: Whether to compare each exchange with a plain one.
         groups: The numbers of the head groups.
-        exchanges: The exchanges that were started so far.
+        in_flight: The transfers in flight, by exchange.
         by_rank: Those of q, k, v and o whose local tensors have a dimension for the ranks where
             they travel alone (`Geometry.exchange`).
         window: How many head groups are in memory at a time, for a layer that can run by a window;
             None for all.
         rope_tables: (cos, sin) by which the kernels that pack q and k rotate them where they travel
-            alone (`Exchange`); None if those kernels rotate nothing.
+            alone; None if those kernels rotate nothing.
         projections: Those of q, k and v, where they are computed part by part; else None.
         local: The local attention of a call that runs by a window.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
@@ -70,7 +69,7 @@ class Call:
         self.sp_group, self.geometry, self.where, self.checked = sp_group, geometry, where, checked
         self.schedule = schedule
         self.groups = range(geometry.groups)
-        self.exchanges: dict[Exchanged, Exchange] = {}
+        self.in_flight: dict[Exchanged, Any] = {}
 
     def begin(self, x: Tensor) -> None:
         """Note what all pieces of the call ask for, before the first one; ``x`` is any tensor."""

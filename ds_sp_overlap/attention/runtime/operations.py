@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...exchange.exchange import Exchange
+from ...exchange.exchange import never_started
 from ...exchange.geometry import Geometry
-from ...exchange.layout import Layout
+from ...exchange.in_flight import InFlight
 from ...exchange.legs import legs_of
-from ...exchange.relayed import relayed
+from ...exchange.relayed import PartlyRelayed, Relayed
 from ...profiling.ranges import named
 from ...relayout.ops import sum_dtype
 from ...schedule import Exchanged, O, Part, Program, Step
@@ -44,9 +44,6 @@ from .pieces import Pieces
 from .products import autocast, by_rank, matrix
 from .registers import Name, Names, Operation
 from .slices import Parts, Ranges, batched, cut_ranges, mm_of_slices, parts_of
-
-# Makes an exchange of a call.
-Make = Callable[[Call], Exchange]
 
 
 class Operations:
@@ -58,7 +55,8 @@ class Operations:
         needs: By name, for each input of the node and each part that is exchanged, whether its
             gradient is needed.
         shapes: By name, the shape of each input of the node; None for an input that is None.
-        gives: The parts that the node returns to the graph outside.
+        head_dims: By name, the head dim of each part that was exchanged so far; those that are
+            exchanged here are added.
     """
 
     def __init__(
@@ -67,9 +65,9 @@ class Operations:
         call: Call,
         needs: dict[Name, bool],
         shapes: dict[Name, Any],
-        gives: Sequence[Part],
+        head_dims: dict[Name, int],
     ):
-        self.names, self.needs, self.shapes, self.gives = names, needs, shapes, gives
+        self.names, self.needs, self.shapes, self.head_dims = names, needs, shapes, head_dims
         self.schedule, self.projections = call.schedule, call.projections
         self.geometry, self.by_rank, self.is_window = call.geometry, call.by_rank, call.is_windowed
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
@@ -77,17 +75,16 @@ class Operations:
     def compile(self, program: Program, backward: bool, profiled: bool) -> list[Operation]:
         """Return the operations of a program, in profiler ranges if ``profiled``."""
         self.operations: list[Operation] = []
-        self.is_backward = backward
+        self.is_backward, self.is_profiled = backward, profiled
         # How many operations of this list write each register.
         self.writers: dict[Name, int] = {}
         for step in program:
             first = len(self.operations)
             getattr(self, step.op.value)(step)
-            # An exchange opens ranges of its own, for its parts.
-            if profiled and not step.on_wire:
+            if not step.on_wire:
                 for place in range(first, len(self.operations)):
                     operation = self.operations[place]
-                    ranged = partial(_in_range, self.schedule.label(step), operation.function)
+                    ranged = self._ranged(self.schedule.label(step), operation.function)
                     self.operations[place] = operation._replace(function=ranged)
         if backward:
             self._end()
@@ -102,59 +99,88 @@ class Operations:
         for name in writes:
             self.writers[name] = self.writers.get(name, 0) + 1
 
+    def _ranged(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs in a profiler range, if the list is profiled."""
+        return partial(_in_range, label, function) if self.is_profiled else function
+
     # Exchanges.
 
     def start(self, step: Step) -> None:
         """Start the exchange of values, of o beside do, or of the gradients that are needed."""
-        values, needed = _values(step.parts), self._needed(step)
-        wanted = tuple(part in needed for part in step.parts)
-        if step.beside:
-            sent = [("merged", step.group), *map(_gradient, values)]
-            self.add(partial(_start_beside, step.exchange, self._exchange(step)), sent)
-        elif not step.grad:
-            self.add(partial(_start, step.exchange, self._exchange(step), wanted), values)
-        elif needed:
-            if self.is_window:
-                # Forward kept no exchange: make it again.
-                self.add(partial(_make_again, step.exchange, self._exchange(step), wanted), ())
-            # Gradients that autograd hands in may be missing.
-            may_lack = needed[0] in self.gives
-            given = list(map(_gradient, _values(needed)))
-            self.add(partial(_start_gradient, step.exchange, may_lack), given)
+        if sent := self._exchanged(step):
+            launch, name = self._launch(step), self._name_of_exchange(step)
+            function: Callable[..., Any] = _start
+            if step.beside:
+                function, sent = _start_beside, [("merged", step.group), sent[-1]]
+            rotates = step.tensors in (("q",), ("k",))
+            of_step = step.exchange, launch, name, rotates, step.grad and not step.beside
+            self.add(self._on_wire(launch, f"{name} start", partial(function, *of_step)), sent)
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o beside do, or of gradients."""
-        values, needed = _values(step.parts), self._needed(step)
-        gradients = list(map(_gradient, values))
-        if step.beside or not step.grad:
-            received = values + gradients if step.beside else values
-            self.add(partial(_finish, step.exchange), (), received)
-        elif needed:
-            self.add(partial(_finish_gradient, step.exchange), (), gradients)
-            if step.tensors != O and self.projections is not None:
-                for part in needed:
+        if received := self._exchanged(step):
+            name = self._name_of_exchange(step)
+            function: Callable[..., Any] = _finish if len(received) > 1 else _finish_one
+            finish = partial(function, step.exchange, name)
+            self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
+            if step.grad and step.tensors != O and self.projections is not None:
+                for part in self._needed(step):
                     self._arrive(part)
+
+    def _on_wire(self, launch: partial, label: str, function: partial) -> Callable[..., Any]:
+        """Return the function of one end of an exchange, in a profiler range if it is profiled."""
+        # Transfers in two legs open ranges of their own.
+        return self._ranged(label, function) if launch.func is InFlight else function
+
+    def _exchanged(self, step: Step) -> list[Name]:
+        """Return the names of what a step sends or receives: o beside do, values, or gradients."""
+        values = _values(step.parts)
+        if step.beside:
+            return [*values, *map(_gradient, values)]
+        if not step.grad:
+            return values
+        needed = self._needed(step)  # guard: to those that need it
+        return list(map(_gradient, _values(needed)))
 
     def _needed(self, step: Step) -> list[Part]:
         """Return the parts of an exchange whose gradients are needed."""
         return [part for part in step.parts if self.needs.get(("value", *part))]
 
-    def _exchange(self, step: Step) -> Make:
-        """Return the function that makes the exchange that a step starts."""
+    def _name_of_exchange(self, step: Step) -> str:
+        """Return the name of an exchange, without the layer: "q", or "dq" for the gradient."""
+        if step.beside:
+            return self.schedule.name(step)
+        return ("d" if step.grad else "") + self.schedule.names_of_values[step.exchange]
+
+    def _launch(self, step: Step) -> partial:
+        """Return what launches the transfer that a step starts or finishes.
+
+        It takes the sp group and the arguments of `InFlight` behind that.
+        """
         kinds, geometry, group = step.tensors, self.geometry, step.group
-        shapes = [self.shapes.get(value) for value in _values(step.parts)]
-        dims = tuple([self._head_dim if shape is None else shape[-1] for shape in shapes])
-        name = self.schedule.names_of_values[step.exchange]
+        for value in _values(step.parts):
+            if value not in self.head_dims:
+                shape = self.shapes.get(value)
+                self.head_dims[value] = self._head_dim if shape is None else shape[-1]
+        dims = tuple(map(self.head_dims.__getitem__, _values(step.parts)))
         if step.beside:
             # o and do are values that go to attention, as q does.
-            name, kinds, dims = self.schedule.name(step), ("q", "q"), dims * 2
+            kinds, dims = ("q", "q"), dims * 2
         is_by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
-        rotates, legs = kinds in (("q",), ("k",)), None
+        legs = None
         if geometry.nodes is not None:
             # k and v may travel in two legs, once to each node.
             legs = legs_of(geometry, step.tensors, group, dims)
-        return partial(_exchange, layout, legs, name, rotates)
+        if step.grad and not step.beside:
+            needed = [part in self._needed(step) for part in step.parts]
+            layout = layout.only(needed).inverse
+            legs = None if legs is None else legs.gradient(needed[-len(legs.first.each) :])
+        if legs is None:
+            return partial(InFlight, layout)
+        if len(legs.first.each) == len(layout.each):
+            return partial(Relayed, legs)
+        return partial(PartlyRelayed, layout, legs)
 
     @property
     def _head_dim(self) -> int:
@@ -372,43 +398,32 @@ def _in_range(label: str, function: Callable[..., Any], call: Call, *values: Any
 # Exchanges.
 
 
-def _exchange(layout: Layout, legs: Any, name: str, rotates: bool, call: Call) -> Exchange:
+def _start(
+    key: Exchanged, launch: partial, name: str, rotates: bool, back: bool, call: Call, *xs: Tensor
+) -> tuple:
     tables = call.rope_tables if rotates else None
-    of_call = call.sp_group, layout, call.where, name, call.checked, tables
-    return Exchange(*of_call) if legs is None else relayed(legs, *of_call)
-
-
-def _start(key: Exchanged, make: Make, wanted: tuple[bool, ...], call: Call, *xs: Tensor) -> tuple:
-    exchange = call.exchanges[key] = make(call)
-    exchange.needed = wanted
-    exchange.start_forward(xs)
+    ropes = (None, tables) if back else (tables, None)
+    of_call = call.sp_group, f"{call.where} {name}", xs, call.checked
+    call.in_flight[key] = launch(*of_call, *ropes)
     return ()
 
 
-def _start_beside(key: Exchanged, make: Make, call: Call, o: Tensor, do: Tensor) -> tuple:
-    exchange = call.exchanges[key] = make(call)
-    exchange.start_forward((o.view(do.shape), do))
-    return ()
+def _start_beside(
+    key: Exchanged, launch: partial, name: str, rotates: bool, back: bool, call: Call, *xs: Tensor
+) -> tuple:
+    o, do = xs
+    return _start(key, launch, name, rotates, back, call, o.view(do.shape), do)
 
 
-def _make_again(key: Exchanged, make: Make, wanted: tuple[bool, ...], call: Call) -> tuple:
-    exchange = call.exchanges[key] = make(call)
-    exchange.needed = wanted
-    return ()
+def _finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
+    in_flight = call.in_flight.pop(key, None)  # guard: the transfer is let go
+    if in_flight is None:
+        raise never_started(f"{call.where} {name}")
+    return in_flight.finish()
 
 
-def _start_gradient(key: Exchanged, may_lack: bool, call: Call, *dys: Tensor) -> tuple:
-    exchange = call.exchanges[key]
-    exchange.start_gradient(exchange.filled(dys) if may_lack else dys)
-    return ()
-
-
-def _finish(key: Exchanged, call: Call) -> Any:
-    return _one(call.exchanges[key].finish_forward())
-
-
-def _finish_gradient(key: Exchanged, call: Call) -> Any:
-    return _one(call.exchanges[key].finish_gradient())
+def _finish_one(key: Exchanged, name: str, call: Call) -> Tensor:
+    return _finish(key, name, call)[0]
 
 
 def _one(values: Sequence[Any]) -> Any:

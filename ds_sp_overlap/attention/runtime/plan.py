@@ -60,6 +60,7 @@ class Variant:
         names: The registers.
         needs: By name, whether the gradient of each part that was exchanged so far is needed, and
             of each input.
+        head_dims: By name, the head dim of each part that was exchanged so far.
         forward: What runs in forward.
         again: What runs in forward where a checkpoint has saved attention.
         backward: What runs in backward.
@@ -73,6 +74,7 @@ class Variant:
 
     names: Names
     needs: dict[Name, bool]
+    head_dims: dict[Name, int]
     forward: list[Operation]
     again: list[Operation]
     backward: list[Operation]
@@ -161,6 +163,7 @@ def _compiled(
     registers, of_inputs = Names(), dict(zip(names, needs[1:]))
     inputs = [registers(*name) for name in names]
     of_parts = dict(call.variant.needs) if call.variant else {}
+    head_dims = dict(call.variant.head_dims) if call.variant else {}
     of_parts.update(of_inputs)
     backward = piece.backward
     if call.is_windowed:
@@ -188,7 +191,7 @@ def _compiled(
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
     of_names: dict[Name, Any] = dict(zip(names, shapes))
     of_names.update(zip((("x dtype",), ("product dtype",)), dtypes))
-    compiler = Operations(registers, call, of_parts, of_names, piece.gives)
+    compiler = Operations(registers, call, of_parts, of_names, head_dims)
     program = piece.forward  # guard: starts in the order drawn
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)
@@ -211,6 +214,7 @@ def _compiled(
     return Variant(
         names=registers,
         needs=of_parts,
+        head_dims=head_dims,
         forward=listed(forward, keep),
         again=listed(again, keep),
         backward=listed(back, set(of_results)),
@@ -294,8 +298,7 @@ class _Node(Node):
 
     @staticmethod
     def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], token, *given):
-        # The gradient of y may be missing on one rank; it is zero then.
-        ctx.set_materialize_grads(piece.returns_y)
+        # A gradient that one rank lacks is zero, as autograd makes it: other ranks exchange theirs.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
         registers = variant.taking(given)
         run(variant.forward, registers, call)

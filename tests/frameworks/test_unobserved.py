@@ -4,8 +4,12 @@ Whatever a user puts around a model is put there: hooks on modules, on all modul
 dispatch and of functions, selective checkpoints, norms of weights and observers that remember what they saw.
 """
 
+import collections
 import contextlib
 import functools
+import io
+import logging
+import warnings
 from collections import Counter
 from unittest import mock
 
@@ -26,7 +30,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.unobserved import unobserved
 from ds_sp_overlap.integrations.inspect import probe
 from tests.harness.guards import Guard, Watched, must_notice
-from tests.harness.models import FP64, batches, outcome, sequence_parallel_model, tiny, worst
+from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks
 
 # Weights large enough to matter, and products of one shape alone, which one can take for another.
@@ -148,26 +152,6 @@ def test_a_hook_for_calibration_sees_attention_and_no_made_up_numbers():
 # State.
 
 
-class Observer(nn.Linear):
-    """Remembers the largest number that it returned, as observers of quantisation do; its calls, its first one, its last output."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        self.calls = getattr(self, "calls", 0) + 1
-        self.shapes.append(list(y.shape))
-        self.last = y
-        if self.first is None:
-            self.first = torch.tensor(self.calls)
-        self.largest.copy_(torch.maximum(self.largest, y.detach().abs().max()))
-        return y
-
-
-def observing(projection):
-    projection.__class__, projection.shapes = Observer, []
-    projection.register_buffer("first", None)
-    projection.register_buffer("largest", torch.zeros((), dtype=torch.float64))
-
-
 def spectral(projection):
     torch.manual_seed(2)
     nn.utils.parametrizations.spectral_norm(projection)
@@ -178,15 +162,12 @@ def spectral_by_a_hook(projection):
     nn.utils.spectral_norm(projection)
 
 
-REMEMBERS = [observing, spectral, spectral_by_a_hook, nn.utils.parametrizations.weight_norm]
-
-
-def remembering(rank, prepare, names, section):
-    """The worst error of three forwards and backwards against the whole sequence, and what else the modules remember."""
+def remembering(rank, prepare):
+    """The worst error of three forwards and backwards against the whole sequence, and of the buffers behind them."""
 
     def prepared(model):
         for layer in model.model.layers:
-            for name in names:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
                 prepare(getattr(layer.self_attn, name))
         return model.train()
 
@@ -194,28 +175,133 @@ def remembering(rank, prepare, names, section):
     whole = prepared(tiny(**LLAMA))
     expected = [outcome(whole, tokens, 0, 1, None) for _ in range(3)]
     with sequence_parallel_model(2, **LLAMA) as (model, group):
-        prepared(model)
-        if section is not None:
-            ds_sp_overlap.enable(model, section, group)
+        ds_sp_overlap.enable(prepared(model), {"head_groups": 2}, group)
         errors += [worst(outcome(model, tokens, rank, 2, group), of_whole) for of_whole in expected]
-        states = [dict(model.named_buffers()), dict(whole.named_buffers())]
-        # The largest number of all ranks.
-        for name, x in states[0].items():
-            if name.endswith("largest"):
-                torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group=group)
-        assert states[0].keys() == states[1].keys()
-        errors += [float((x - states[1][name]).abs().max()) for name, x in states[0].items() if x.numel()]
-        attentions = [layer.self_attn for layer in model.model.layers]
-        observers = [getattr(attention, name) for attention in attentions for name in names]
-        calls = [(x.calls, len(x.shapes), x.last.shape[1]) for x in observers if isinstance(x, Observer)]
-    return max(errors), set(calls)
+        buffers, expected = dict(model.named_buffers()), dict(whole.named_buffers())
+        assert buffers.keys() == expected.keys()
+        errors += [float((x - expected[name]).abs().max()) for name, x in buffers.items() if x.numel()]
+    return max(errors)
 
 
-@pytest.mark.parametrize("names", [["q_proj"], ["v_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids="-".join)
-@pytest.mark.parametrize("prepare", REMEMBERS, ids=lambda prepare: prepare.__name__)
-def test_modules_that_remember_what_they_saw_saw_the_forwards_alone(prepare, names):
-    for error, calls in on_ranks(2, remembering, prepare, names, {"head_groups": 2}):
-        assert error < FP64 and calls == ({(3, 3, 16)} if prepare is observing else set())
+@pytest.mark.parametrize("prepare", [spectral, spectral_by_a_hook], ids=lambda prepare: prepare.__name__)
+def test_norms_of_weights_that_iterate_saw_the_forwards_alone(prepare):
+    assert max(on_ranks(2, remembering, prepare)) < FP64
+
+
+# Code of the user's own.
+
+# Each line counts a call of the forward that it stands in, somewhere outside of the call.
+COUNTS = {
+    "an attribute of the class": "type(self).seen += 1",
+    "an attribute of the class by its name": "Kind.seen += 1",
+    "a global": "SEEN += 1",
+    "a list of globals": "LIST.append(1)",
+    "a method of a list": "append(1)",
+    "a list of the class": "self.of_class.append(1)",
+    "a list in a dict of the module": "self.by_name['all'].append(1)",
+    "a queue of the module": "self.queue.append(1)",
+    "a method of an object": "self.meter.update()",
+    "an object that is called": "self.meter()",
+    "an attribute of an object": "self.meter.seen += 1",
+    "a variable of the function around it": "seen += 1",
+    "an attribute of a function": "counting()",
+    "a default": "by_default.append(1)",
+    "a logger": "LOGGER.warning('seen')",
+    "a warning": "warnings.warn('seen')",
+    "standard output": "print('seen')",
+    "an attribute of a weight": "next(self.parameters()).seen += 1",
+}
+SOURCE = """
+def make(own):
+    seen = 0
+    def forward(self, hidden_states, {arguments}):
+        global SEEN
+        nonlocal seen
+        {line}
+        return {body}
+    return forward, lambda: seen
+
+def counting():
+    counting.seen += 1
+counting.seen = 0
+"""
+NORM = "hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight"
+WHOLE = "own(self, hidden_states, position_embeddings, attention_mask, **kwargs)"
+PLACES = {
+    "q_proj": ("", "F.linear(hidden_states, self.weight, self.bias)"),
+    "o_proj": ("", "F.linear(hidden_states, self.weight, self.bias)"),
+    "q_norm": ("", NORM),
+    "": ("position_embeddings=None, attention_mask=None, **kwargs", WHOLE),
+}
+
+
+class Meter:
+    seen = 0
+
+    def update(self):
+        self.seen += 1
+
+    __call__ = update
+
+
+@contextlib.contextmanager
+def counted(attentions, place, line):
+    """Give the parts of attention layers at ``place`` a forward with ``line`` in it; yield a function that counts calls."""
+    records, heard, logger = [], io.StringIO(), logging.Logger("counted")
+    logger.addHandler(logging.StreamHandler(heard))
+    names = {"SEEN": 0, "LIST": [], "LOGGER": logger, "warnings": warnings, "torch": torch, "F": nn.functional, "__name__": "users"}
+    names["append"], by_default = names["LIST"].append, []
+    parts = [attention.get_submodule(place) for attention in attentions]
+    arguments, body = PLACES[place]
+    if "by_default" in line:
+        arguments, names["BY_DEFAULT"] = f"by_default=BY_DEFAULT, {arguments}", by_default
+    exec(SOURCE.format(arguments=arguments, line=line, body=body), names)
+    forward, seen = names["make"](type(parts[0]).forward)
+    of_class = {"forward": forward, "seen": 0, "of_class": [], "__module__": "users"}
+    names["Kind"] = kind = type("Counted", (type(parts[0]),), of_class)
+    meter, by_name, queue = Meter(), {"all": []}, collections.deque()
+    for part in parts:
+        part.__class__ = kind
+        part.meter, part.by_name, part.queue = meter, by_name, queue
+        for p in part.parameters():
+            p.seen = 0
+
+    def count():
+        lists = names["LIST"], kind.of_class, by_name["all"], queue, by_default, records
+        tagged = sum(p.seen for part in parts for p in part.parameters())
+        numbers = names["SEEN"], kind.seen, meter.seen, seen(), names["counting"].seen, heard.getvalue().count("seen"), tagged
+        return sum(numbers) + sum(map(len, lists))
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(heard):
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *_: records.append(1)
+        yield count
+
+
+def calls_counted(rank, place):
+    """For each line: how many calls it counted behind `enable` and each forward, and the worst error."""
+    tokens, found = batches(1)[0], {}
+    options = dict(family="qwen3", layers=2, **EXACT)
+    whole = outcome(tiny(**options), tokens, 0, 1, None)
+    for name, line in COUNTS.items():
+        with sequence_parallel_model(2, **options) as (model, group):
+            attentions = [layer.self_attn for layer in model.model.layers]
+            with counted(attentions, place, line) as count:
+                ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+                counts, errors = [count()], []
+                for _ in range(3):
+                    errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+                    counts.append(count())
+        found[name] = counts, max(errors)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_counts_calls_counts_those_of_the_forward_alone(place):
+    for found in on_ranks(2, calls_counted, place):
+        for name, (counts, error) in found.items():
+            assert counts == [0, 2, 4, 6], f"{name}: {counts} calls of two layers behind enable and three forwards"
+            assert error < 1e-6, f"{name}: {error}"  # the family's norms compute in fp32
 
 
 # Selective checkpoints.
@@ -272,14 +358,8 @@ def test_a_checkpoint_runs_in_backward_what_it_ran_in_forward(section):
 # Guards.
 
 
-def traces(rank):
-    error, calls = remembering(rank, observing, ["o_proj"], {"head_groups": 2})
-    return [] if error < FP64 and calls == {(3, 3, 16)} else [f"{error}, {calls}"]
-
-
-def takes_products_of_another(rank):
-    error = selected(rank, {"head_groups": 1}, ["mm"], steps=1)
-    return [] if error < FP64 else [error]
+def runs_more_in_forward(rank):
+    return run_again(rank, {"head_groups": 1})
 
 
 def leaves_buffers_as_they_were(rank):
@@ -288,16 +368,15 @@ def leaves_buffers_as_they_were(rank):
 
 
 def takes_random_numbers():
-    module, before = torch.nn.Linear(1, 1), torch.get_rng_state()
-    with unobserved([module], torch.device("cpu")):
+    before = torch.get_rng_state()
+    with unobserved(torch.device("cpu")):
         torch.rand(())
     return [] if torch.equal(before, torch.get_rng_state()) else ["the random state is another"]
 
 
 WATCHED = [
     Watched(Guard("takes no random numbers", without="pass"), takes_random_numbers, ranks=0),
-    Watched(Guard("the probe leaves no trace", without="pass"), traces),
-    Watched(Guard("no mode sees it", without="operations = []"), takes_products_of_another),
+    Watched(Guard("no mode sees it", without="operations = []"), runs_more_in_forward),
     Watched(Guard("buffers are written again", without="return False"), leaves_buffers_as_they_were),
 ]
 

@@ -119,8 +119,8 @@ def judge_misread(rank, kind, odd):
     """With a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
     execute = accounting.Accounting.execute
 
-    def clamp_for_nothing(self, name, function, args, kwargs):
-        return args[0] if name == "clamp_" else execute(self, name, function, args, kwargs)
+    def clamp_for_nothing(account, name, function, args, kwargs):
+        return args[0] if name == "clamp_" else execute(account, name, function, args, kwargs)
 
     unseen = mock.patch.object(driven, "difference", return_value="")
     with (

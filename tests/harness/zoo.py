@@ -258,10 +258,9 @@ def _judge_attention(program, attention, module):
     driven = Driven("layers.0.self_attn", attention, reader, Forwards(overlap.sp_group, overlap.config), overlap)
 
     def apart(more, seq=6, scale=1.0, batch=2):
-        driven.use()
-        x = hidden(seq, scale, batch)
+        driven.original, x = attention.forward, hidden(seq, scale, batch)
         given = {"hidden_states": x, "position_embeddings": tables(x), "attention_mask": None, **more}
-        return difference(attention, driven.block, attention.o_proj, attention.forward, given, reader.options(attention))
+        return difference(driven, given, reader.options(attention))
 
     if found := apart({}):
         return "probe", found

@@ -47,7 +47,7 @@ def test_a_call_without_a_finite_number_is_compared_again():
 
     def compared(own, driven):
         assert probes.is_due("layer", False, [4])
-        probe.refuse_difference(probes, "layer", nn.Identity(), OneRank(), lambda: probe._first_difference([("q", own, driven)]))
+        probe.refuse_difference(probes, "layer", nn.Identity(), OneRank(), lambda: probe.first_difference([("q", own, driven)]))
 
     compared(nothing, nothing)
     compared(nothing, nothing)

@@ -92,7 +92,7 @@ WATCHED = [
     Watched(Guard("sizes that differ may be equal in another call", without="if int(int.__add__(self, 0)) != other: return False\nif False:"), unless("scaling at one length"), ranks=0),
     Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
     Watched(Guard("sizes are no numbers", without=NEVER), unless("an MLP that clamps by its tokens"), ranks=0),
-    Watched(Guard("what torch does around it", without=NEVER), unless("a wrapper in inference"), ranks=0, raises=True),
+    Watched(Guard("what torch does around it", without=NEVER), unless("a wrapper in inference"), ranks=0),
     Watched(Guard("read again where something changed", without="if False and (changes := []):"), unless("scaling of an attribute"), ranks=0),
     Watched(Guard("in every case", without=NEVER), unless("causal unless there is a mask"), ranks=0),
     Watched(Guard("keywords are passed on", without=NEVER), unless("a keyword that is dropped", OWN), ranks=0),

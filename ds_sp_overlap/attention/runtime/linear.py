@@ -33,7 +33,7 @@ PLAIN: Plain = {nn.Linear.forward: _returns_one}
 # one of these; `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
 # Hooks of all modules.
-_EVERYWHERE = tuple(
+EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
@@ -143,7 +143,7 @@ def hooks_of(module: nn.Module) -> list[dict]:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return list(filter(None, own + _EVERYWHERE))  # guard: hooks of all modules
+    return list(filter(None, own + EVERYWHERE))  # guard: hooks of all modules
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:

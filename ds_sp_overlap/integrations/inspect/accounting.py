@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .library import defined_in, renames_cache
@@ -44,7 +44,7 @@ MOVES = frozenset(
 )
 _BUILTINS = frozenset(
     "abs all any bool callable dict enumerate float getattr hasattr int isinstance issubclass len "
-    "list map max min print reversed round set slice sorted str sum super tuple zip".split()
+    "list map max min reversed round set slice sorted str sum super tuple zip".split()
 )
 # Modules and classes of these packages may be loaded as globals.
 PACKAGES = frozenset(
@@ -356,6 +356,8 @@ class Accounting(TorchFunctionMode):
         package, function = where.split(".")[0], frame.f_code.co_name
         if event == "c_call" and package not in _LIBRARIES:
             self._judge_builtin(called)
+        elif event == "call" and package == "logging":
+            self.fail("logs")
         elif event != "call" or package in _LIBRARIES - {"torch"} or function == "__del__":
             return
         elif package != "torch":
@@ -370,9 +372,11 @@ class Accounting(TorchFunctionMode):
                 self.fail(f"calls {where}.{function}")
 
     def _judge_builtin(self, called: Any) -> None:
-        """Fail for a builtin that asks torch about its state or may read the number in a `Size`."""
+        """Fail for a builtin that asks torch about its state, reads the number in a `Size` or warns."""
         module, name = getattr(called, "__module__", None) or "", called.__name__
         known = name in self.allowed or name == "dropout"
+        if name == "warn":
+            self.fail("warns")
         if module.split(".")[0] == "torch" and not known:  # guard: torch is asked nothing
             self.fail(f"calls {module}.{name}")
         # Other functions of math read the number in a `Size`.
@@ -382,14 +386,19 @@ class Accounting(TorchFunctionMode):
     def _judge_names(self, frame: types.FrameType) -> None:
         """Judge the names in a function that begins to run, once; record the globals that it loads.
 
-        Fail if the function stores globals, or can reach objects that may be changed later: what
-        it imports, attributes of functions, and attributes of unknown modules and classes that an
-        enclosing function holds.
+        Fail if the function stores what outlives its call: globals, variables of an enclosing
+        function, attributes. Or if it can reach objects that may be changed, now or later: what it
+        imports, attributes of functions, attributes of unknown modules and classes that an
+        enclosing function holds, and the object whose method it is, unless that is a module.
         """
         code = frame.f_code
         if code in self.codes:
             return
         self.codes.add(code)
+        is_method = code.co_varnames[:1] == ("self",) and code.co_argcount > 0
+        is_of_library = _module(frame).startswith("transformers.")
+        if is_method and not is_of_library and not isinstance(frame.f_locals["self"], nn.Module):
+            self.fail(f"calls {code.co_name}")
         loaded, stored = global_names(code)
         if stored or not _STATE.isdisjoint(code.co_names):
             reached = stored or sorted(_STATE.intersection(code.co_names))
@@ -458,13 +467,18 @@ def _module(frame: types.FrameType) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """Return the names of the globals that code loads, and of those that it stores or deletes."""
+    """Return the names of the globals that code loads; and the names of globals, of variables of an
+    enclosing function and of attributes that it stores or deletes.
+    """
     loaded: dict[str, None] = {}
     stored = []
     for instruction in dis.get_instructions(code):
+        operation, _, kind = instruction.opname.partition("_")
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             loaded[instruction.argval] = None
-        elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+        elif operation in ("STORE", "DELETE") and (
+            kind in ("GLOBAL", "ATTR") or kind == "DEREF" and instruction.argval in code.co_freevars
+        ):
             stored.append(instruction.argval)
     return list(loaded), stored
 
@@ -521,6 +535,9 @@ def _is_known(value: Any, free: bool = False) -> bool:
         return has_plain_defaults(value)
     # As variables of an enclosing function, those of any package may be loaded.
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
+        # A method of an object, such as a list, may change the object.
+        if not isinstance(getattr(value, "__self__", None), (type(None), types.ModuleType, type)):
+            return False
         if isinstance(value, types.ModuleType):
             module = value.__name__
         else:

@@ -246,7 +246,7 @@ def _read(module: Any, training: bool) -> Read:
     if has_own_call(module):
         raise Unknown("it has a __call__ of its own")
     try:
-        with unobserved((), torch.device("cpu")), torch.device("cpu"):
+        with unobserved(torch.device("cpu")), torch.device("cpu"):
             return _read_cases(module, training)
     except Unknown:
         raise

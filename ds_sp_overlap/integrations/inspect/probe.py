@@ -1,21 +1,17 @@
-"""Probes: compares a layer's own forward with what the driver makes of it, on real numbers.
+"""Probes: compares a layer's own forward with what the driver makes of it.
 
-A reading tells what a forward computes; a probe is the second witness. In the first call of one
-layer of each kind, before anything is exchanged, q, k, v and the output are computed by the layer's
-own forward and by the driver, from the hidden states, tables and weights of the call. Both are
-differentiated.
+A reading tells what a forward computes; a probe is the second witness. It runs in the first call of
+one layer of each kind, before anything is exchanged (`transformers.probe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...attention.unobserved import unobserved
 from ...exchange.modes import outside_modes
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
@@ -98,57 +94,7 @@ def refuse_difference(
         )
 
 
-def difference(
-    module: nn.Module,
-    x: Tensor,
-    names: Sequence[str],
-    run_own: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
-    run_driven: Callable[[Tensor, Tensor], list[Tensor]],
-) -> str:
-    """Compare the tensors and gradients of a layer's own forward with those of its driver.
-
-    Nothing is exchanged: a made-up o of this rank's tokens takes the place of attention.
-
-    Args:
-        module: The layer.
-        x: [b, s/P, m] or [s/P, b, m]. The hidden states.
-        names: The names of the tensors that both compute: q, k, v, and what the layer returns.
-        run_own: Runs the layer's own forward on hidden states. Returns the made-up o of attention,
-            and the tensors.
-        run_driven: Runs the driver on hidden states and that o. Returns the tensors.
-
-    Returns:
-        The first difference, in words; empty if there is none.
-    """
-    results: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
-    for runs_own in (True, False):
-        with unobserved(module.modules(), x.device, backward=not x.is_inference()):
-            leaf = x.detach().requires_grad_(torch.is_grad_enabled())
-            if runs_own:
-                o, tensors = run_own(leaf)
-                dys = [torch.randn_like(y) for y in tensors]
-            else:
-                tensors = run_driven(leaf, o)
-            trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            gradients: Sequence[Tensor | None] = ()
-            if leaf.requires_grad:
-                ys, of_ys = zip(*[(y, dy) for y, dy in zip(tensors, dys) if y.requires_grad])
-                inputs = [leaf, *trained.values()]
-                gradients = torch.autograd.grad(ys, inputs, of_ys, allow_unused=True)
-            results.append((tensors, gradients))
-    (own, gradients_of_own), (driven, gradients_of_driven) = results
-    # Behind q, k and v comes what the layer returns.
-    if len(own) != len(driven):
-        return f"it returns {len(own) - 3} tensors, not {len(driven) - 3}"
-    for name, a, b in zip(names, own, driven):
-        if a.requires_grad != b.requires_grad:
-            return f"{name} has a gradient in one of the two alone"
-    of = ["gradient of the hidden states", *(f"gradient of {name}" for name in trained)]
-    tensors_of_both = [*zip(names, own, driven), *zip(of, gradients_of_own, gradients_of_driven)]
-    return _first_difference(tensors_of_both)
-
-
-def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
+def first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
     """Describe the first pair of tensors (name, own, driven) that differ.
 
     If none do: empty, or `UNSEEN`.
@@ -160,16 +106,6 @@ def _first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]])
         if own is not None and own.numel() and own.is_floating_point() and not own.is_meta:
             is_seen = is_seen and bool(own.detach().isfinite().any())
     return "" if is_seen else UNSEEN
-
-
-def equal(x: Any, y: Any) -> bool:
-    """Return whether two arguments are over the same memory, or equal and no tensors.
-
-    `unobserved` puts a leaf over the memory of a parameter in the parameter's place.
-    """
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape)
-    return x is y or not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 
 def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:

@@ -275,10 +275,13 @@ class ChildProxy:
             trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
         # Not for projections: adapters may wrap one between calls, which each call looks at by
         # itself.
+        kind = own_class(type(module))
         if getattr(module, "out_features", None) is None:
+            if "forward" in vars(module):
+                trace.fail(f"calls {name} ({kind.__name__}), whose forward was replaced")
             self._class()
-        if not isinstance(module, nn.modules.dropout._DropoutNd):
-            return own_class(type(module)) is nn.Identity
+        if kind is not nn.Dropout or not isinstance(module, nn.Dropout):
+            return kind is nn.Identity
         trace.lookups.append(((name, "p"), module.p))
         if trace.training and module.p > 0:
             trace.fail(f"calls {name}, which drops out")

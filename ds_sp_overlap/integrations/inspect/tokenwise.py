@@ -12,6 +12,7 @@ tokens that differ so little that all are sent to the same experts.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import types
@@ -158,7 +159,31 @@ def _random_copy(
         children[name] = _random_copy(child, training, generator, dtype)
     own = dict(_parameters=parameters, _buffers=buffers, _modules=children, training=training)
     vars(copy).update({**vars(module), **hooks, **own})
+    # Containers of the module and of its class, to which its forward may append.
+    for name, value in _attributes(module).items():
+        if isinstance(value, (dict, list, set, collections.deque)) and not name.startswith("__"):
+            vars(copy)[name] = _copied(value)
     return copy
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that its class and its constructor gave it, by name."""
+    kind, attributes = own_class(type(part)), dict[str, Any]()
+    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+        attributes.update(vars(base))
+    attributes.update(vars(part))
+    return {name: value for name, value in attributes.items() if name not in _MODULE_ATTRIBUTES}
+
+
+def _copied(x: Any) -> Any:
+    """Copy the dicts, lists, sets and queues in ``x``, so that the originals are not changed."""
+    if isinstance(x, dict):
+        made = x.copy()
+        made.update((name, _copied(value)) for name, value in x.items())
+        return made
+    if type(x) in (list, set, collections.deque):
+        return type(x)(map(_copied, x))
+    return x
 
 
 def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list[LoadedGlobal]:
@@ -264,13 +289,7 @@ def fixed_state(module: nn.Module) -> list[tuple]:
         values = {}
         # Code that is no library's may look at any attribute.
         if not _is_library_code(part):  # guard: whatever it may look at
-            attributes: dict[str, Any] = {}
-            for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-                attributes.update(vars(base))
-            for name, value in vars(part).items():
-                if name not in _MODULE_ATTRIBUTES:
-                    attributes[name] = value
-            values = _constants(attributes)
+            values = _constants(_attributes(part))
         parts.append((kind, kind.forward, vars(part).get("p"), values))
     return parts
 
@@ -318,25 +337,22 @@ def _is_transformers(part: nn.Module) -> bool:
 
 
 def _state(copy: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the attributes and copies of the buffers of all parts, by part and name."""
+    """Return the constants and copies of the tensors that all parts hold, by part and name."""
     state = {}
     for path, part in copy.named_modules():
         for name, value in (*vars(part).items(), *part._buffers.items()):
-            state[path, name] = value.clone() if isinstance(value, Tensor) else value
+            state[path, name] = value.clone() if isinstance(value, Tensor) else _constants(value)
     return state
 
 
 def _is_same_state(before: dict, after: dict) -> bool:
-    """Return whether attributes are the same objects, and tensors have the same values.
-
-    A list or dict that was changed in place goes unnoticed.
-    """
+    """Return whether constants are equal, and tensors have the same values."""
     if before.keys() != after.keys():
         return False
     for key, value in before.items():
         now = after[key]
         tensors = isinstance(value, Tensor) and isinstance(now, Tensor)
-        if not (torch.equal(value, now) if tensors else value is now):
+        if not (torch.equal(value, now) if tensors else value == now):
             return False
     return True
 

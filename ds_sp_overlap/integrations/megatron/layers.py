@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +35,20 @@ from ...rotary import Rotary
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
 from ..inspect.accounting import MISSING
 from ..inspect.library import defined_in
-from ..inspect.probe import ProbeSchedule, refuse_difference
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
-from .probe import difference, is_batch_first
 from .source import facts_of, why_unknown
 
 SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_linear"}
 
 
 # Attention over the whole sequence with this rank's heads.
+
+
+def is_batch_first(module: Any) -> bool:
+    """Return whether a layer's local attention takes [b, s, h, d]: flash attention, not Triton's."""
+    return module.use_flash_attn and not module.use_flash_attn_triton
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) -> Tensor:
@@ -140,22 +142,20 @@ class _Driven:
         name: The layer's name.
         module: The layer.
         block: What drives it.
-        probes: Says when its own forward is compared with the block.
         settings: The settings of the model's layers.
     """
 
     name: str
     module: Any
     block: SelfAttention
-    probes: ProbeSchedule
     settings: OverlapSettings
 
     def __post_init__(self) -> None:
         module = self.module
         self.original, self.facts = module.forward, facts_of(module)
-        self.same_heads = module.num_attention_heads == module.num_key_value_heads
+        same_heads = module.num_attention_heads == module.num_key_value_heads
         even = module.num_attention_heads % self.settings.sp_group.size == 0
-        self.baseline_is_right = self.same_heads and even and is_batch_first(module)
+        self.baseline_is_right = same_heads and even and is_batch_first(module)
 
     def forward(
         self,
@@ -170,15 +170,12 @@ class _Driven:
         """Attend over the global sequence; takes the place of the layer's forward. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if a probe finds a difference; on this rank, if the layer
-                has changed since `enable`.
+            RuntimeError: on this rank, if the layer has changed since `enable`.
             ValueError: for arguments that can't work. In the layer's first call, every fault of one
                 rank is this error on all ranks.
         """
         name, module, block, settings = self.name, self.module, self.block, self.settings
         others = (attention_mask, encoder_output, inference_params, rotary_pos_emb)
-        tables: tuple[Tensor, ...] = ()
-        error: Exception | None = None
         try:
             self._refuse_changed()
             if inference_params is not None:
@@ -190,18 +187,7 @@ class _Driven:
             if not module.use_flash_attn:
                 _check_mask(attention_mask, settings.sp_group.size * len(hidden_states))
             tables = _local_tables(rotary_pos_emb, hidden_states, settings.sp_group)
-        except (RuntimeError, ValueError) as raised:
-            error = raised
-        # An error waits for the probe, for which the other ranks wait.
-        lengths = [len(hidden_states)] * settings.sp_group.size
-        if self.probes.is_due(name, settings.config.check, lengths):
-            # ``str()`` is the empty text, no difference: this rank has nothing to compare where the
-            # layer's own forward refuses the arguments.
-            compare: Callable[[], str] = str
-            if error is None and self.same_heads:
-                compare = functools.partial(difference, module, block, hidden_states, others)
-            refuse_difference(self.probes, name, module, settings.sp_group, compare)
-        if error is not None:
+        except (RuntimeError, ValueError) as error:
             block.layer.refuse(error)
         baseline = None
         if settings.policy and self.baseline_is_right:
@@ -345,8 +331,6 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         ValueError: if ``head_groups`` or ``shares`` is out of range.
     """
     layers: list[FoundLayer] = []
-    # Layers of one kind are probed once.
-    probes: defaultdict[Any, ProbeSchedule] = defaultdict(ProbeSchedule)
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
@@ -370,8 +354,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         block = _block(name, module, settings)
-        kind = type(module), module.use_flash_attn
-        driven = _Driven(name, module, block, probes[kind], settings)
+        driven = _Driven(name, module, block, settings)
         heads = module.num_attention_heads, module.num_key_value_heads
         groups = settings.groups_for(*heads, why, block.layer.windowed)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}

@@ -59,6 +59,7 @@ class Driven:
         settings: The settings of the model's layers.
 
     Attributes:
+        original: The layer's own forward.
         block: The `SelfAttention` that calls the layer's submodules.
         projections: By the names that the block gives to projections, the names of the submodules
             that each calls one after the other.
@@ -107,7 +108,7 @@ class Driven:
         )
         self.shares = settings.shares_for(heads["q"], heads["k"], attention_of(where, module))
         self.known = function_of(module)[1]
-        self._original = module.forward
+        self.original = module.forward
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self._names = [parameter.name for parameter in parameters]
         self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -143,19 +144,16 @@ class Driven:
 
     def _own(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
         """Run the layer's own forward, in which stock Ulysses exchanges."""
-        return self._original(**{**arguments, "hidden_states": x})[0]
+        return self.original(**{**arguments, "hidden_states": x})[0]
 
     def _refuse_difference(self, arguments: dict[str, Any]) -> None:
         """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
-        where, module, reader = self.where, self.module, self.reader
+        module, reader = self.module, self.reader
         # The layer's own forward may lack tables or a mask, which are among the arguments here.
         if not self._takes_keywords:
             arguments = {key: value for key, value in arguments.items() if key in self._names}
-        output, options = getattr(module, reader.reading.output), reader.options(module)
-        compare = functools.partial(
-            difference, module, self.block, output, self._original, arguments, options
-        )
-        refuse_difference(reader.probes, where, module, self.settings.sp_group, compare)
+        compare = functools.partial(difference, self, arguments, reader.options(module))
+        refuse_difference(reader.probes, self.where, module, self.settings.sp_group, compare)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block in place of the layer's own forward; return y [b, s/P, m] and no weights.
@@ -167,7 +165,7 @@ class Driven:
             RuntimeError: on all ranks, if the layer's own forward and the block differ on any rank.
         """
         if off_in_eval(self.module):
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         arguments = {**dict(zip(self._names, args)), **kwargs}
         # Empty ones: the model's forward refuses a cache that is in use.
         for cache in CACHES:

@@ -1,57 +1,115 @@
-"""transformers: compares an attention layer's own forward with its driver (`inspect.probe`)."""
+"""transformers: compares an attention layer's own forward with its driver (`inspect.probe`).
+
+From the hidden states and tables of the call both compute q, k, v and the output, and both are
+differentiated. See Note [Nobody sees a probe].
+
+Note [Nobody sees a probe]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A module of the user's may count its calls: in an attribute of its class, in a global, in a log, by
+a hook. So a probe calls no module of the layer. Own forward and driver both call a `_StandIn` in
+the place of each projection and each norm. Nothing is lost: both would call the same module, and
+what is compared is where the numbers go before and behind it. The code of the layer's own forward
+changes nothing outside of a call, or it could not have been read (`inspect.accounting`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...attention.self_attention import SelfAttention
-from ..inspect import probe
-from ..inspect.library import attention_functions
+from ...attention.runtime.linear import without_hooks
+from ...attention.unobserved import unobserved
+from ..inspect.accounting import MISSING
+from ..inspect.library import attention_functions, own_class
+from ..inspect.probe import first_difference
+from ..inspect.tensor_parallel import out_features
 
 # The most tokens that are compared: of all tokens of a long sequence, the comparison would hold more
 # than a training step does.
 TOKENS = 512
+# The size of the numbers that a stand-in returns for numbers of size 1: large, so that a limit on
+# them takes effect.
+SCALE = 64
 
 
-def difference(
-    module: Any,
-    block: SelfAttention,
-    output: Any,
-    forward: Callable,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-) -> str:
-    """Compare a layer's own forward with ``block``, on the first `TOKENS` of this rank's tokens.
+class _StandIn(nn.Module):
+    """Stands for a projection or a norm, see Note [Nobody sees a probe].
+
+    Args:
+        module: The projection or norm.
+        index: Any number; stand-ins with another one return other numbers.
+    """
+
+    def __init__(self, module: nn.Module, index: int):
+        super().__init__()
+        self.kind, self.index = own_class(type(module)), index
+        # How many features it returns; None for as many as it is given.
+        self.width = out_features(module)
+
+    # For isinstance.
+    __class__ = property(lambda self: self.kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by a matrix of rank 1; or each number by one of its own."""
+        size = x.shape[-1]
+        if self.width is None:
+            return x * self._made_up(size, x)
+        y = (x @ self._made_up(size, x))[..., None] / size**0.5
+        return y * SCALE * self._made_up(self.width, y)
+
+    def _made_up(self, size: int, like: Tensor) -> Tensor:
+        """Return [size] numbers up to 1, with the dtype and the device of another tensor."""
+        steps = torch.arange(1, size + 1, device=like.device)
+        return torch.sin((self.index + 1) * steps).to(like.dtype)
+
+
+@contextlib.contextmanager
+def _stood_in(driven: Any) -> Iterator[None]:
+    """Let stand-ins take the place of a layer's children, for its own forward and its driver."""
+    reading, held = driven.reader.reading, vars(driven.module)
+    children, stand_ins = held["_modules"], dict[str, nn.Module]()
+    called = {*reading.linear, *driven.norms.values()}
+    for index, (name, child) in enumerate(children.items()):
+        if name in called:
+            stand_ins[name] = _StandIn(child, index)
+        # Others do nothing: identities, and dropouts that drop nothing.
+        elif child is not None:
+            stand_ins[name] = without_hooks(child)
+    held["_modules"] = stand_ins
+    try:
+        driven.use()
+        yield
+    finally:
+        held["_modules"] = children
+        driven.use()
+
+
+def difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) -> str:
+    """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
     All tokens are compared where the arguments can't be cut, or the first tokens differ. `Driven`
     compares in the first call of one layer of each kind, before anything is exchanged.
 
     Args:
-        module: The layer.
-        block: What drives it.
-        output: Its output projection.
-        forward: Its own forward.
+        driven: The layer and its driver, a `Driven`.
         arguments: The layer's arguments by name.
         options: The keywords of the block's attention that were read from the layer.
 
     Returns:
         The first difference, in words; empty if there is none.
     """
-    compare = functools.partial(_difference, module, block, output, forward, options)
     size = arguments["hidden_states"].shape[1]
     if size > TOKENS:
         first = {name: _cut(value, size) for name, value in arguments.items()}
         # Of any kind: an argument that was cut, and should not be, says nothing of the layer.
         with contextlib.suppress(Exception):
-            if not compare(first):
+            if not _difference(driven, first, options):
                 return ""
-    return compare(arguments)
+    return _difference(driven, arguments, options)
 
 
 def _cut(value: Any, size: int) -> Any:
@@ -63,63 +121,70 @@ def _cut(value: Any, size: int) -> Any:
     return value
 
 
-def _difference(
-    module: Any,
-    block: SelfAttention,
-    output: Any,
-    forward: Callable,
-    options: dict[str, Any],
-    arguments: dict[str, Any],
-) -> str:
-    """Compare a layer's own forward with ``block``, on the tokens of the arguments."""
-    tables = arguments.get("position_embeddings")
-    own_options: dict[str, Any] = {}
-
-    def run_own(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the made-up o; and q, k, v and the output of the layer's own forward."""
-        recorded: list[Tensor] = []
-        functions, name = attention_functions(), module.config._attn_implementation
-        before = functions[name]
-        functions[name] = functools.partial(_made_up, recorded, own_options)
-        try:
-            y = forward(**{**arguments, "hidden_states": x})[0]
-        finally:
-            functions[name] = before
-        o, *heads = recorded
-        return o, [*heads, y]
-
-    def run_driven(x: Tensor, o: Tensor) -> list[Tensor]:
-        """Return q, k, v and the output that the block makes of the same o."""
-        # An attention function is given [b, h, s, d].
-        heads = [heads.transpose(1, 2) for heads in block.project_locally(x, tables)]
-        y = output(o.flatten(2))
-        return [*heads, y[0] if isinstance(y, tuple) else y]
-
-    names = "q", "k", "v", "output"
-    hidden = arguments["hidden_states"]
-    text = probe.difference(module, hidden, names, run_own=run_own, run_driven=run_driven)
+def _difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) -> str:
+    """Compare a layer's own forward with its block, on the tokens of the arguments."""
+    x = arguments["hidden_states"]
+    with unobserved(x.device, backward=not x.is_inference()), _stood_in(driven):
+        leaf = x.detach().requires_grad_(torch.is_grad_enabled())
+        arguments = {**arguments, "hidden_states": leaf}
+        o, own, own_options = _run_own(driven, arguments)
+        ours = _run_driven(driven, leaf, arguments.get("position_embeddings"), o)
+        names = "q", "k", "v", "output"
+        for name, a, b in zip(names, own, ours):
+            if a.requires_grad != b.requires_grad:
+                return f"{name} has a gradient in one of the two alone"
+        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [*zip(names, own, ours)]
+        if leaf.requires_grad:
+            dys = [torch.randn_like(y) for y in own]
+            dx, dx_of_ours = (_gradient(leaf, ys, dys) for ys in (own, ours))
+            pairs.append(("gradient of the hidden states", dx, dx_of_ours))
+        text = first_difference(pairs)
     # The layer must give its attention all that was read, with these values.
     for name, value in options.items():
-        if name not in own_options or not probe.equal(value, own_options[name]):
+        given = own_options.get(name, MISSING)
+        is_same = given is value or not isinstance(value, Tensor) and given == value
+        if not is_same:
             return f"attention's {name} is {own_options.get(name)}, not {value}"
     return text
 
 
-def _made_up(
-    recorded: list[Tensor],
-    options: dict[str, Any],
-    _: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Return a made-up o [b, s, h, d] in place of attention.
+def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor | None:
+    """Return the gradient of ``x``, of those tensors that have one; None if it takes no part."""
+    learning = [(y, dy) for y, dy in zip(ys, dys) if y.requires_grad]
+    of_ys, with_dys = zip(*learning)
+    (dx,) = torch.autograd.grad(of_ys, x, with_dys, allow_unused=True)
+    return dx
 
-    Appends o, q, k and v to ``recorded``, and adds the keywords of attention to ``options``.
+
+def _run_own(driven: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+    """Run the layer's own forward, with a made-up o in place of attention.
+
+    Returns:
+        The made-up o [b, s, h, d]; q, k, v [b, h, s, d] and the output; the keywords of attention.
     """
-    o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-    recorded.extend((o, q, k, v))
-    options.update(more)
-    return o, None
+    given: list[Tensor] = []
+    options: dict[str, Any] = {}
+
+    def made_up(
+        _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
+    ) -> tuple[Tensor, None]:
+        o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        given.extend((o, q, k, v))
+        options.update(more)
+        return o, None
+
+    functions, name = attention_functions(), driven.module.config._attn_implementation
+    before = functions[name]
+    functions[name] = made_up
+    try:
+        y = driven.original(**arguments)[0]
+    finally:
+        functions[name] = before
+    o, *heads = given
+    return o, [*heads, y], options
+
+
+def _run_driven(driven: Any, x: Tensor, tables: Any, o: Tensor) -> list[Tensor]:
+    """Return q, k and v [b, h, s, d] of the layer's block, and the output that it makes of ``o``."""
+    heads = [heads.transpose(1, 2) for heads in driven.block.project_locally(x, tables)]
+    return [*heads, driven.block.o_proj(o.flatten(2))]

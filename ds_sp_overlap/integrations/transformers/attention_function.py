@@ -8,6 +8,7 @@ function and is given q, k and v that the layer has projected and rotated itself
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -80,8 +81,11 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
     # transformers before 5.0 binds a kernel of its hub so.
     if isinstance(function, functools.partial) and {*function.keywords} == {"implementation"}:
         runs = function.func
-    known = _LIBRARY.get(defined_in(runs), UNKNOWN)  # guard: by what runs, not by its name
-    return function, declared(function) or known
+    home = defined_in(runs)
+    # Somebody may make another function with the globals of transformers'.
+    is_own = getattr(sys.modules.get(home), getattr(runs, "__name__", ""), None) is runs
+    known = _LIBRARY.get(home) if is_own else None  # guard: by what runs, not by its name
+    return function, declared(function) or known or UNKNOWN
 
 
 def refuse_unhonoured(
@@ -366,14 +370,16 @@ class Dispatch:
         self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
 
     @torch._disable_dynamo
-    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+    def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
         """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None, no weights.
 
         Collective for a layer that it overlaps.
         """
         if module not in self.attend or off_in_eval(module):
-            return self.before(module, query, key, value, attention_mask, **kwargs)
+            return self.before(module, query, key, value, attention_mask, *args, **kwargs)
         attend, forwards, where, known = self.attend[module]
+        if args:
+            kwargs |= _named(function_of(module)[0], args)
         # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
         keywords = dict(kwargs)
         # Under autocast, norms and rotations may have returned fp32.
@@ -419,6 +425,22 @@ class Dispatch:
             baseline=baseline,
         )
         return o, None
+
+
+def _named(function: Callable, options: tuple) -> dict[str, Any]:
+    """Return by name the options that an attention function is given by position, behind the mask.
+
+    Raises:
+        ValueError: for more options than the function has parameters.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[5:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(options) > len(names):
+        raise ValueError(
+            f"sp_overlap: {function} is given {len(options)} options by position and takes "
+            f"{len(names)} ({', '.join(names)}); give them by name"
+        )
+    return dict(zip(names, options))
 
 
 def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:

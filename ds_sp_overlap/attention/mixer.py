@@ -90,14 +90,14 @@ class States:
     """The recurrence of a mixer, see Note [States].
 
     Its functions take the layer and tensors [b, s/P, ..]: x behind the convolution, then those of
-    `Mixer.beside`.
+    `Mixer.beside`, or position_ids.
 
     Attributes:
         scan: Mixes one document from a zero state. Returns y [b, s/P, h, ..] and the final state
             [b, h, ..].
         log_decay: Gives the logarithm of each token's decay [b, s/P, h], in fp32.
-        read: Takes H, shaped as a state, behind the layer. Gives what each token reads of H, shaped
-            as y.
+        read: Takes H, shaped as a state, behind the layer. Gives what each token reads of H, of a
+            shape that broadcasts to that of y.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor]]
@@ -149,6 +149,8 @@ class Mixer:
         states: The recurrence behind it; None for none.
         heads: What meets by heads behind it; None for nothing.
         split: The names of the projections that are computed in parts where they can be.
+        by_positions: Whether the recurrence goes by position_ids, too: it is given them [b, s/P],
+            behind x.
         pair: Whether the layer returns a pair, whose second part is for a cache.
     """
 
@@ -161,4 +163,5 @@ class Mixer:
     states: States | None = None
     heads: ByHeads | None = None
     split: Sequence[str] = ()
+    by_positions: bool = False
     pair: bool = False

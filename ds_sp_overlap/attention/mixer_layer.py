@@ -56,7 +56,9 @@ class MixerLayer:
         self.runtime, self.layer, self.mixer = runtime, layer, mixer
 
     @torch._disable_dynamo
-    def __call__(self, hidden_states: Tensor, pieces: Pieces) -> Any:
+    def __call__(
+        self, hidden_states: Tensor, pieces: Pieces, positions: Tensor | None = None
+    ) -> Any:
         """Mix the tokens of the global sequence.
 
         Collective.
@@ -64,6 +66,7 @@ class MixerLayer:
         Args:
             hidden_states: [b, s/P, m].
             pieces: The pieces of documents that this rank holds.
+            positions: [b, s/P]. The position_ids, for a mixer that goes by them.
 
         Returns:
             The result of `Mixer.merge`.
@@ -81,7 +84,7 @@ class MixerLayer:
         def body(x: Tensor) -> Tensor:
             """Run as the forward of the projections of which parts are computed."""
             projected = Projected(self.mixer.sources(self.layer, splits), x)
-            return self._mix(call, projected, pieces)
+            return self._mix(call, projected, pieces, positions)
 
         return run.end(call_through(projections if splits else [], body, *run.inputs))
 
@@ -118,12 +121,15 @@ class MixerLayer:
 
         return geometry, types
 
-    def _mix(self, call: Call, projected: Projected, pieces: Pieces) -> Any:
+    def _mix(
+        self, call: Call, projected: Projected, pieces: Pieces, positions: Tensor | None
+    ) -> Any:
         """Return the layer's output."""
         mixer, layer, heads = self.mixer, self.layer, projected
-        given: dict[str, Tensor] = {}
+        given = {} if positions is None else {"positions": positions}
         if mixer.convolve is not None:
-            y, given = self._convolved(projected, pieces, call.checked)
+            y, beside = self._convolved(projected, pieces, call.checked)
+            given.update(beside)
             if mixer.heads is not None:
                 heads = Projected(mixer.heads.sources(layer), y)
         elif mixer.states is not None:

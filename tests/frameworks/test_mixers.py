@@ -26,7 +26,7 @@ from tests.harness.transports import Recording
 from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
 
 SHORT = ("lfm2", "lfm2_moe", "lfm3")
-STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax")
+STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax", "recurrent_gemma")
 CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
 ADAPTED = {
     "mamba": "in_proj,x_proj",
@@ -42,11 +42,13 @@ def model_of(kind, **options):
         if hasattr(module, "A_log"):
             module.A_log.data.sub_(3)
             module.time_step_limit = (0.5, 2.0)
+        elif hasattr(module, "recurrent_param"):
+            module.recurrent_param.data.sub_(3)
     return model
 
 
 def is_mixer(module):
-    return hasattr(module, "A_log") or "ShortConv" in type(module).__name__
+    return hasattr(module, "A_log") or hasattr(module, "rg_lru") or "ShortConv" in type(module).__name__
 
 
 def compared(rank, model, whole, inputs, **section):
@@ -116,7 +118,16 @@ def documents(rank, kind, lengths, rows=ROWS):
 
 
 @pytest.mark.parametrize(
-    "kind", ["lfm2", "nemotron_h", *map(full, ("falcon_h1", "mamba2", "minimax")), "mamba", full("jamba"), full("zamba")]
+    "kind",
+    [
+        "lfm2",
+        "nemotron_h",
+        *map(full, ("falcon_h1", "mamba2", "minimax")),
+        "recurrent_gemma",
+        "mamba",
+        full("jamba"),
+        full("zamba"),
+    ],
 )
 @pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
 def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
@@ -139,7 +150,9 @@ def padding(rank, kind, lengths):
     return errors
 
 
-@pytest.mark.parametrize("kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("falcon_mamba", [16, 16])])
+@pytest.mark.parametrize(
+    "kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16])]
+)
 def test_padding_leaves_no_trace(kind, lengths):
     for errors in on_ranks(2, padding, kind, lengths):
         assert all(error < FP64 for error in errors), errors
@@ -189,7 +202,7 @@ def test_what_is_frozen_stays_so_and_adapters_learn():
 
 def in_low_precision(rank, factor=1.0):
     figures = []
-    for kind in ("nemotron_h", "lfm2", "jamba"):
+    for kind in ("nemotron_h", "lfm2", "recurrent_gemma", "jamba"):
         for autocast in (False, True):
             with in_double():
                 exact = model_of(kind)
@@ -281,7 +294,15 @@ def checkpointed(rank, kind, reentrant):
 
 @pytest.mark.parametrize(
     "kind, reentrant",
-    [("nemotron_h", True), ("nemotron_h", False), full("lfm2", True), full("lfm2", False), ("mamba", False), full("mamba", True)],
+    [
+        ("nemotron_h", True),
+        ("nemotron_h", False),
+        full("lfm2", True),
+        full("lfm2", False),
+        full("recurrent_gemma", False),
+        ("mamba", False),
+        full("mamba", True),
+    ],
 )
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
     errors = on_ranks(2, checkpointed, kind, reentrant)
@@ -365,7 +386,7 @@ def trained(rank, kind, stages, steps=3):
 FP32 = 1e-3  # as for delta nets
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("jamba")])
+@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
     for off in on_ranks(2, trained, kind, (0, 1, 2, 3), timeout_s=200):
         assert all(max(figures) < FP32 for figures in off.values()), off

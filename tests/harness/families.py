@@ -73,6 +73,7 @@ MORE: dict[str, dict] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "qwen4_exp": dict(text_config=dict(indexer_kv_heads=1, indexer_budget=8, indexer_compress_ratio=2)),
     "qwen4_exp_text": dict(indexer_kv_heads=1, indexer_budget=8, indexer_compress_ratio=2),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
     "reformer": dict(axial_pos_embds_dim=(16, 16), axial_pos_shape=(4, 8)),
     "roc_bert": dict(pronunciation_vocab_size=32, shape_vocab_size=32),
     "cohere_compass_text": dict(

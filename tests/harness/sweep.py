@@ -144,17 +144,27 @@ def gradients(model):
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def alone(positions, mask):
+    """Row and range of tokens of each document, padding left out."""
+    real = torch.ones_like(positions) if mask is None else mask
+    begins = (positions.diff(prepend=positions[:, :1] - 2) != 1) | (real.diff(prepend=1 - real[:, :1]) != 0)
+    for row, starts in enumerate(begins):
+        starts = [*starts.nonzero().flatten().tolist(), SEQ]
+        for start, stop in zip(starts, starts[1:]):
+            if real[row, start]:
+                yield slice(row, row + 1), slice(start, stop)
+
+
 def whole(model, batch, apart=False):
     """Logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
-    tokens, labels, positions, mask = batch
     model.zero_grad()
-    edges = [*(positions[0] == 0).nonzero().flatten().tolist(), SEQ] if apart else [0, SEQ]
     logits = []
-    for start, stop in zip(edges, edges[1:]):
-        one, loss = forward(model, *(None if x is None else x[:, start:stop] for x in batch))
+    for piece in alone(*batch[2:]) if apart else [(slice(None), slice(None))]:
+        part = [None if x is None else x[piece] for x in batch]
+        one, loss = forward(model, *part)
         loss.backward()
-        logits.append(one.detach())
-    return {"logits": torch.cat(logits, 1)[labels != -100], **gradients(model)}
+        logits.append(one.detach()[part[1] != -100])
+    return {"logits": torch.cat(logits), **gradients(model)}
 
 
 def split(model, batch, rank, group):
@@ -289,13 +299,14 @@ def _first(rank, model):
 def more(rank, model, name):
     """Another config or batch: two head groups, and stock Ulysses not registered.
 
-    Packed documents are right one by one, or as transformers computes a packed row: it counts Llama 4's temperature by row.
+    Packed or padded documents are right one by one, or as transformers computes a row: it counts Llama 4's temperature by row, and the
+    convolution of RecurrentGemma sees padding in front of a document.
     """
     batch = batch_of(name)
     expected = model if isinstance(model, Raised) else attempt(whole, model, batch)
     if isinstance(expected, Raised):
         return expected
-    expected = [expected, whole(model, batch, apart=True)] if name == "packed" else [expected]
+    expected = [expected, whole(model, batch, apart=True)] if name in BATCHES else [expected]
     trial = Trial()
     trial.ours["G = 2"] = overlapped(model, batch, rank, 2, *expected, trial=trial)
     return trial

@@ -30,20 +30,22 @@ from . import mixers_by_states as states
 from .forward import Forwards
 from .modules import off_in_eval
 
-# By the digest of the forward, and of the method of the class that it calls.
+# By the digest of the forward and of the method of the class that it calls; then of the unit inside
+# that a stand-in takes the place of.
 KNOWN = {
     "09cbb1628e8d0160": states.SHORT,  # LFM2, LFM2-MoE, LFM3, transformers 5.24
     "d3d92e71dc093a41": states.MAMBA2,  # Nemotron-H, Granite 4 hybrid, Bamba, Zamba 2, Mamba 2, 5.24
     "8f377c3d9c0ee353": states.LIGHTNING,  # MiniMax, 5.24
     "466c02182d3274e8": states.FALCON,  # Falcon-H1, 5.24
+    "b8444426b3b471f48307ce8ae779fc3f": states.LRU,  # RecurrentGemma, 5.24
     "0e32b04f43722526": heads.FUSED,  # Qwen3-Next, 5.23
     "dc97d3f7c19cffa1": heads.FUSED,  # Qwen3-Next, 5.24, which renames the cache
     "3efda038042d9626": heads.SPLIT,  # Qwen3.5, dense and MoE, 5.23
     "0cfc669969de8f28": heads.SPLIT,  # Qwen3.5, dense and MoE, 5.24
     "5cc8d6823a28852b": heads.SEPARATE,  # OLMo Hybrid, 5.23
     "9bc3a4822def144a": heads.SEPARATE,  # OLMo Hybrid, 5.24
-    "427b6ef3341eefae": heads.KIMI,  # Kimi Linear, 5.24
-    "79a0e47b6bb43830": heads.BAILING,  # Bailing Hybrid, 5.24
+    "427b6ef3341eefaeb2d36b1af99e0c81": heads.KIMI,  # Kimi Linear, 5.24
+    "79a0e47b6bb4383075eca377aacacfdb": heads.BAILING,  # Bailing Hybrid, 5.24
     "7bd25206d3841875": heads.MAMBA1,  # Mamba, 5.24
     "403949e4f81d29b1": heads.MAMBA1,  # Falcon-Mamba, 5.24
     "03e8a547dab766aa": heads.MAMBA1,  # Jamba, 5.24
@@ -54,7 +56,7 @@ KNOWN = {
 @once
 def _digest(kind: type[nn.Module]) -> str:
     """Return the digest by which a class of mixers is known."""
-    return digest(kind, "fix_query_key_value_ordering", "forward")
+    return digest(kind, "fix_query_key_value_ordering", "_rnn_scan", "forward")
 
 
 def mixer_of(module: nn.Module) -> Mixer | None:
@@ -65,7 +67,8 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     kind = type(module)
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
         return None
-    return KNOWN.get(_digest(kind))
+    inner = (getattr(module, name, None) for name in ("forget_gate", "rg_lru"))
+    return KNOWN.get("".join(_digest(type(part)) for part in (module, *inner) if part is not None))
 
 
 def describe(
@@ -131,9 +134,12 @@ def _bind(
         if off_in_eval(model):
             return original(hidden_states, *args, attention_mask=attention_mask, **kwargs)
         forwards.refuse_empty(name)
+        positions = kwargs.get("position_ids") if mixer.by_positions else None
+        if positions is not None:
+            positions = positions.expand(hidden_states.shape[:2])
         sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
         pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer))
-        y = mixing(hidden_states, pieces)
+        y = mixing(hidden_states, pieces, positions)
         return (y, None) if mixer.pair else y
 
     return rebind(layer, forward)

@@ -1,4 +1,4 @@
-"""Mixers that work on each rank's own tokens: short convolutions, Mamba 2, lightning attention."""
+"""Mixers that work on each rank's own tokens: short convolutions, Mamba 2, lightning attention, RG-LRU."""
 
 from __future__ import annotations
 
@@ -193,4 +193,53 @@ LIGHTNING = Mixer(
     late=["z"],
     states=States(_lightning_scan, _lightning_log_decay, _lightning_read),
     pair=True,
+)
+
+# RG-LRU: a state and a decay for each channel. The unit's own forward runs, with a stand-in for the
+# unit, for the state; it starts the document anew where a position is 0.
+
+_UNIT = (
+    "num_attention_heads", "block_width", "recurrent_param", "input_gate_weight", "input_gate_bias",
+    "recurrent_gate_weight", "recurrent_gate_bias",
+)  # fmt: skip
+
+
+def _lru(layer: Any, x: Tensor, positions: Tensor, scan: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """Run the forward of the unit around ``scan``; return both of its results."""
+    unit = types.SimpleNamespace(**{name: getattr(layer.rg_lru, name) for name in _UNIT})
+    unit.recurrent_states, unit._rnn_scan = None, functools.partial(scan, unit)
+    y = inspect.unwrap(type(layer.rg_lru).forward)(unit, x, positions)
+    return y.unsqueeze(-1), unit.recurrent_states
+
+
+def _lru_scan(layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    y, state = _lru(layer, x, positions, type(layer.rg_lru)._rnn_scan)
+    return y, state.unsqueeze(-1)
+
+
+def _lru_log_decay(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
+    def decay(unit: Any, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return recurrent_gate, None
+
+    # The decay that the scan uses, rounded as it is there.
+    y = _lru(layer, x, positions, decay)[0].squeeze(-1).float()
+    return y.clamp_min(torch.finfo(y.dtype).tiny).log()
+
+
+def _lru_convolve(layer: Any, x: Tensor) -> Tensor:
+    return layer.conv_1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+LRU = Mixer(
+    sources=lambda layer, splits: [
+        Source("x", layer.linear_x),
+        Source("z", lambda x: layer.act_fn(layer.linear_y(x))),
+    ],
+    merge=lambda layer, y, given: layer.linear_out(y.squeeze(-1) * given["z"]),
+    late=["z"],
+    reach=lambda layer: layer.conv1d_width - 1,
+    convolve=_lru_convolve,
+    states=States(_lru_scan, _lru_log_decay, lambda layer, state, x, positions: state.unsqueeze(1)),
+    pair=True,
+    by_positions=True,
 )

@@ -131,15 +131,21 @@ def test_the_bf16_tolerance_catches_a_fault():
 def weights_read(rank, born_partitioned, **section):
     """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
     config = ds_config(3, optimizer="SGD", sp_overlap=section)
-    reads, run, phase = [], plan.run, ["forward"]
+    reads, flat, phase = [], plan.flat, ["forward"]
 
-    def reading(operations, registers, call):
-        for weight in registers:
-            if isinstance(weight, torch.nn.Parameter):
-                reads.append((phase[0], weight.ds_status.name, weight.numel() == weight.ds_numel))
-        return run(operations, registers, call)
+    def reading(*compiled):
+        run = flat(*compiled)
 
-    plan.run = reading
+        def reads_weights(call, given):
+            for weight in given:
+                if isinstance(weight, torch.nn.Parameter):
+                    reads.append((phase[0], weight.ds_status.name, weight.numel() == weight.ds_numel))
+            return run(call, given)
+
+        return reads_weights
+
+    plan._pieces.clear()
+    plan.flat = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
@@ -159,13 +165,14 @@ def weights_read(rank, born_partitioned, **section):
             engine.step()
         layer = engine.module.model.layers[0].self_attn
         before = len(reads)
-        reading([], [layer.q_proj.weight], None)  # the instrument sees a weight that is not there
+        reading([], [("x",)], [])(None, [layer.q_proj.weight])  # the instrument sees a weight that is not there
         control = reads[before:]
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
         return reads[:before], after, control
     finally:
-        plan.run = run
+        plan.flat = flat
+        plan._pieces.clear()
         forget_sequence_parallel()
 
 

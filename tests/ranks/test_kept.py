@@ -428,7 +428,7 @@ GUARDS = [
         faults_of_a_backward_within,
         raises=True,  # torch counts what is saved
     ),
-    Watched(Guard("nothing circular", without="rest[name] = registers[index]"), what_is_left),
+    Watched(Guard("nothing circular", without="rest[name] = x"), what_is_left),
 ]
 
 

@@ -411,7 +411,7 @@ WATCHED = [
     Watched(
         Guard(
             "unchanged",
-            without="saved = [registers[index] if registers[index] is None else registers[index].data for index in tensors]",
+            without="ctx.save_for_backward(*[x if x is None else x.data for x in made[count:]])",
         ),
         tables_are_watched,
     ),

@@ -1,7 +1,7 @@
-"""Turns the steps of a schedule into operations on registers.
+"""Turns the steps of a schedule into operations on named values.
 
 An operation is a function of this module, to which is bound whatever is known beforehand. It takes
-the call, and then what its registers hold. The names of registers, for group g:
+the call, and then the values that it reads. Their names, for group g:
 
     ("x",)                the layer's input, then as autocast casts it
     ("rows",)             x as a matrix, with a row for each token
@@ -40,34 +40,39 @@ from ...relayout.ops import sum_dtype
 from ...schedule import Exchanged, O, Part, Program, Step
 from ..memory.recompute import Attended, attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
+from .flat import Name, Operation
 from .pieces import Pieces
 from .products import autocast, by_rank, matrix
-from .registers import Name, Names, Operation
 from .slices import Parts, Ranges, batched, cut_ranges, mm_of_slices, parts_of
+
+# The shape and the dtype of a tensor.
+Kind = tuple[torch.Size, torch.dtype]
 
 
 class Operations:
     """Compiles the steps of one piece, in forward or in backward.
 
     Args:
-        names: The registers.
         call: A call of the form that is compiled, of which nothing is kept.
         needs: By name, for each input of the node and each part that is exchanged, whether its
             gradient is needed.
-        shapes: By name, the shape of each input of the node; None for an input that is None.
+        kinds: By name, the shape and the dtype of each input of the node; None for one that is None.
         head_dims: By name, the head dim of each part that was exchanged so far; those that are
             exchanged here are added.
     """
 
     def __init__(
         self,
-        names: Names,
         call: Call,
         needs: dict[Name, bool],
-        shapes: dict[Name, Any],
+        kinds: dict[Name, Kind | None],
         head_dims: dict[Name, int],
     ):
-        self.names, self.needs, self.shapes, self.head_dims = names, needs, shapes, head_dims
+        self.needs, self.head_dims = needs, head_dims
+        self.shapes: dict[Name, Any] = {}
+        for name, kind in kinds.items():
+            self.shapes[name] = None if kind is None else kind[0]
+        self.dtypes = [kind[1] for kind in kinds.values() if kind is not None]
         self.schedule, self.projections = call.schedule, call.projections
         self.geometry, self.by_rank, self.is_window = call.geometry, call.by_rank, call.is_windowed
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
@@ -76,7 +81,7 @@ class Operations:
         """Return the operations of a program, in profiler ranges if ``profiled``."""
         self.operations: list[Operation] = []
         self.is_backward, self.is_profiled = backward, profiled
-        # How many operations of this list write each register.
+        # How many operations of this list write each value.
         self.writers: dict[Name, int] = {}
         for step in program:
             first = len(self.operations)
@@ -94,8 +99,7 @@ class Operations:
         self, function: Callable[..., Any], reads: Sequence[Name], writes: Sequence[Name] = ()
     ) -> None:
         """Add an operation."""
-        indices = (tuple([self.names(*name) for name in names]) for names in (reads, writes))
-        self.operations.append(Operation(function, *indices))
+        self.operations.append(Operation(function, tuple(reads), tuple(writes)))
         for name in writes:
             self.writers[name] = self.writers.get(name, 0) + 1
 
@@ -254,7 +258,7 @@ class Operations:
             function = partial(_norm_back, part, len(tables), len(norms), places)
             self.add(function, reads, [heads, *sums])
         elif self._is_rotated(part):
-            dtype = self.shapes["product dtype",]
+            dtype = self.dtypes[1]
             self.add(partial(_rotate_back, dtype), [dy, *tables], [heads])
         else:
             self.add(_as_rows, [dy], [heads])
@@ -277,7 +281,7 @@ class Operations:
             weight: Name = ("parameter", 2 * module)
             some, reads = self._some(rows, weight), [("d heads", *part), weight]
             if dx not in self.writers:
-                self.add(partial(_begin_dx, some, self.shapes["x dtype",]), reads, [dx])
+                self.add(partial(_begin_dx, some, self.dtypes[0]), reads, [dx])
             else:
                 rounds = self.geometry.groups == 1
                 self.add(partial(_add_to_dx, some, rounds), [*reads, dx], [dx])

@@ -1,8 +1,8 @@
 """Runs a layer by lists of operations that are compiled from its schedule once.
 
     piece         consecutive steps that one node of autograd runs, in forward and in backward
-    variant       the operations of a piece, for what needs a gradient: two flat lists
-    operation     a function of registers (`operations`)
+    variant       a piece compiled for what needs a gradient: a function for each direction
+    operation     a function of values that have names (`operations`)
 
 Note [Pieces]
 ~~~~~~~~~~~~~
@@ -20,21 +20,21 @@ for the backward of local attention alone, one head group at a time.
 
 Note [What a node saves]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A node saves the registers that its backward reads and none of its operations writes. It does so by
-``save_for_backward``: hooks for saved tensors see them, and autograd notices changes. A register is
-let go of behind its last use. Both are found when a variant is compiled.
+A node saves the values that its backward reads and none of its operations writes. It does so by
+``save_for_backward``: hooks for saved tensors see them, and autograd notices changes. A value is
+let go of behind its last use (`flat`). Both are found when a variant is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...profiling.ranges import is_profiled
@@ -43,54 +43,42 @@ from ...schedule.steps import section_of
 from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import Random
 from .execution import Call
-from .operations import Operations
-from .registers import Name, Names, Operation, listed
+from .flat import Flat, Name, Operation, flat
+from .operations import Kind, Operations
 
-# The first words of registers that hold no tensor, of those that hold a list of tensors, and of
-# those that backward alone writes.
-_OBJECTS, _LISTS = ("attended",), ("kept",)
+# The first words of the names that backward alone writes.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces")
+# Those of what a checkpoint around a window takes.
+_OF_CHECKPOINT = ("merged", "kept", "attended")
 
 
 @dataclass(eq=False)
 class Variant:
-    """The operations of a piece, for what needs a gradient.
+    """The functions of a piece, for what needs a gradient.
 
     Attributes:
-        names: The registers.
         needs: By name, whether the gradient of each part that was exchanged so far is needed, and
             of each input.
         head_dims: By name, the head dim of each part that was exchanged so far.
-        forward: What runs in forward.
-        again: What runs in forward where a checkpoint has saved attention.
-        backward: What runs in backward.
-        inputs: The registers of what the node is given.
-        outputs: The registers of what it returns, behind the token.
-        undifferentiable: The places of those of ``outputs`` whose gradients nobody needs.
-        saved: The registers that are saved: of tensors, of lists of tensors, of anything else.
-        gradients: The registers of the gradients of ``outputs``.
-        results: The registers of the gradients of ``inputs``; None for one that has none.
+        forward: Takes the inputs of the node; returns ``outputs`` values, then those of ``held``.
+        backward: Takes the values of ``saved``, then the gradients of all that the node returns;
+            returns the gradient of each input, None for one that has none.
+        again: As ``forward``, where a checkpoint has saved attention; takes o of all groups, too.
+        saved: The names of what is saved.
+        held: Those, and the names of what a checkpoint takes.
+        outputs: The number of values that the node returns, behind the token.
+        undifferentiable: The places of those whose gradients nobody needs.
     """
 
-    names: Names
     needs: dict[Name, bool]
     head_dims: dict[Name, int]
-    forward: list[Operation]
-    again: list[Operation]
-    backward: list[Operation]
-    inputs: list[int]
-    outputs: list[int]
+    forward: Flat
+    backward: Flat
+    again: Flat
+    saved: list[Name]
+    held: list[Name]
+    outputs: int
     undifferentiable: list[int]
-    saved: tuple[list[int], list[int], list[int]]
-    gradients: list[int]
-    results: list[int | None]
-
-    def taking(self, given: Sequence[Any]) -> list[Any]:
-        """Return registers with the inputs of the node in place."""
-        registers: list[Any] = [None] * len(self.names)
-        for index, x in zip(self.inputs, given):
-            registers[index] = x
-        return registers
 
 
 @dataclass(eq=False)
@@ -133,16 +121,16 @@ class Piece:
             needs: For the token and each input, whether it needs a gradient.
             given: The inputs.
         """
+        kinds: list[Kind | None] = []
+        for x in given:
+            kinds.append(None if x is None else (x.shape, x.dtype))
         profiled = is_profiled()
-        dtypes = tuple([x.dtype for x in given[:2] if x is not None])
-        shapes = tuple([None if x is None else x.shape for x in given])
-        key = (call.variant, call.form, call.schedule, names, needs, shapes, dtypes, profiled)
+        key = (call.variant, call.form, call.schedule, names, needs, profiled, *kinds)
         variant = self._variants.get(key)
         if variant is None:
             if len(self._variants) >= _MOST:
                 self._variants.clear()
-            variant = _compiled(self, call, names, needs, shapes, dtypes, profiled)
-            self._variants[key] = variant
+            variant = self._variants[key] = _compiled(self, call, names, needs, kinds, profiled)
         return variant
 
 
@@ -155,16 +143,14 @@ def _compiled(
     call: Call,
     names: tuple[Name, ...],
     needs: tuple[bool, ...],
-    shapes: tuple[Any, ...],
-    dtypes: tuple[torch.dtype | None, ...],
+    kinds: list[Kind | None],
     profiled: bool,
 ) -> Variant:
-    """Compile a variant; the arguments are those of `Piece.variant` and what it found."""
-    registers, of_inputs = Names(), dict(zip(names, needs[1:]))
-    inputs = [registers(*name) for name in names]
+    """Compile a variant, for inputs of these kinds; the arguments are those of `Piece.variant`."""
+    of_inputs = dict(zip(names, needs[1:]))
     of_parts = dict(call.variant.needs) if call.variant else {}
-    head_dims = dict(call.variant.head_dims) if call.variant else {}
     of_parts.update(of_inputs)
+    head_dims = dict(call.variant.head_dims) if call.variant else {}
     backward = piece.backward
     if call.is_windowed:
         backward = call.schedule.backward
@@ -189,108 +175,50 @@ def _compiled(
         if not reaches:
             # Only dWo and its bias then: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
-    of_names: dict[Name, Any] = dict(zip(names, shapes))
-    of_names.update(zip((("x dtype",), ("product dtype",)), dtypes))
-    compiler = Operations(registers, call, of_parts, of_names, head_dims)
+    compiler = Operations(call, of_parts, dict(zip(names, kinds)), head_dims)
     program = piece.forward  # guard: starts in the order drawn
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)
-    given_back: list[Name] = [("value", *part) for part in piece.gives]
-    if piece.returns_y:
-        given_back = [("y",)]
-    outputs = [registers(*name) for name in given_back]
-    gradients = [registers("d", *name) for name in given_back]
-    back: list[Operation] = []
-    if any(needs):
-        back = compiler.compile(backward, True, profiled)
-    saved, written = _saved(back, list(registers))
-    of_results = [registers("d", *name) for name in names]
-    results = [index if index in written else None for index in of_results]
-    keep = {*outputs, *(index for of_kind in saved for index in of_kind)}
-    for name, index in registers.items():
-        # A checkpoint takes what attention made.
-        if call.is_windowed and name[0] in ("merged", "attended", "kept"):
-            keep.add(index)
+    back = compiler.compile(backward, True, profiled) if any(needs) else []
+    outputs: list[Name] = (
+        [("y",)] if piece.returns_y else [("value", *part) for part in piece.gives]
+    )
+    token: list[Name] = [] if piece.returns_y else [("d", "token")]
+    saved = _saved(back)
+    held, attended = dict.fromkeys(saved), list[Name]()
+    if call.is_windowed:
+        written = [name for operation in forward for name in operation.writes]
+        held.update(dict.fromkeys(name for name in written if name[0] in _OF_CHECKPOINT))
+        attended = [("value", "o", group) for group in call.groups]
     return Variant(
-        names=registers,
         needs=of_parts,
         head_dims=head_dims,
-        forward=listed(forward, keep),
-        again=listed(again, keep),
-        backward=listed(back, set(of_results)),
-        inputs=inputs,
-        outputs=outputs,
-        undifferentiable=[
-            place for place, name in enumerate(given_back) if not of_parts.get(name, True)
-        ],
+        forward=flat(forward, names, [*outputs, *held]),
+        backward=flat(back, [*saved, *token, *_gradients(outputs)], _gradients(names)),
+        again=flat(again, [*names, *attended], [*outputs, *held]),
         saved=saved,
-        gradients=gradients,
-        results=results,
+        held=list(held),
+        outputs=len(outputs),
+        undifferentiable=[
+            place for place, name in enumerate(outputs) if not of_parts.get(name, True)
+        ],
     )
 
 
-def _saved(
-    operations: list[Operation], names: list[Name]
-) -> tuple[tuple[list[int], list[int], list[int]], set[int]]:
-    """Return what a backward reads from forward, by kind; and what the backward writes."""
-    read: dict[int, None] = {}
-    written: set[int] = set()
+def _gradients(names: Iterable[Name]) -> list[Name]:
+    return [("d", *name) for name in names]
+
+
+def _saved(operations: list[Operation]) -> list[Name]:
+    """Return what a backward reads from forward."""
+    read: dict[Name, None] = {}
+    written: set[Name] = set()
     for operation in operations:
-        for index in operation.reads:
-            if index not in written and names[index][0] not in _OF_BACKWARD:
-                read[index] = None
+        for name in operation.reads:
+            if name not in written and name[0] not in _OF_BACKWARD:
+                read[name] = None
         written.update(operation.writes)
-    tensors, lists, objects = list[int](), list[int](), list[int]()
-    for index in read:
-        word = names[index][0]
-        (objects if word in _OBJECTS else lists if word in _LISTS else tensors).append(index)
-    return (tensors, lists, objects), written
-
-
-def run(operations: list[Operation], registers: list, call: Call) -> None:
-    """Run operations, and let go of each register behind its last use."""
-    get = registers.__getitem__
-    for function, reads, writes, dead in operations:
-        made = function(call, *map(get, reads))
-        if len(writes) == 1:
-            registers[writes[0]] = made
-        else:
-            for index, x in zip(writes, made):
-                registers[index] = x
-        del made
-        for index in dead:
-            registers[index] = None  # guard: let go behind its last use
-
-
-def _save(ctx: Any, variant: Variant, registers: list[Any]) -> None:
-    """Save what the backward of a variant reads, see Note [What a node saves]."""
-    tensors, lists, objects = variant.saved
-    ctx.variant, of = variant, registers.__getitem__
-    ctx.objects, of_lists = list(map(of, objects)), list(map(of, lists))
-    ctx.sizes = list(map(len, of_lists))
-    saved = list(map(of, tensors))  # guard: unchanged
-    ctx.save_for_backward(*saved, *chain(*of_lists))
-
-
-def _restored(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Any]:
-    """Return the registers of a backward, with what was saved and the incoming gradients."""
-    variant, saved = ctx.variant, iter(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()
-    registers: list[Any] = [None] * len(variant.names)
-    tensors, lists, objects = variant.saved
-    for index in tensors:
-        registers[index] = next(saved)
-    for index, size in zip(lists, ctx.sizes):
-        registers[index] = list(islice(saved, size))
-    for index, x in zip(objects, ctx.objects):
-        registers[index] = x
-    for index, gradient in zip(variant.gradients, gradients):
-        registers[index] = gradient
-    return registers
-
-
-def _results(variant: Variant, registers: list[Any]) -> list[Tensor | None]:
-    return [None if index is None else registers[index] for index in variant.results]
+    return list(read)
 
 
 class _Node(Node):
@@ -300,50 +228,43 @@ class _Node(Node):
     def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], token, *given):
         # A gradient that one rank lacks is zero, as autograd makes it: other ranks exchange theirs.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
-        registers = variant.taking(given)
-        run(variant.forward, registers, call)
-        ctx.call = call
-        _save(ctx, variant, registers)
-        outputs = list(map(registers.__getitem__, variant.outputs))
-        call.variant = variant
+        ctx.call, ctx.variant, call.variant = call, variant, variant
+        made, count = variant.forward(call, [*given]), variant.outputs
+        ctx.save_for_backward(*made[count:])  # guard: unchanged
         if variant.undifferentiable:
-            ctx.mark_non_differentiable(*[outputs[place] for place in variant.undifferentiable])
+            ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
         if piece.returns_y:
-            return outputs[0]
-        return call.empty.new_empty(0), *outputs
+            return made[0]
+        return call.empty.new_empty(0), *made[:count]
 
     @staticmethod
     def backward(ctx, *gradients):
-        call, variant = ctx.call, ctx.variant
+        call = ctx.call
         refuse_second_derivatives(call.where)
-        # Empty: it only makes autograd run the piece before.
-        token = call.empty if ctx.needs_input_grad[3] else None
-        device = call.autocast["device_type"]
-        registers = _restored(ctx, gradients[len(gradients) - len(variant.gradients) :])
+        given = [*ctx.saved_tensors, *gradients]
+        ctx.maybe_clear_saved_tensors()
         del gradients
+        device = call.autocast["device_type"]
         if torch.is_autocast_enabled(device):
             # That of backward alone: the operands of products were cast in forward.
             with torch.autocast(device, enabled=False):
-                run(variant.backward, registers, call)
+                results = ctx.variant.backward(call, given)
         else:
-            run(variant.backward, registers, call)
-        return None, None, None, token, *_results(variant, registers)
+            results = ctx.variant.backward(call, given)
+        # Empty: it only makes autograd run the piece before.
+        return None, None, None, call.empty if ctx.needs_input_grad[3] else None, *results
 
 
 def run_piece(
-    piece: Piece, call: Call, names: tuple[Name, ...], token: Any, given: list[Any]
+    piece: Piece, call: Call, names: tuple[Name, ...], token: Any, given: Sequence[Any]
 ) -> Any:
     """Run a piece, as a node where autograd records; return as the node does."""
     # Forward-mode differentiation, which may run without gradients, is refused by the node.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _Node.apply(piece, call, names, token, *given)
     call.variant = piece.variant(call, names, (False,) * (1 + len(given)), given)
-    registers = call.variant.taking(given)
-    run(call.variant.forward, registers, call)
-    outputs = [registers[index] for index in call.variant.outputs]
-    if piece.returns_y:
-        return outputs[0]
-    return call.empty, *outputs
+    made = call.variant.forward(call, [*given])
+    return made[0] if piece.returns_y else (call.empty, *made)
 
 
 class _Window(Node):
@@ -356,42 +277,38 @@ class _Window(Node):
     def forward(ctx, piece, call, names, checkpoint, offload, recorded, *given):
         """Walk the forward program, or only its merges where a checkpoint has saved attention."""
         needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[6:]))
-        variant = piece.variant(call, names, needs, given)
-        registers, device = variant.taking(given), given[0].device
+        variant, device = piece.variant(call, names, needs, given), given[0].device
         if checkpoint is not None and checkpoint.is_recompute:
             # The checkpoint has saved what attention made: only the merges run again. This node has
             # no backward. It saves tensors for the checkpoint, which hands them to the node of the
             # first run, whose backward runs.
             tensors, (rest, after) = checkpoint.take(call.where)
-            for name, index in variant.names.items():
-                made = rest.get(name, tensors.get(name))
-                if name[0] == "merged":
-                    made = made.view(*given[0].shape[:2], made.shape[-1])
-                    registers[variant.names["value", "o", name[1]]] = made
-                elif made is not None:
-                    registers[index] = made
-            run(variant.again, registers, call)
+            merged = [tensors["merged", group] for group in call.groups]
+            attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
+            y, *made = variant.again(call, [*given, *attended])
+            values = dict(zip(variant.held, made))
+            values.update(
+                (name, x) for name, x in (*tensors.items(), *rest.items()) if name[0] != "merged"
+            )
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before
         else:
             before = Random.now(device) if checkpoint is not None else None
-            run(variant.forward, registers, call)
+            y, *made = variant.forward(call, [*given])
+            values = dict(zip(variant.held, made))
             if checkpoint is not None:
                 after = Random.now(device)
                 tensors, rest = {}, {}
-                for name, index in variant.names.items():
+                for name, x in values.items():
                     if name[0] in ("merged", "kept"):
-                        tensors[name] = registers[index]
+                        tensors[name] = x
                     elif name[0] == "attended":
                         # The checkpoint saves no graphs, which may lead to the checkpoint itself.
                         # Backward uses the graphs of this node.
-                        rest[name] = replace(  # guard: nothing circular
-                            registers[index], edges=None
-                        )
+                        rest[name] = replace(x, edges=None)  # guard: nothing circular
                 moved = None if after == before else after
                 checkpoint.put(call.where, tensors, (rest, moved), offload, call.local.tensors)
-        attended = [registers[i] for name, i in variant.names.items() if name[0] == "attended"]
-        attended = [record for record in attended if record is not None]
+        attended = [x for name, x in values.items() if name[0] == "attended" and x is not None]
         if attended:
             reads_o = any(record.reads_o for record in attended)
             foreign = next((record.foreign for record in attended if record.foreign), "")
@@ -399,19 +316,27 @@ class _Window(Node):
             if not call.local.agree(reads_o, foreign):
                 call.schedule = without_o(call.schedule)
                 variant = piece.variant(call, names, needs, given)
-        ctx.call = call
-        _save(ctx, variant, registers)
-        return registers[variant.outputs[0]]
+        ctx.call, ctx.variant = call, variant
+        leaves, ctx.spec = tree_flatten([values[name] for name in variant.saved])
+        tensors = [x if isinstance(x, Tensor) else None for x in leaves]
+        ctx.rest = [x if tensor is None else None for x, tensor in zip(leaves, tensors)]
+        ctx.save_for_backward(*tensors)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         """Walk the backward program in the autocast state of forward."""
-        call, variant = ctx.call, ctx.variant
+        call = ctx.call
         refuse_second_derivatives(call.where)
-        registers = _restored(ctx, (dy,))
+        saved = zip(ctx.saved_tensors, ctx.rest)
+        leaves = [x if tensor is None else tensor for tensor, x in saved]
+        del saved
+        given = [*tree_unflatten(leaves, ctx.spec), dy]
+        ctx.maybe_clear_saved_tensors()
+        del leaves, dy
         with torch.autocast(**call.autocast):  # guard: q, k and v are made as before
-            run(variant.backward, registers, call)
-        return None, None, None, None, None, None, *_results(variant, registers)
+            results = ctx.variant.backward(call, given)
+        return None, None, None, None, None, None, *results
 
 
 @dataclass
@@ -420,7 +345,7 @@ class End:
 
     Attributes:
         modules: The modules to call with `linear.call_through`, so that their weights are whole.
-        names: The names of the registers of ``tensors``.
+        names: The names of ``tensors``.
         tensors: Gives weights and biases, and what else the end reads; called inside of the call.
     """
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...schedule import Part
+from .flat import Name
 from .linear import Plain, product_of, without_hooks
 from .products import autocast
-from .registers import Name
 from .slices import Parts, Ranges
 
 
@@ -51,7 +51,7 @@ class Cuts:
 
     @lru_cache(maxsize=4096)
     def names(self, tables: int) -> tuple[Name, ...]:
-        """Return the names of the registers of x, `Projections.parameters` and ``tables`` tables."""
+        """Return the names of x, `Projections.parameters` and ``tables`` tables."""
         count = 2 * len(self.parts) + sum(count for _, count in self.norms)
         parameters = [("parameter", index) for index in range(count)]
         return ("x",), *parameters, *(("table", index) for index in range(tables))

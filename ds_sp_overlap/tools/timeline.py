@@ -84,11 +84,11 @@ def hull(exchanges: Iterable[Exchange]) -> Span:
     return min(spans)[0], max(end for _, end in spans)
 
 
-def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return spans that don't overlap, in order; those within ``gap`` of one another become one."""
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Return spans that don't overlap, in order."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1] + gap:
+        if joined and begin <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
             joined.append((begin, end))
@@ -237,7 +237,7 @@ def summary(traces: list[Trace]) -> str:
 
 
 def draw(traces: list[Trace]) -> Any:
-    """Draw the last step, and its call of a layer that was most exposed on the first rank.
+    """Draw the call of a layer that was most exposed on the first rank, in the last step.
 
     Raises:
         ImportError: without matplotlib.
@@ -246,26 +246,22 @@ def draw(traces: list[Trace]) -> Any:
     from matplotlib.patches import Patch
 
     step = min(max(each.step for each in trace.exchanges) for trace in traces)
-    figure = Figure(figsize=(14, 3 + 1.5 * len(traces)), layout="constrained")
-    axes = figure.subplots(2, 1)
-    worst = 0
+    figure = Figure(figsize=(14, 2 + len(traces)), layout="constrained")
+    axis, worst = figure.subplots(), 0
     for line, trace in enumerate(traces):
-        whole = [each for each in trace.exchanges if each.step == step]
-        calls = [list(call) for _, call in groupby(whole, lambda each: each.layer)]
+        of_step = (each for each in trace.exchanges if each.step == step)
+        calls = [list(call) for _, call in groupby(of_step, lambda each: each.layer)]
         if line == 0:
             exposed = [sum(length(each.exposed) for each in call) for call in calls]
             worst = exposed.index(max(exposed))
-            call = calls[worst]
-            axes[0].set_title(f"step {step}")
-            axes[1].set_title(f"{call[0].layer}, {call[0].name} to {call[-1].name}")
-        _draw_rank(axes[0], 2 * line, trace, hull(whole))
+            first, last = calls[worst][0], calls[worst][-1]
+            axis.set_title(f"step {step}, {first.layer}, {first.name} to {last.name}")
         # Ranks make the same calls, but a trace may end early.
-        _draw_rank(axes[1], 2 * line, trace, hull(calls[min(worst, len(calls) - 1)]))
+        _draw_rank(axis, 2 * line, trace, hull(calls[min(worst, len(calls) - 1)]))
     lines = [f"rank {trace.rank} {what}" for trace in traces for what in ("compute", "transfer")]
-    for axis in axes:
-        axis.set(xlabel="ms, each rank on its own clock", ylim=(len(lines) - 0.5, -0.5))
-        axis.set_xlim(left=0)
-        axis.set_yticks(range(len(lines)), lines)
+    axis.set(xlabel="ms, each rank on its own clock", ylim=(len(lines) - 0.5, -0.5))
+    axis.set_xlim(left=0)
+    axis.set_yticks(range(len(lines)), lines)
     handles = [Patch(color=colour, label=word) for word, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=3)
     return figure
@@ -276,9 +272,8 @@ def _draw_rank(axis: Any, line: int, trace: Trace, span: Span) -> None:
     begin, end = span
 
     def bars(kind: str, spans: Iterable[Span], top: float, height: float = 0.8) -> None:
-        seen = [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
-        # What the picture can't keep apart is drawn as one.
-        places = [(a - begin, b - a) for a, b in merged(seen, (end - begin) / 1500)]
+        seen = merged((max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin)
+        places = [(a - begin, b - a) for a, b in seen]
         axis.broken_barh(places, (top - 0.4, height), facecolor=COLOURS[kind])
 
     bars("computing", trace.computing, line)

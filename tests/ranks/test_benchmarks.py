@@ -293,5 +293,4 @@ def test_plan_measures_what_is_not_given_says_so_and_reads_what_it_wrote(tmp_pat
     assert all(float(rate) > 0 for rate in (*rates.groups(), *latency.groups()))
     assert json.loads((tmp_path / "measured.json").read_text())["wire_gbs"] > 0
     again = subprocess.run([*command, "--measured", "measured.json"], capture_output=True, text=True, cwd=tmp_path)
-    of_plan = [[line for line in each.stdout.splitlines() if not line.startswith("[")] for each in (ran, again)]  # not DeepSpeed's
-    assert of_plan[0] == of_plan[1] and len(of_plan[0]) > 10
+    assert again.stdout == ran.stdout and len(ran.stdout.splitlines()) > 10

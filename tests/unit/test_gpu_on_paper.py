@@ -258,7 +258,7 @@ def test_measured_figures_win_over_the_table(capsys, tmp_path):
 @pytest.mark.parametrize(
     "more,words",
     [
-        ("--gpu h100 --measured /nowhere", "--measured /nowhere: No such file or directory"),
+        ("--gpu h100 --measured /nowhere", "No such file or directory: '/nowhere'"),
         ("--gpu h100 --measured {file}", "no figure of a GPU is called sm; there are sms, tflops"),
     ],
 )

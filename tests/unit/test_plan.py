@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +104,13 @@ def test_json_has_every_variant_and_the_verdict(capsys):
     assert rows["G = 4, W = 1"]["peak_bytes"] < rows["G = 4"]["peak_bytes"] < rows["stock"]["peak_bytes"]
     # Kernels are tiny here: the host decides.
     assert verdict.startswith("don't overlap") and "the GPU waits for its host" in verdict
+
+
+def test_nothing_but_json_is_on_standard_output(monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # DeepSpeed, imported for stock's launches, then prints a warning
+    command = [sys.executable, "-m", "ds_sp_overlap", *f"{LAYER} --bandwidth 45 --json".split()]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(ran.stdout)["layer"][0]["variant"] == "stock"
 
 
 def test_with_an_mlp_the_whole_layer_decides(capsys):

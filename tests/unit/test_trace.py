@@ -131,7 +131,6 @@ def test_what_is_left_of_a_span(busy, left):
 
 def test_spans_that_touch_or_overlap_are_one():
     assert timeline.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-    assert timeline.merged([(5, 6), (0, 4)], gap=1) == [(0, 6)]
 
 
 def test_the_command_draws_the_traces_of_a_folder_and_prints_a_step(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -219,10 +220,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     Raises:
         ValueError: if --measured can't be used.
     """
-    try:
-        found = gpu(args.gpu, args.measured)
-    except OSError as error:
-        raise ValueError(f"--measured {args.measured}: {error.strerror}") from None
+    found = gpu(args.gpu, args.measured)
     if args.measure is not None:
         values = _measured(_layer(args, args.sp), found["tflops"])
         if os.environ["RANK"] == "0":
@@ -350,33 +348,45 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """
     is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     try:
-        _complete(args)
-        if args.nodes is not None:
-            advice, sizes = _sizes(args)
-            as_json, as_text = {"sp": sizes, "verdict": advice}, tabulate(sizes, headers="keys")
-            print(json.dumps(as_json) if args.json else f"{advice}\n\n{as_text}")
-            return 0
-        layer = _layer(args, args.sp)
-        if args.measure is not None and not is_launched:
-            launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
-            words = [sys.executable, *launcher, "-m", "ds_sp_overlap", *args.words]
-            return subprocess.run(words).returncode
-        on = _gpu(args)
+        # What imports print is no part of the plan.
+        with contextlib.redirect_stdout(sys.stderr):
+            _complete(args)
+            if args.measure is not None and not is_launched:
+                _layer(args, args.sp)  # refuses what can't be planned
+                return _launch(args)
+            found, text = _planned(args)
     except ValueError as error:
         parser.error(str(error))
     # A launcher's ranks all find the same; one of them prints it.
-    if is_launched and os.environ["RANK"] != "0":
-        return 0
+    if not is_launched or os.environ["RANK"] == "0":
+        print(json.dumps(found) if args.json else text)
+    return 0
+
+
+def _launch(args: argparse.Namespace) -> int:
+    """Run the command on ``--sp`` ranks of this machine; return the exit status."""
+    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
+    words = [sys.executable, *launcher, "-m", "ds_sp_overlap", *args.words]
+    return subprocess.run(words).returncode
+
+
+def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Return the plan, and the same in words.
+
+    Raises:
+        ValueError: if nothing can be planned or measured.
+    """
+    if args.nodes is not None:
+        advice, sizes = _sizes(args)
+        return {"sp": sizes, "verdict": advice}, f"{advice}\n\n{tabulate(sizes, headers='keys')}"
     # It loads torch.
     from .plan import decides_ms, ours_of, plan, verdict
 
+    layer, on = _layer(args, args.sp), _gpu(args)
     rows = plan(layer, on)
     advice = verdict(rows)
-    if args.json:
-        print(json.dumps({"layer": [asdict(row) for row in rows], "verdict": advice}))
-        return 0
-    print(describe(layer, on, args.gpu, rows, advice))
+    text = describe(layer, on, args.gpu, rows, advice)
     if args.memory is not None:
         fastest = min(ours_of(rows), key=decides_ms)
-        print(f"\n{_describe_fits(args, layer, fastest.groups)}")
-    return 0
+        text += f"\n\n{_describe_fits(args, layer, fastest.groups)}"
+    return {"layer": [asdict(row) for row in rows], "verdict": advice}, text

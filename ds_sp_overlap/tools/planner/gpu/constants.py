@@ -152,8 +152,8 @@ def gpu(name: str, measured: Path | None = None) -> Gpu:
         return found
     try:
         values = json.loads(measured.read_text())
-    except ValueError as error:
-        raise ValueError(f"--measured {measured}: not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--measured {measured}: {error}") from None
     if unknown := sorted(set(values) - set(found.known)):
         raise ValueError(
             f"--measured {measured}: no figure of a GPU is called {', '.join(unknown)}; there are "

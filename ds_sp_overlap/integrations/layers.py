@@ -56,16 +56,9 @@ def kind_of(module: nn.Module) -> str:
     return {"lora": "LoRA"}.get(method, method) if package == "peft" else type(module).__name__
 
 
-class HostModule(NamedTuple):
-    """A module around attention layers whose forward must be rebound, too.
-
-    Attributes:
-        module: The module, for example the model that gathers positions for its layers.
-        bind: Rebinds its forward and returns the function that undoes the rebinding.
-    """
-
-    module: nn.Module
-    bind: Callable[[], Undo]
+# Modules beside attention layers whose forward must be rebound, too, for example the model that
+# gathers positions for its layers; each with the function that rebinds it.
+Binds = dict[nn.Module, Callable[[], Undo]]
 
 
 class OverlapSettings(NamedTuple):

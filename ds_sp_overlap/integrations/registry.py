@@ -27,7 +27,7 @@ from ..relayout import ops
 from ..warn import warn_once
 from . import distributed_attention
 from .inspect.tensor_parallel import refuse_shared_ranks
-from .layers import FoundLayer, HostModule, OverlapSettings
+from .layers import Binds, FoundLayer, OverlapSettings
 from .megatron import layers as megatron
 from .rebinding import Undo, is_ours
 from .tiles import find_tiles
@@ -144,7 +144,7 @@ def enable(
     timeline: Timeline | None = None
     overlap = OverlapSettings(sp_group, config, policy)
     layers: list[FoundLayer] = []
-    hosts: list[HostModule] = []
+    binds: Binds = {}
     tiles: list[str] = []
 
     def find_and_describe() -> str:
@@ -154,11 +154,12 @@ def enable(
         timeline = Timeline.of(config, sp_group)
         refuse_shared_ranks(model, sp_group.ranks)
         sharded.look_for_units(model)
-        layers[:], hosts[:] = _find_layers(model, overlap)
+        layers[:], found = _find_layers(model, overlap)
+        binds.update(found)
         _refuse_unusable(model, layers, config)
         if config.tiles is not None:
             tiled, lines = find_tiles(model, layers, config.tiles)
-            hosts.extend(tiled)
+            binds.update(tiled)
             tiles[:] = [lines]
         return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}; {tiles}"
 
@@ -170,14 +171,13 @@ def enable(
         # The policy listens to the optimizers already, and the timeline may have been made here.
         _close(policy, timeline)
         raise
-    for host in hosts:
-        _undo[host.module] = host.bind()
     for layer in layers:
         if layer.bind is None:
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
-            undo = layer.bind()
-            _undo[layer.module] = functools.partial(_undo_and_close, undo, policy, timeline)
+            binds[layer.module] = layer.bind
+    for module, bind in binds.items():
+        _undo[module] = functools.partial(_undo_and_close, bind(), policy, timeline)
     return Report(layers, sp_group.size, tiles="\n".join(tiles))
 
 
@@ -208,16 +208,14 @@ def _no_group(model: nn.Module) -> str:
     )
 
 
-def _find_layers(
-    model: nn.Module, overlap: OverlapSettings
-) -> tuple[list[FoundLayer], list[HostModule]]:
+def _find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundLayer], Binds]:
     """Find the attention layers of ``model`` with all adapters, and the modules around them.
 
     Raises:
         ValueError: if an adapter refuses the model.
     """
     layers = megatron.find_layers(model, overlap)
-    transformers_layers, hosts = transformers.find_layers(model, overlap)
+    transformers_layers, binds = transformers.find_layers(model, overlap)
     layers += transformers_layers
     # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
     # its own, whether that layer can be overlapped or not.
@@ -227,7 +225,7 @@ def _find_layers(
     for layer in distributed_attention.find_layers(model, overlap):
         if layer.module not in inside:
             layers.append(layer)
-    return layers, hosts
+    return layers, binds
 
 
 def _refuse_unusable(
@@ -276,9 +274,9 @@ def _refuse_unusable(
 def _undo_and_close(
     undo: Undo, policy: Policy | None, timeline: Timeline | None, module: nn.Module
 ) -> None:
-    """Restore a layer's forward, and close what belongs to the whole model.
+    """Restore a module's forward, and close what belongs to the whole model.
 
-    So the first layer that is restored ends the trials and the record. To close them again does no
+    So the first module that is restored ends the trials and the record. To close them again does no
     harm.
     """
     undo(module)

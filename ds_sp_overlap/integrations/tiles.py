@@ -19,7 +19,7 @@ from ..warn import warn_once
 from .inspect.accounting import LoadedGlobal, Unknown
 from .inspect.library import whole_shape
 from .inspect.tokenwise import fixed_state, probe_tokenwise
-from .layers import FoundLayer, HostModule
+from .layers import Binds, FoundLayer
 from .rebinding import rebind
 
 # Temporaries of a norm in bf16, forward and backward, over its input. Nearly all are fp32.
@@ -31,7 +31,7 @@ _MLP = 3
 
 def find_tiles(
     model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int
-) -> tuple[list[HostModule], str]:
+) -> tuple[Binds, str]:
     """Find the norms and MLPs that can run in tiles, beside overlapped layers and around them.
 
     Args:
@@ -70,11 +70,10 @@ def find_tiles(
         )
     if reasons:
         lines.append(f"whole, not in tiles: {_counted(reasons)}")
-    hosts = []
+    binds: Binds = {}
     for each in tiled:
-        bind = functools.partial(rebind, each.module, each.forward)
-        hosts.append(HostModule(each.module, bind))
-    return hosts, "\n".join(lines)
+        binds[each.module] = functools.partial(rebind, each.module, each.forward)
+    return binds, "\n".join(lines)
 
 
 def _counted(names: Counter[str]) -> str:

@@ -6,13 +6,14 @@ class, and digests of source.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +33,27 @@ def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
     return functools.cache(function)
 
 
+def by_class(function: Callable[[Any], _Result]) -> Callable[[nn.Module], _Result]:
+    """Turn a function of a class into one of its modules, which is computed once for each class."""
+    cached = once(function)
+    return lambda module: cached(type(module))
+
+
 def attention_functions() -> Any:
     """Return transformers' registry of attention functions; None if transformers isn't loaded."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return None if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
+
+
+@contextlib.contextmanager
+def in_registry(module: Any, function: Callable) -> Iterator[None]:
+    """Have ``function`` be the attention function of ``module`` while the body runs."""
+    functions, name = attention_functions(), module.config._attn_implementation
+    before, functions[name] = functions[name], function
+    try:
+        yield
+    finally:
+        functions[name] = before
 
 
 @once

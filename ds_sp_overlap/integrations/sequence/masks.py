@@ -162,12 +162,13 @@ class Masks:
         """
         originals = [names[RECURRENT] for names in namespaces]
 
+        @torch.compiler.disable
         def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
             shape = inputs_embeds.shape[:2]
             return self.placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
 
         for names in namespaces:
-            names[RECURRENT] = torch.compiler.disable(create_mask)
+            names[RECURRENT] = create_mask
         try:
             yield
         finally:

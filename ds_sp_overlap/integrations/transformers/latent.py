@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
 from ...attention.layer import LayerRuntime
-from ..inspect.library import digest, once
+from ..inspect.library import by_class, digest
 from ..layers import OverlapSettings, kind_of
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
@@ -38,10 +38,10 @@ def is_latent(module: nn.Module) -> bool:
 
     Not if somebody replaced ``forward`` or ``expand_kv`` of this layer object.
     """
-    return not vars(module).keys() & {"forward", EXPAND} and _only_passes_to_attention(type(module))
+    return not vars(module).keys() & {"forward", EXPAND} and _only_passes_to_attention(module)
 
 
-@once
+@by_class
 def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
     """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
     try:

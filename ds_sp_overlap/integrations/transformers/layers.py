@@ -20,7 +20,7 @@ from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions, names_around
 from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
-from ..layers import FoundLayer, HostModule, OverlapSettings
+from ..layers import Binds, FoundLayer, OverlapSettings
 from ..rebinding import rebind
 from ..sequence.masks import RECURRENT
 from . import latent, mixers
@@ -88,9 +88,7 @@ def unregister(model: nn.Module) -> None:
                 functions[name] = stock.attn
 
 
-def find_layers(
-    model: nn.Module, overlap: OverlapSettings
-) -> tuple[list[FoundLayer], list[HostModule]]:
+def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundLayer], Binds]:
     """Find the attention layers of a transformers model, and the modules around them.
 
     `enable` calls it on every rank, and rebinds what it returns once the ranks have agreed. Nothing
@@ -101,15 +99,15 @@ def find_layers(
         overlap: The settings of its layers.
 
     Returns:
-        The layers, and the modules around them whose forward must be rebound; both empty for a
-        model of another framework.
+        The layers, and the other modules whose forward must be rebound; both empty for a model of
+        another framework.
 
     Raises:
         ValueError: if ``head_groups`` is out of range, tokens meet outside an exchange, or a layer
             can be served neither here nor by stock Ulysses.
     """
     if attention_functions() is None:
-        return [], []
+        return [], {}
     refuse_prompts(model)
     # A retired key asks for it.
     if overlap.config.keeps_over_checkpoints and can_keep(model):
@@ -123,7 +121,9 @@ def find_layers(
         ):
             search.add_attention(name, module)
     search.add_mixers()
-    return search.layers, [*search.hosts(), *search.rotary_embeddings(), *search.apart]
+    search.add_hosts()
+    search.add_rotary_embeddings()
+    return search.layers, search.binds
 
 
 class _Search:
@@ -138,7 +138,7 @@ class _Search:
         unseen: The names of layers that must be seen to call their attention function.
         saving: The layers whose attention is saved over checkpoints.
         known: The readings of forwards; layers that are alike share a reading.
-        apart: The attention layers that are not of the sequence that is split.
+        binds: The other modules whose forward must be rebound.
     """
 
     def __init__(self, model: nn.Module, overlap: OverlapSettings):
@@ -155,7 +155,7 @@ class _Search:
         self.unseen: set[str] = set()
         self.saving: set[nn.Module] = set()
         self.known: list[Reader] = []
-        self.apart: list[HostModule] = []
+        self.binds: Binds = {}
 
     def add_attention(self, name: str, module: Any) -> None:
         """Find out how an attention layer is overlapped, and add it to ``layers``.
@@ -168,8 +168,9 @@ class _Search:
         if models and not takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
-            bind = functools.partial(rebind, module, without_stock(module), whole=False)
-            self.apart.append(HostModule(module, bind))
+            self.binds[module] = functools.partial(
+                rebind, module, without_stock(module), whole=False
+            )
             return
         if (reason := why_not(name, module, models)) is not None:
             raise ValueError(
@@ -301,8 +302,8 @@ class _Search:
                 mixers.describe(name, module, model, forwards=self.forwards, overlap=self.overlap)
             )
 
-    def hosts(self) -> list[HostModule]:
-        """Return the models around the layers, whose forward gathers positions and masks."""
+    def add_hosts(self) -> None:
+        """Add the models around the layers, whose forward gathers positions and masks."""
         configs = []
         # Masks are made with the config of the model, or of the language model in it.
         for at in self.hosted:
@@ -317,7 +318,6 @@ class _Search:
                 namespaces[id(names)] = names
         bound = [layer.name for layer in self.layers if layer.bind is not None]
         bound += [name for name, module in self.modules.items() if goes_by_length(module)]
-        hosts = []
         for at, layers in self.hosted.items():
             name, model = at or type(self.model).__name__, self.modules[at]
             functions = {key: layer for key, layer in layers.items() if key in self.unseen}
@@ -336,18 +336,16 @@ class _Search:
                     at, model, functions, bound={key: self.modules[key] for key in inside}
                 ),
             )
-            bind = functools.partial(rebind, model, host.forward, whole=False, of_copy=refuse_copy)
-            hosts.append(HostModule(model, bind))
-        return hosts
+            self.binds[model] = functools.partial(
+                rebind, model, host.forward, whole=False, of_copy=refuse_copy
+            )
 
-    def rotary_embeddings(self) -> list[HostModule]:
-        """Return the rotary embeddings whose frequencies depend on the largest position."""
-        hosts = []
+    def add_rotary_embeddings(self) -> None:
+        """Add the rotary embeddings whose frequencies depend on the largest position."""
         for name, module in self.modules.items():
             if goes_by_length(module):
-                bind = functools.partial(rebind, module, stretched(name, module, self.forwards))
-                hosts.append(HostModule(module, bind))
-        return hosts
+                forward = stretched(name, module, self.forwards)
+                self.binds[module] = functools.partial(rebind, module, forward)
 
 
 def layer_shape(model: str) -> dict[str, int | None]:

@@ -6,6 +6,7 @@ any error. So every module that mixes tokens must be known: overlapped, or refus
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -16,7 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..inspect.library import CACHES, attention_functions, defined_in, functions_of, once, source_of
+from ..inspect.library import (
+    CACHES,
+    attention_functions,
+    by_class,
+    defined_in,
+    functions_of,
+    in_registry,
+    source_of,
+)
 from ..rebinding import is_ours
 from ..sequence.positions import TOKENS
 from .registration import refusal_of
@@ -53,18 +62,12 @@ def without_stock(module: Any) -> Callable:
 
     While it runs, the function around which stock Ulysses exchanges stands in transformers' table.
     """
-    original, functions = module.forward, attention_functions()
+    original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        name = module.config._attn_implementation
-        function = functions.get(name)
-        if (stock := stock_of(function)) is None:
+        stock = _stock_for(module)
+        with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
             return original(*args, **kwargs)
-        functions[name] = stock.attn
-        try:
-            return original(*args, **kwargs)
-        finally:
-            functions[name] = function
 
     return forward
 
@@ -202,19 +205,14 @@ def unfit(implementation: str) -> str | None:
     )
 
 
-@once
+@by_class
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of the parameters of a class's forward."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Return whether the code of a module uses transformers' table of attention functions."""
-    return _uses_table(type(module))
-
-
-@once
-def _uses_table(kind: type[nn.Module]) -> bool:
+@by_class
+def is_attention(kind: type[nn.Module]) -> bool:
     """Return whether the code of a class uses transformers' table of attention functions."""
     if issubclass(kind, pretrained()):
         return False
@@ -233,7 +231,7 @@ def mixes(module: nn.Module) -> bool:
     """Return whether a module lets tokens meet, judged by the arguments of its forward."""
     if isinstance(module, nn.Embedding):
         return False
-    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(type(module)))
+    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(module))
 
 
 def pretrained() -> type:
@@ -252,13 +250,8 @@ def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, n
     return around
 
 
-def goes_by_mask(module: nn.Module) -> bool:
-    """Return whether the code of a module compares ``attention_mask`` with None."""
-    return _compares_mask(type(module))
-
-
-@once
-def _compares_mask(kind: type[nn.Module]) -> bool:
+@by_class
+def goes_by_mask(kind: type[nn.Module]) -> bool:
     """Return whether the code of a class compares ``attention_mask`` with None."""
     compares = re.compile(r"\battention_mask is (not )?None\b").search
     return any(compares(source_of(function)) for function in functions_of(kind))
@@ -269,7 +262,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
     Models of images or sound don't: every rank runs them on the whole input.
     """
-    return not _arguments(type(model)).isdisjoint(TOKENS)
+    return not _arguments(model).isdisjoint(TOKENS)
 
 
 def goes_by_length(module: nn.Module) -> bool:
@@ -384,7 +377,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
                 "Accelerate's context parallelism (cp_size) splits the sequence around it; "
                 "give sp_size, and no cp_size"
             )
-    if models and "position_ids" not in _arguments(type(models[0][1])):
+    if models and "position_ids" not in _arguments(models[0][1]):
         model = type(models[0][1]).__name__
         return f"{model} takes no position_ids and counts each rank's tokens from 0"
     return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...attention.runtime.linear import without_hooks
 from ...attention.unobserved import unobserved
 from ..inspect.accounting import MISSING
-from ..inspect.library import attention_functions, own_class
+from ..inspect.library import in_registry, own_class
 from ..inspect.probe import first_difference
 from ..inspect.tensor_parallel import out_features
 
@@ -173,13 +173,8 @@ def _run_own(driven: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tenso
         options.update(more)
         return o, None
 
-    functions, name = attention_functions(), driven.module.config._attn_implementation
-    before = functions[name]
-    functions[name] = made_up
-    try:
+    with in_registry(driven.module, made_up):
         y = driven.original(**arguments)[0]
-    finally:
-        functions[name] = before
     o, *heads = given
     return o, [*heads, y], options
 

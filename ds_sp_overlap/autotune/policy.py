@@ -47,6 +47,7 @@ anybody, and the first layer call after that acts on what all ranks have posted.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import time
@@ -63,7 +64,7 @@ from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
 from ..profiling.steps import Listener, in_backward
-from ..profiling.timed import Timed, TimedCall, output_of
+from ..profiling.timed import TimedCall
 from ..warn import inform, say
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
@@ -236,13 +237,12 @@ class Policy:
         *_, candidates, default = key
         return Trial(what, candidates, default, self.warmup_steps)
 
-    def _back(self, trial: Trial | None) -> None:
-        """Note that a call's backward has begun, see Note [What ranks have in common].
+    def _back(self, trial: Trial, _: Tensor) -> None:
+        """Note that the backward of a call has begun, see Note [What ranks have in common].
 
         A hook on the call's output; ``trial`` is that of the call.
         """
-        if trial is not None:
-            trial.met = self.step
+        trial.met = self.step
         self._back_since = self._due = True
 
     def _note(self) -> None:
@@ -329,28 +329,8 @@ class Policy:
         if self.over or trial.chosen is not None and not self.replicas:
             return
         if trial.timed and torch.is_grad_enabled():  # guard: also for frozen inputs
-            forwards, backwards = trial.marks[candidate]
-            run.timed(
-                Timed(
-                    self.clock,
-                    lambda *marks: forwards.append((*marks, tokens)),
-                    lambda *marks: backwards.append((*marks, tokens)),
-                )
-            )
-        self.follow_back(run, trial)
-
-    def follow_back(self, run: TimedCall, trial: Trial | None = None) -> None:
-        """Have the backward of a call noted, so that its step counts (`_back`).
-
-        Without a trial, for a call that has nothing to choose.
-        """
-
-        def watch(y: Any) -> None:
-            output = output_of(y)
-            if output.requires_grad:
-                output.register_hook(lambda _: self._back(trial))
-
-        run.at_end(watch)
+            run.time(self.clock, trial.marks[candidate], tokens)
+        run.arrives = functools.partial(self._back, trial)
 
     def close(self) -> None:
         """Try nothing any more; what was chosen stays chosen, other trials take their default."""

@@ -21,6 +21,10 @@ PRUNED_ABOVE = 1.5
 Report = dict[tuple, tuple[str, list[float]]]
 
 
+def _name(candidate: Candidate | None) -> str:
+    return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
+
+
 def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidate, ...]:
     """Return the candidates of ``least`` to ``max_groups`` head groups, with OFF if possible."""
     possible = tuple(groups for groups in GROUPS if least <= groups <= max_groups)
@@ -47,6 +51,11 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
         slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
         merged_reports[key] = what, slowest or None
     return merged_reports
+
+
+def _per_token(clock: Any, marks: list) -> float:
+    """Return the median time of calls (begin, end, tokens) for each of their tokens, in ms."""
+    return median(clock.between_ms(begin, end) / max(1, tokens) for begin, end, tokens in marks)
 
 
 class Trial:
@@ -103,27 +112,25 @@ class Trial:
         Times are medians per token, times the mean number of tokens of all calls. So no candidate
         gains by short batches in its steps, and a rank with long batches is a slow rank.
         """
-        marks = [self.marks[candidate] for candidate in self.left]
         # The calls of all candidates together.
-        forwards = [call for own_forwards, _ in marks for call in own_forwards]
-        backwards = [call for _, own_backwards in marks for call in own_backwards]
-
-        def per_token(marks: list) -> float:
-            return median(
-                clock.between_ms(begin, end) / max(1, tokens) for begin, end, tokens in marks
-            )
-
-        def estimate(own_forwards: list, own_backwards: list) -> float:
+        forwards: list = []
+        backwards: list = []
+        for candidate in self.left:
+            forwards += self.marks[candidate][0]
+            backwards += self.marks[candidate][1]
+        times = []
+        for candidate in self.left:
+            own_forwards, own_backwards = self.marks[candidate]
             if not (own_forwards and own_backwards):
-                return float("inf")
-            tokens = mean(tokens for *_, tokens in forwards)
+                times.append(float("inf"))
+                continue
             # There may be more forwards than backwards: recomputed ones, and evaluations. The
             # ratio is that of all candidates, so that none loses by an evaluation in its steps.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
-            forward = per_token(own_forwards) * calls / gradients
-            return tokens * (forward + per_token(own_backwards))
-
-        return [estimate(own_forwards, own_backwards) for own_forwards, own_backwards in marks]
+            forward = _per_token(clock, own_forwards) * calls / gradients
+            tokens = mean(tokens for *_, tokens in forwards)
+            times.append(tokens * (forward + _per_token(clock, own_backwards)))
+        return times
 
     def next_step(self, slowest: list[float] | None) -> None:
         """Go on by an optimizer step; at the end of a round, drop candidates or choose one.
@@ -161,15 +168,10 @@ class Trial:
         self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
 
     def __str__(self) -> str:
-        def name(candidate: Candidate | None) -> str:
-            return f"G = {candidate}" if isinstance(candidate, int) else candidate or "nothing yet"
-
+        choice = "off, stock is fastest here" if self.chosen == OFF else _name(self.chosen)
         if not self.slowest_ms:
-            return f"sp_overlap: {self.what}: no call was timed, {name(self.chosen)}"
-        times = ", ".join(
-            f"{name(candidate)} {ms:.2f} ms" for candidate, ms in self.slowest_ms.items()
-        )
-        choice = "off, stock is fastest here" if self.chosen == OFF else name(self.chosen)
+            return f"sp_overlap: {self.what}: no call was timed, {_name(self.chosen)}"
+        times = ", ".join(f"{_name(each)} {ms:.2f} ms" for each, ms in self.slowest_ms.items())
         return (
             f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; "
             f"kept: {choice}"

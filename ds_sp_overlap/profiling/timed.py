@@ -9,90 +9,69 @@ import torch
 from torch import Tensor
 
 
-class Timed:
-    """Marks one forward and each of its backwards on a clock.
+class TimedCall:
+    """One call of a layer, whose forward and backwards may be timed.
 
     A backward begins when the gradient of the output arrives. It ends when the last nodes of the
-    graph between `begin` and `end` have run: those that make the gradients of the inputs, or of the
+    graph between `time` and `end` have run: those that make the gradients of the inputs, or of the
     weights where no input needs a gradient.
-
-    Args:
-        clock: Makes the marks (`clocks`).
-        forward: Called with the marks of begin and end of the forward.
-        backward: Called with the marks of begin and end of each backward.
-    """
-
-    def __init__(
-        self, clock: Any, forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any]
-    ):
-        self.clock, self.forward, self.backward = clock, forward, backward
-
-    def begin(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Mark the begin of the forward; return the inputs that the forward must use instead."""
-        if torch.is_grad_enabled():
-            # The gradient of a view is that of this call alone.
-            inputs = tuple(x.view_as(x) if x.requires_grad else x for x in inputs)
-        self.inputs, self.first = inputs, torch._C._autograd._get_sequence_nr()
-        self.begun = self.clock.mark()
-        return inputs
-
-    def end(self, y: Any) -> None:
-        """Mark the end of the forward, which returned ``y``, and have its backwards marked."""
-        clock, backward = self.clock, self.backward
-        self.forward(self.begun, clock.mark())
-        output = output_of(y)
-        last = _last_nodes(output, self.inputs, self.first) if output.requires_grad else []
-        # While a backward runs: the mark of its begin, and how many last nodes have not run. Empty
-        # otherwise.
-        running: list = []
-
-        def began(_: Tensor) -> None:
-            running[:] = [clock.mark(), len(last)]
-
-        def ran(*_: Any) -> None:
-            if running:
-                running[1] -= 1
-                if running[1] == 0:
-                    backward(running[0], clock.mark())
-                    running.clear()
-
-        if last:
-            output.register_hook(began)
-        for node in last:
-            node.register_hook(ran)
-
-
-def output_of(y: Any) -> Tensor:
-    """Return the output of a layer; some layers return a bias beside it."""
-    return y[0] if isinstance(y, tuple) else y
-
-
-class TimedCall:
-    """One call of a layer, whose inputs and output others watch.
 
     Attributes:
         inputs: The inputs that the layer must use.
+        arrives: Called when the gradient of the output arrives; may be None.
     """
+
+    arrives: Callable[[Tensor], None] | None = None
+    # Makes the marks (`clocks`), of a call that is timed.
+    _clock: Any = None
 
     def __init__(self, inputs: tuple[Tensor, ...]):
         self.inputs = inputs
-        self._at_end: list[Callable[[Any], None]] = []
 
-    def timed(self, timed: Timed) -> None:
-        """Time the call from now on, until `end`."""
-        self.inputs = timed.begin(self.inputs)
-        self.at_end(timed.end)
+    def time(self, clock: Any, marks: tuple[list, list], tokens: int) -> None:
+        """Time the call from now on, until `end`, and each of its backwards.
 
-    def at_end(self, function: Callable[[Any], None]) -> None:
-        """Have ``function`` called with the layer's output, before those that came earlier."""
-        # What begins last ends first, so that a clock inside of another one is read first.
-        self._at_end.insert(0, function)
+        Args:
+            clock: Makes the marks (`clocks`).
+            marks: Begin and end of the forward, with ``tokens``, are appended to the first list;
+                those of a backward to the second.
+            tokens: The tokens of the call.
+        """
+        if torch.is_grad_enabled():
+            # The gradient of a view is that of this call alone.
+            self.inputs = tuple(x.view_as(x) if x.requires_grad else x for x in self.inputs)
+        self._clock, (self._forwards, self._backwards), self._tokens = clock, marks, tokens
+        self._first, self._begun = torch._C._autograd._get_sequence_nr(), clock.mark()
 
     def end(self, y: Any) -> Any:
         """End the call, whose output is ``y``; return ``y``."""
-        for function in self._at_end:
-            function(y)
+        # Some layers return a bias beside their output.
+        output = y[0] if isinstance(y, tuple) else y
+        # The hooks below hold this object, which must hold no part of the graph.
+        inputs, self.inputs = self.inputs, ()
+        if self._clock is not None:
+            self._forwards.append((self._begun, self._clock.mark(), self._tokens))
+        if not output.requires_grad:
+            return y
+        if self._clock is not None:
+            last = _last_nodes(output, inputs, self._first)
+            # How many of the last nodes have not run while a backward runs.
+            self._last, self._left = len(last), 0
+            output.register_hook(self._begin_backward)
+            for node in last:
+                node.register_hook(self._end_backward)
+        if self.arrives is not None:
+            output.register_hook(self.arrives)
         return y
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self._begun, self._left = self._clock.mark(), self._last
+
+    def _end_backward(self, *_: Any) -> None:
+        """End the backward that runs, if this was the last of its last nodes."""
+        self._left -= 1
+        if self._left == 0:
+            self._backwards.append((self._begun, self._clock.mark(), self._tokens))
 
 
 # Sequence number of the nodes that accumulate gradients of leaves, which run as soon as they can

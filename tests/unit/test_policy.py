@@ -10,7 +10,7 @@ from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from ds_sp_overlap.profiling.timed import Timed, TimedCall
+from ds_sp_overlap.profiling.timed import TimedCall
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
 
@@ -171,7 +171,7 @@ def test_no_candidate_loses_by_forwards_without_a_backward_on_its_turns():
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes_nothing_more(needs_gradient):
     """To the end of what follows the weight's gradient."""
-    clock, told, weight = ScriptedClock(), [], torch.nn.Parameter(torch.ones(3, 3))
+    clock, marks, weight = ScriptedClock(), ([], []), torch.nn.Parameter(torch.ones(3, 3))
 
     class Counted(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -183,7 +183,7 @@ def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes
 
     def timed(x):
         run = TimedCall((x,))
-        run.timed(Timed(clock, lambda a, b: told.append(b - a), lambda a, b: told.append(b - a)))
+        run.time(clock, marks, tokens=2)
         return run.end(body(*run.inputs))
 
     counted = []
@@ -193,7 +193,8 @@ def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes
             run(x.clone()).sum().backward()
         counted.append([what for what in ran if "view" not in what])
         assert (x.grad is not None) == needs_gradient
-    assert told == [3.0, 3.0] and counted[0] == counted[1]
+    (forward,), (backward,) = marks
+    assert forward[1] - forward[0] == backward[1] - backward[0] == 3.0 and counted[0] == counted[1]
 
 
 def test_no_candidate_gains_by_short_batches_on_its_turns():

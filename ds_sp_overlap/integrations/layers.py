@@ -168,18 +168,22 @@ class OverlapSettings(NamedTuple):
         return "; ".join(reasons)
 
     def of_driven(
-        self, block: SelfAttention, linear: dict[str, nn.Module], groups: int
+        self, block: SelfAttention, linear: dict[str, nn.Module], attend: Callable | str
     ) -> tuple[str, str]:
         """Describe a layer whose whole forward is replaced: what is overlapped, and what is not.
 
         Args:
             block: The attention that takes the place of the layer's forward.
             linear: The layer's projections by name.
-            groups: The number of head groups.
+            attend: As for `shares_for`.
 
         Returns:
             ``got`` and ``lacks`` of its `FoundLayer`.
+
+        Raises:
+            ValueError: as `groups_for` does.
         """
+        groups = self.groups_for(block.heads, block.kv_heads, attend, block.layer.windowed)
         split = block.split_projections()
         windowed = self.config.window_of(groups) is not None and block.can_window(split)
         overlapped, whole = [], []

@@ -276,23 +276,37 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
         )
 
 
-def _warn_of_halved_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn that ZeRO-3's reduce-scatter divides gradients by the sp size once more.
+def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
+    """Warn of factors and sums that the training loop must allow for, without the overlap as well.
 
-    The training loop must allow for that division, which has nothing to do with the overlap.
+    ZeRO-3's reduce-scatter divides gradients by the sp size once more; transformers' Trainer allows
+    for that. The Trainer's loss does not know of accumulation. DeepSpeed's own mesh leaves the sum
+    over the sp group to the loop.
     """
-    size = getattr(engine, "sequence_parallel_size", 1)
-    if size == 1 or engine.zero_optimization_stage() != 3 or not engine.zero_reduce_scatter():
+    size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
+    if size == 1:
         return
-    # transformers' Trainer allows for the division.
-    if _trainer() is not None:
-        return
-    warn_once(
-        "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
-        f"({size}) once too often if each rank's loss is its share of the mean, without the "
-        'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
-        "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
-    )
+    stage, by_trainer = engine.zero_optimization_stage(), _trainer() is not None
+    if stage == 3 and engine.zero_reduce_scatter() and not by_trainer:
+        warn_once(
+            "sp_overlap: ZeRO-3 with reduce_scatter (the default) divides gradients by the sp size "
+            f"({size}) once too often if each rank's loss is its share of the mean, without the "
+            'overlap as well; set "reduce_scatter": false in zero_optimization. Losses that are '
+            "gathered and averaged need it as it is (docs/loss_and_gradients.md)"
+        )
+    if steps > 1 and by_trainer:
+        warn_once(
+            f"sp_overlap: with sequence parallelism (sp size {size}) the Trainer weighs each of "
+            f"{steps} accumulated batches alike, whatever its labels, and sums them where it "
+            "should take the mean, without the overlap as well (docs/loss_and_gradients.md)"
+        )
+    if groups.mesh_device is not None and stage < 3:
+        warn_once(
+            "sp_overlap: with sequence_parallel_size and data_parallel_size in its config, "
+            f"DeepSpeed does not sum gradients over the sp group (size {size}), without the "
+            "overlap as well; sum them before each optimizer step, or give deepspeed.initialize "
+            "the mpu of register_with_transformers (docs/configuration.md)"
+        )
 
 
 def _trainer() -> Any:
@@ -314,29 +328,6 @@ def _refuse_trainer() -> None:
             f"sp_overlap: TRL's {trl[0]} computes its loss from whole rows, which no rank has with "
             "sequence parallelism, without the overlap as well; take a loop of your own "
             "(docs/recipes.md has its loss)"
-        )
-
-
-def _warn_of_accumulated_losses(engine: DeepSpeedEngine) -> None:
-    """Warn that the Trainer's loss at sp > 1 does not know of accumulation."""
-    size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
-    if size > 1 and steps > 1 and _trainer() is not None:
-        warn_once(
-            f"sp_overlap: with sequence parallelism (sp size {size}) the Trainer weighs each of "
-            f"{steps} accumulated batches alike, whatever its labels, and sums them where it "
-            "should take the mean, without the overlap as well (docs/loss_and_gradients.md)"
-        )
-
-
-def _warn_of_unsummed_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn that DeepSpeed's own mesh leaves the sum over the sp group to the training loop."""
-    size = getattr(engine, "sequence_parallel_size", 1)
-    if size > 1 and groups.mesh_device is not None and engine.zero_optimization_stage() < 3:
-        warn_once(
-            "sp_overlap: with sequence_parallel_size and data_parallel_size in its config, "
-            f"DeepSpeed does not sum gradients over the sp group (size {size}), without the overlap as well; "
-            "sum them before each optimizer step, or give deepspeed.initialize the mpu of "
-            "register_with_transformers (docs/configuration.md)"
         )
 
 
@@ -363,9 +354,7 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         _agree(config, dist.group.WORLD)
     elif size > 1:
         _agree(config, engine.seq_data_parallel_group)
-    _warn_of_halved_gradients(engine)
-    _warn_of_accumulated_losses(engine)
-    _warn_of_unsummed_gradients(engine)
+    _warn_of_losses_and_gradients(engine)
     if config is None:
         if size > 1 and not has_drop_in(engine.module) and not is_overlapped(engine.module):
             warn_once(

@@ -355,10 +355,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         block = _block(name, module, settings)
         driven = _Driven(name, module, block, settings)
-        heads = module.num_attention_heads, module.num_key_value_heads
-        groups = settings.groups_for(*heads, why, block.layer.windowed)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
-        got, lacks = settings.of_driven(block, linear, groups)
+        got, lacks = settings.of_driven(block, linear, why)
         bind = functools.partial(rebind, module, driven.forward)
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
     return layers

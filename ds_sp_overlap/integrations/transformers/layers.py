@@ -235,12 +235,9 @@ class _Search:
 
     def _add_driven(self, name: str, module: Any, reader: Reader, overlap: OverlapSettings) -> None:
         """Add a layer whose forward a `Driven` replaces."""
-        heads = reader.reading.heads
         driven = Driven(name, module, reader, self.forwards, overlap)
-        asked = heads["q"], heads["k"], attention_of(name, module)
-        groups = overlap.groups_for(*asked, driven.block.layer.windowed)
         linear = {part: getattr(module, part) for part in reader.reading.linear}
-        got, lacks = overlap.of_driven(driven.block, linear, groups)
+        got, lacks = overlap.of_driven(driven.block, linear, attention_of(name, module))
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
         if driven.block.saves_over_checkpoints():

@@ -21,7 +21,6 @@ from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.attention.memory.recompute import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations.sequence.masks import Masks
-from ds_sp_overlap.integrations.sequence.positions import Positions
 from tests.harness import clients, layers, megatron_layers
 from tests.harness.cases import full, since_transformers
 from tests.harness.families import tiny_model
@@ -424,7 +423,7 @@ def on_one_rank(rank, later, kinds):
         return refusal(step)
 
 
-SAID = {None: "nothing", False: "model and 2 more", True: "model (use_reentrant=True) and 2 more"}
+SAID = {None: "nothing", False: "model and 2 more", True: "model (with use_reentrant=True) and 2 more"}
 
 
 @pytest.mark.parametrize("kinds", [(False, None), full((True, None)), (True, False)], ids=str)
@@ -452,16 +451,6 @@ def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on
 # Guards.
 
 
-def refused_by_another(rank):
-    """On rank 0 nothing is wrong, and it would go on to exchange positions."""
-    with sequence_parallel_model(2, **WIDE) as (model, group):
-        ds_sp_overlap.enable(model.train(), KEEP)
-        model.gradient_checkpointing_enable({"use_reentrant": rank == 1})
-        with mock.patch.object(Positions, "gather", side_effect=NotImplementedError("went on")):
-            kind, message = refusal(outcome, model, batches(1)[0], rank, 2, group)
-    return [] if "sp rank 1: " in message else [f"{kind}: {message}"]
-
-
 def checkpointed_alone(rank):
     """Whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
     with mock.patch.object(Masks, "for_attention", side_effect=NotImplementedError("went on")):
@@ -470,7 +459,6 @@ def checkpointed_alone(rank):
 
 
 WATCHED = [
-    Watched(Guard("refused on all ranks", without="pass"), refused_by_another),
     Watched(Guard("recomputed on all ranks", without="if False:"), checkpointed_alone),
 ]
 

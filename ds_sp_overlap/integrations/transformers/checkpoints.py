@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...attention.memory.checkpoint_cache import keep_attention
+from ...config import SpOverlapConfig
 from ...warn import warn_once
-from ..layers import OverlapSettings
 
 # Attributes that transformers gives to each module that it can checkpoint: whether it does now, and
 # by which function.
@@ -37,18 +37,17 @@ class Checkpoints:
         name: The name of the model, for errors.
         model: The model.
         layers: The attention layers whose results are saved over checkpoints.
-        settings: The settings of the layers.
+        config: The ``sp_overlap`` section.
 
     Attributes:
         around: By name, the modules that can be checkpointed and hold such a layer or are one, as
             they were in `enable`.
-        agreed: Whether the ranks have compared checkpoints, in a first forward with gradients.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, layers: Collection[nn.Module], settings: OverlapSettings
+        self, name: str, model: nn.Module, layers: Collection[nn.Module], config: SpOverlapConfig
     ):
-        self.name, self.settings, self.agreed = name, settings, False
+        self.name, self.config = name, config
         around = []
         # All modules that can be checkpointed. One that is replaced later is not kept alive.
         self._switches = weakref.WeakValueDictionary[str, nn.Module]()
@@ -63,36 +62,28 @@ class Checkpoints:
 
     def checkpointed(self) -> list[str]:
         """Return the names of all modules whose forward, if it runs now, backward runs again; with
-        the kind of checkpoint, unless it is the one that can save attention.
+        the reason why their checkpoint can't save attention. `Positions.gather` compares the ranks.
         """
         if not torch.is_grad_enabled():
             return []
         found = []
         for at, module in self._switches.items():
             if module.training and is_checkpointed(module):
-                kind = getattr(vars(module).get(FUNCTION), "keywords", {}).get("use_reentrant")
-                found.append(at if kind is False else f"{at} (use_reentrant={kind})")
+                reason = _why_not(vars(module).get(FUNCTION))
+                found.append(f"{at} ({reason})" if reason else at)
         return found
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Have checkpoints save attention while the body runs a forward of the model.
 
-        Collective in the first forward that records gradients.
-
         Raises:
-            ValueError: before any exchange, if a layer is checkpointed by a function that can't
-                save attention; in that first forward on all ranks, if any rank has such a layer.
+            ValueError: if a layer is checkpointed by a function that can't save attention. The
+                ranks have compared their checkpoints (`checkpointed`), so all of them raise.
         """
         originals: dict[nn.Module, Callable] = {}
         # Without gradients no checkpoint has anything to save.
-        if self.around and torch.is_grad_enabled():
-            if not self.agreed:
-                # The ranks compare whether anything is checkpointed.
-                self.settings.sp_group.agree(
-                    self.name, lambda: bool(self._saving_functions())
-                )  # guard: refused on all ranks
-                self.agreed = True
+        if torch.is_grad_enabled():
             for module, function in self._saving_functions().items():
                 originals[module] = getattr(module, FUNCTION)
                 setattr(module, FUNCTION, function)
@@ -113,7 +104,7 @@ class Checkpoints:
             if function is None or not (module.training and is_checkpointed(module)):
                 continue
             reason, offloads = _why_not(function), False
-            if self.settings.config.keeps_where_possible:
+            if self.config.keeps_where_possible:
                 if reason:
                     warn_once(
                         "sp_overlap: attention is computed again in backward: "

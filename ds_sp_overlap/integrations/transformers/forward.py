@@ -231,8 +231,8 @@ class Host:
             sharded.look_for_units(self.model)
             self._has_looked = True
         with (
-            self.checkpoints.keeping(),
             self._running(arguments) as sequence,
+            self.checkpoints.keeping(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
             self._refuse_edges(arguments, sequence)

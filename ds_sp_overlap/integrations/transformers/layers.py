@@ -328,7 +328,7 @@ class _Search:
                 configs=configs,
                 namespaces=list(namespaces.values()),
                 hands_on_mask=layers.keys() <= self.mixers.keys() and not namespaces,
-                checkpoints=Checkpoints(name, model, self.saving, settings=self.overlap),
+                checkpoints=Checkpoints(name, model, self.saving, self.overlap.config),
                 watched=Watched(
                     at, model, functions, bound={key: self.modules[key] for key in inside}
                 ),

@@ -494,8 +494,7 @@ class _Interpreter:
         """
         trace = self.trace
         for output in trace.outputs:
-            before = output.input_rows(heads)
-            if before is None:
+            if (rows := output.rows_of(heads)) is None:
                 continue
             norm, size = getattr(trace.module, output.name), heads.shape[-1:]
             alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
@@ -503,7 +502,7 @@ class _Interpreter:
             if not alike or not is_norm:
                 raise Unknown(f"{output.name} is no norm that is alike for all heads")
             self.used.add(output.name)
-            return output.name, before
+            return output.name, output.input_rows(rows)
         return None, heads
 
     def _before_rotation(self, heads: Tensor) -> Tensor | None:
@@ -516,19 +515,15 @@ class _Interpreter:
         """
         trace = self.trace
         for output in trace.rotated:
-            index, width = output.find(heads), output.labels.shape[-1]
-            if (index < 0).all():
+            width, shape = output.labels.shape[-1], output.labels.shape[:-1]
+            if (output.find(heads) < 0).all():
                 continue
-            rotated = index[..., :width]
-            # The dims in front of the last are batch and, in any order, heads and sequence.
-            shape = output.labels.shape[:-1]
-            batch, *places = torch.unravel_index(rotated // width, shape)
-            token = places[0 if shape[1] == trace.seq else 1]
-            in_order = (rotated >= 0).all() and (rotated % width == torch.arange(width)).all()
-            same_token = (token == torch.arange(trace.seq).view(1, -1, 1, 1)).all()
-            same_row = (batch == batch[..., :1]).all()
-            rest_is_rotated = (index[..., width:] >= 0).any()
-            if not (in_order and same_token and same_row) or rest_is_rotated:
+            rows = output.rows_of(heads[..., :width])
+            if rows is None or (output.find(heads[..., width:]) >= 0).any():
                 raise Unknown("its forward rotates other dims than the first")
-            return torch.cat((output.input.flatten()[rotated], heads[..., width:]), -1)
+            # The dims in front of the last are batch and, in any order, heads and sequence.
+            token = torch.unravel_index(rows, shape)[1 if shape[1] == trace.seq else 2]
+            if (token != torch.arange(trace.seq).view(1, -1, 1)).any():
+                raise Unknown("its forward rotates heads of other tokens")
+            return torch.cat((output.input_rows(rows), heads[..., width:]), -1)
         return None

@@ -103,24 +103,23 @@ class TracedOutput:
         index = x - self.first
         return torch.where((index >= 0) & (index < self.count), index, -1)
 
-    def input_rows(self, x: Tensor) -> Tensor | None:
-        """Return the rows of the input that lie where the rows of ``x`` lie in the output.
+    def rows_of(self, x: Tensor) -> Tensor | None:
+        """Return the row of the output that each row of ``x`` [.., d] is, as an index [..].
 
-        Args:
-            x: [.., d]. Rows of labels, in any order.
-
-        Returns:
-            [.., d], in the order of ``x``. None unless each row of ``x`` is a whole row of the
-            output, in order, and the call returned as many numbers as it was given.
+        None unless each row of ``x`` is a whole row of the output, in order, and the call returned
+        as many numbers as it was given.
         """
-        index, width = self.find(x), self.input.shape[-1]
+        index, width = self.find(x), self.labels.shape[-1]
+        rows = index[..., 0] // width
+        whole = rows[..., None] * width + torch.arange(width)
         if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
             return None
-        # Both hold the rows one after another, so that a flat index is the same in both.
-        in_order = (index % width == torch.arange(width)).all()
-        if not in_order or (index // width != index[..., :1] // width).any():
-            return None
-        return self.input.flatten()[index]
+        return rows if torch.equal(index, whole) else None
+
+    def input_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows [.., d] of the input that lie where ``rows`` [..] lie in the output."""
+        # Both hold the rows one after another.
+        return self.input.reshape(-1, self.labels.shape[-1])[rows]
 
 
 class Opaque:
@@ -321,22 +320,21 @@ def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Itera
         module: The layer.
         replacement: Returns what replaces a global, by its name and value; None if it stays.
     """
-    before: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    places = {}
+    for function in functions_of(type(module)):
+        for name in function.__code__.co_names:
+            # Several functions may name one global; it is replaced once.
+            places[id(function.__globals__), name] = function.__globals__
     try:
-        for function in functions_of(type(module)):
-            namespace = function.__globals__
-            for name in function.__code__.co_names:
-                place = id(namespace), name
-                # Several functions may name one global; it is replaced once.
-                if name in namespace and place not in before:
-                    value = namespace[name]
-                    new = replacement(name, value)
-                    if new is not None:
-                        before[place] = namespace, name, value
-                        namespace[name] = new
+        for (_, name), namespace in places.items():
+            new = replacement(name, namespace[name]) if name in namespace else None
+            if new is not None:
+                before.append((namespace, name, namespace[name]))
+                namespace[name] = new
         yield
     finally:
-        for namespace, name, value in before.values():
+        for namespace, name, value in before:
             namespace[name] = value
 
 

@@ -116,7 +116,7 @@ class GlobalSequence:
         position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`of_text`). Those of all ranks.
         lengths: [P]. Local sequence length of every rank, in tokens.
         rows: The batch size b.
-        mask: [b, s]. True for tokens that are not padding; None if no rank was given a mask.
+        mask: [b, s]. True for tokens that are not padding; None without padding.
         device: Holds the tensors.
         where: The name of the model, for errors.
         fallbacks: The names of the layers that fall back on any rank (`Forwards`).
@@ -351,7 +351,6 @@ class _Header(NamedTuple):
         rows: The batch size of the positions.
         batch: The batch size of the tokens.
         length: The local sequence length.
-        masked: 1 if the rank has a mask, else 0.
         names: A checksum of the ``names`` that the rank gave `Positions.gather`.
     """
 
@@ -360,7 +359,6 @@ class _Header(NamedTuple):
     rows: int = 0
     batch: int = 0
     length: int = 0
-    masked: int = 0
     names: int = 0
 
     @property
@@ -371,7 +369,7 @@ class _Header(NamedTuple):
     @property
     def values(self) -> int:
         """The number of values behind the header."""
-        return (self.lines + self.masked * self.batch) * self.length
+        return (self.lines + self.batch) * self.length
 
 
 def _compared(of_ranks: list[tuple[list[str], list[str]]], where: str) -> set[str]:
@@ -460,10 +458,11 @@ class Positions:
                 rows=rows,
                 batch=rows if tokens is None else tokens.shape[0],
                 length=length,
-                masked=int(mask is not None),
                 names=zlib.crc32(repr(names).encode()),
             )
-            values = [position_ids] if mask is None else [position_ids, mask != 0]
+            if mask is None:
+                mask = position_ids.new_ones(header.batch, header.length)
+            values = [position_ids, mask != 0]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         messages = self._every(list(header), values, device)
@@ -480,23 +479,18 @@ class Positions:
         first, lengths = headers[0], [each.length for each in headers]
         positions, masks = [], []
         for each, rank_values in zip(headers, messages[:, len(header) :]):
-            of_positions, of_mask = each.lines * each.length, each.batch * each.length
+            of_positions = each.lines * each.length
             positions.append(rank_values[:of_positions].reshape(each.lines, each.length))
-            rank_mask = np.ones(of_mask)
-            if each.masked:
-                rank_mask = rank_values[of_positions : of_positions + of_mask]
+            rank_mask = rank_values[of_positions : each.values]
             masks.append(rank_mask.reshape(each.batch, each.length))
         shape = (first.axes, first.rows) if first.axes else (first.rows,)
         whole_positions = np.concatenate(positions, 1).reshape(*shape, sum(lengths))
-        whole_mask = None
-        if any(each.masked for each in headers):
-            whole_mask = np.concatenate(masks, 1) != 0
         self._refuse_restart(where, whole_positions, lengths)
         return GlobalSequence(
             whole_positions,
             lengths,
             first.batch,
-            mask=whole_mask,
+            mask=np.concatenate(masks, 1) != 0,
             device=device,
             where=where,
             fallbacks=fallbacks,

@@ -95,7 +95,7 @@ def test_a_layer_is_read():
     }
     assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, {})
     assert reader.readings[True].options == dict(dropout=0.25, scaling=0.5, window=5)
-    assert found.rotary["neighbours"] is False and found.first_rows(fused=False) is None
+    assert found.rotary["neighbours"] is False and found.first_rows is None
 
 
 OTHERWISE = {
@@ -155,7 +155,7 @@ def test_heads_of_a_fused_projection_are_found_where_they_lie():
     q, k, v = ((old, new.replace(fused, "fused")) for old, new in (q, k, v))
     found = reading(once, q, k, v)
     assert [found.sources[kind].rows for kind in "qkv"] == [(0, 8, 32, 40), (16, 48), (24, 56)]
-    assert found.first_rows(fused=True) == {kind: source.rows for kind, source in found.sources.items()}
+    assert found.first_rows == {kind: source.rows for kind, source in found.sources.items()}
 
 
 def test_what_is_kept_for_each_head_is_known_by_being_a_parameter_of_as_many():

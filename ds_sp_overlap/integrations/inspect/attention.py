@@ -74,27 +74,30 @@ class Reading:
         return {kind: len(source.rows) for kind, source in self.sources.items()}
 
     @property
-    def linear(self) -> list[str]:
-        """The names of the projections and of the modules in front of them, without duplicates."""
-        names: list[str] = []
-        for source in self.sources.values():
-            names += source.chain
-        return list(dict.fromkeys([*names, self.output]))
+    def children(self) -> dict[str, tuple[str, ...]]:
+        """The names of the layer's modules by the keywords of `SelfAttention`.
 
-    def first_rows(self, fused: bool) -> dict[str, tuple[int, ...]] | None:
-        """Return the first row of each head in its projection, as `SelfAttention` takes them.
+        `SelfAttention` calls the modules of a keyword one after the other.
+        """
+        children = {f"{kind}_proj": source.chain for kind, source in self.sources.items()}
+        if len(set(children.values())) == 1:
+            children = {"qkv_proj": children["q_proj"]}
+        children["o_proj"] = (self.output,)
+        for kind, source in self.sources.items():
+            if source.norm is not None:
+                children[f"{kind}_norm"] = (source.norm,)
+        return children
 
-        Args:
-            fused: Whether one projection makes q, k and v.
+    @property
+    def first_rows(self) -> dict[str, tuple[int, ...]] | None:
+        """The first row of each head in its projection by kind ("q", "k", "v").
 
-        Returns:
-            The rows by kind ("q", "k", "v"); None if the heads lie one after another, which is what
-            `SelfAttention` expects.
+        None if the heads lie one after another, which is what `SelfAttention` expects.
         """
         rows_by_kind = {kind: source.rows for kind, source in self.sources.items()}
         projections = list(rows_by_kind.values())
         # The rows of one projection, which should be those of q, then k, then v.
-        if fused:
+        if "qkv_proj" in self.children:
             projections = [sum(projections, ())]
         for rows in projections:
             if rows != tuple(range(0, len(rows) * self.head_dim, self.head_dim)):

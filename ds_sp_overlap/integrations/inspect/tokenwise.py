@@ -264,7 +264,7 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> bool:
         # transformers' `use_experts_implementation` gives this method to experts.
         if hasattr(part, "_apply_gate"):
             raise Unknown(f"{where} is a mixture of experts")
-        has_own_code = has_own_code or not _is_library_code(part)
+        has_own_code = has_own_code or not is_library_code(part)
         if norm:
             continue
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
@@ -288,7 +288,7 @@ def fixed_state(module: nn.Module) -> list[tuple]:
         kind: Any = own_class(type(part))
         values = {}
         # Code that is no library's may look at any attribute.
-        if not _is_library_code(part):  # guard: whatever it may look at
+        if not is_library_code(part):  # guard: whatever it may look at
             values = _constants(_attributes(part))
         parts.append((kind, kind.forward, vars(part).get("p"), values))
     return parts
@@ -322,7 +322,7 @@ def has_own_call(module: nn.Module) -> bool:
     return call is not nn.Module.__call__ and not (call.__module__ or "").startswith(libraries)
 
 
-def _is_library_code(part: nn.Module) -> bool:
+def is_library_code(part: nn.Module) -> bool:
     """Return whether the class of a module is torch's or transformers', and so is its forward.
 
     Somebody may have given the class another forward.

@@ -18,9 +18,10 @@ from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
 from ..inspect.attention import Reader
-from ..inspect.library import CACHES, is_library_function, own_class
+from ..inspect.library import CACHES
 from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
+from ..inspect.tokenwise import is_library_code
 from ..layers import OverlapSettings
 from .attention_function import (
     attention_of,
@@ -61,9 +62,7 @@ class Driven:
     Attributes:
         original: The layer's own forward.
         block: The `SelfAttention` that calls the layer's submodules.
-        projections: By the names that the block gives to projections, the names of the submodules
-            that each calls one after the other.
-        norms: By such names, the names of the submodules that norm q, k or v by head.
+        children: The names of these by keywords of the block (`Reading.children`).
     """
 
     def __init__(
@@ -72,23 +71,14 @@ class Driven:
         self.where, self.module, self.reader = where, module, reader
         self.forwards, self.settings = forwards, settings
         reading = reader.reading
-        heads, sources = reading.heads, reading.sources
-        is_fused = len({source.chain for source in sources.values()}) == 1
-        self.projections, self.norms = {"qkv_proj": sources["q"].chain}, dict[str, str]()
-        if not is_fused:
-            self.projections = {f"{kind}_proj": source.chain for kind, source in sources.items()}
-        for kind, source in sources.items():
-            if source.norm is not None:
-                self.norms[f"{kind}_norm"] = source.norm
+        heads, self.children = reading.heads, reading.children
         # Cached, so that the same modules are the same Sequential in every call.
-        self._joined = functools.lru_cache(maxsize=4)(_join)
+        self._joined = functools.lru_cache(maxsize=8)(_join)
         # Functions of input and weight alone, which backward may compute again.
         pure = set(PURE)
-        for name in self.norms.values():
-            norm = type(getattr(module, name))
-            is_known = own_class(norm).__module__.startswith("transformers.")
-            if is_known and is_library_function(norm.forward):
-                pure.add(norm.forward)
+        for source in reading.sources.values():
+            if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
+                pure.add(type(norm).forward)
         attend: Callable = functools.partial(_attend, module)
         self.block = SelfAttention(
             local_attention=for_all_queries(attend) if why_no_share(module) else attend,
@@ -96,8 +86,8 @@ class Driven:
             num_kv_heads=heads["k"],
             head_dim=reading.head_dim,
             **self._children(),
-            first_rows=reading.first_rows(is_fused),
-            norm_last=any(source.last for source in sources.values()),
+            first_rows=reading.first_rows,
+            norm_last=any(source.last for source in reading.sources.values()),
             rope=None if reading.rotary is None else Rotary(**reading.rotary),
             sequence_process_group=settings.sp_group.group,
             config=settings.config,
@@ -120,12 +110,9 @@ class Driven:
 
         Somebody may have replaced some, for instance by adapters.
         """
-        module = self.module
-        children = {"o_proj": getattr(module, self.reader.reading.output)}
-        for name, chain in self.projections.items():
-            children[name] = self._joined(*[getattr(module, part) for part in chain])
-        for name, norm in self.norms.items():
-            children[name] = getattr(module, norm)
+        children = {}
+        for name, chain in self.children.items():
+            children[name] = self._joined(*[getattr(self.module, part) for part in chain])
         return children
 
     def use(self) -> None:

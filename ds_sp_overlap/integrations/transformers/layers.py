@@ -236,7 +236,10 @@ class _Search:
     def _add_driven(self, name: str, module: Any, reader: Reader, overlap: OverlapSettings) -> None:
         """Add a layer whose forward a `Driven` replaces."""
         driven = Driven(name, module, reader, self.forwards, overlap)
-        linear = {part: getattr(module, part) for part in reader.reading.linear}
+        linear = {}
+        for keyword, parts in driven.children.items():
+            if keyword.endswith("_proj"):
+                linear.update({part: getattr(module, part) for part in parts})
         got, lacks = overlap.of_driven(driven.block, linear, attention_of(name, module))
         bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))

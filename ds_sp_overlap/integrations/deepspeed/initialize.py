@@ -262,8 +262,7 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
 
 def _agree(config: SpOverlapConfig | None, group: Any) -> None:
     """Raise ValueError, on all ranks of ``group``, if their sections differ. Collective."""
-    sections = [""] * dist.get_world_size(group)
-    dist.all_gather_object(sections, "nothing" if config is None else repr(config), group=group)
+    sections = _gather("nothing" if config is None else repr(config), group)
     for rank, section in enumerate(sections):
         if section == sections[0]:
             continue
@@ -433,10 +432,10 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     return report
 
 
-def _gather(what: Any) -> list[Any]:
-    """Return ``what`` of every rank of the world, in rank order. Collective over all ranks."""
-    every = [what] * dist.get_world_size()
-    dist.all_gather_object(every, what)
+def _gather(what: Any, group: Any = None) -> list[Any]:
+    """Return ``what`` of every rank of ``group``, by default of all, in rank order. Collective."""
+    every = [what] * dist.get_world_size(group)
+    dist.all_gather_object(every, what, group=group)
     return every
 
 

@@ -100,16 +100,21 @@ def defined_in(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
+def _packages_of(function: Any) -> list[str]:
+    """Return the packages that define the decorators of a function, outermost first, and itself."""
+    packages = [defined_in(function).split(".")[0]]
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+        packages.append(defined_in(function).split(".")[0])
+    return packages
+
+
 def is_library_function(function: Any) -> bool:
     """Return whether a function and all its decorators are torch's or transformers'.
 
     Code of others is run and accounted for; ``PACKAGES`` of `accounting` are what it may load.
     """
-    while defined_in(function).split(".")[0] in ("torch", "transformers"):
-        if not hasattr(function, "__wrapped__"):
-            return True
-        function = function.__wrapped__
-    return False
+    return {"torch", "transformers"}.issuperset(_packages_of(function))
 
 
 def renames_cache(function: Any) -> bool:
@@ -138,8 +143,10 @@ def digest(holder: Any, *names: str) -> str:
     for name in names:
         if getattr(holder, name, None) is not None:
             functions.append(getattr(holder, name))
-    if any(map(_is_decorated_by_others, functions)):
-        return ""  # guard: what a decorator does is in no digest
+    for function in functions:
+        *decorators, _ = _packages_of(function)
+        if not {"transformers"}.issuperset(decorators):
+            return ""  # guard: what a decorator does is in no digest
     words = " ".join(map(source_of, functions)).split()
     return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
 
@@ -150,12 +157,3 @@ def source_of(function: Any) -> str:
         return re.sub("#.*", "", inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):
         return ""
-
-
-def _is_decorated_by_others(function: Any) -> bool:
-    """Return whether a function has a decorator that is not transformers'."""
-    while hasattr(function, "__wrapped__"):
-        if defined_in(function).split(".")[0] != "transformers":
-            return True
-        function = function.__wrapped__
-    return False

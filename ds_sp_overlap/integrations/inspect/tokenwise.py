@@ -215,30 +215,27 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list
     for training in (True, False):
         generator, random_state = torch.Generator().manual_seed(0), torch.get_rng_state()
         copy = _random_copy(module, training, generator, dtype)
-        x = torch.randn(BATCH, TOKENS if norm else SEQ, size, generator=generator, dtype=dtype)
-        if not norm:  # see Note [Alike tokens]
-            noise = torch.randn(BATCH, CROWD, size, generator=generator, dtype=dtype)
-            x = torch.cat((x, x[:1, :1] + 0.01 * noise), 1)
-        # The parts of the tokens. One part has no tokens.
-        cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
+        x = torch.randn(BATCH, TOKENS, size, generator=generator, dtype=dtype)
+        # See Note [Alike tokens].
+        x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
         accounting = None
         if has_own_code:  # guard: code of one's own is accounted for
             accounting = _TokenwiseAccounting(x.shape[:-1])
         # A module that stores something between calls is no function of its tokens alone.
         before = _state(copy)
-        whole, whole_gradients = _run(where, copy, x, accounting)
+        whole = _run(where, copy, x, accounting)
         if accounting is not None:
             loaded_globals += accounting.loaded_globals  # guard: globals of a module too
-        parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
+        # One part has no tokens.
+        parts = [_run(where, copy, part) for part in x.split((2, SEQ, 0, CROWD - 2), 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         if not _is_same_state(before, _state(copy)):
             raise Unknown(f"{where} remembers something of its tokens")
-        pairs = [(torch.cat([y for y, _ in parts], 1), whole)]
-        for index, expected in enumerate(whole_gradients):
-            actual: Any = sum(gradients[index] for _, gradients in parts)
-            pairs.append((actual, expected))
-        for actual, expected in pairs:
+        for index, expected in enumerate(whole):
+            of_parts = [part[index] for part in parts]
+            # Of all tokens the outputs and their gradients come first.
+            actual: Any = sum(of_parts) if index else torch.cat(of_parts, 1)
             # The module may compute in fp32, and vector units round by position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 raise Unknown(f"{where} makes something else of some tokens than of all")
@@ -359,7 +356,7 @@ def _is_same_state(before: dict, after: dict) -> bool:
 
 def _run(
     where: str, copy: nn.Module, x: Tensor, accounting: Accounting | None = None
-) -> tuple[Tensor, list[Tensor]]:
+) -> list[Tensor]:
     """Run a module forward and backward on some tokens.
 
     Args:
@@ -369,7 +366,7 @@ def _run(
         accounting: Accounts for its forward; may be None.
 
     Returns:
-        The output and the gradient of the tokens, joined in the last dim: [b, s, 2 m]. The
+        The output and the gradient of the tokens, joined in the last dim: [b, s, 2 m]. Then the
         gradients of the parameters.
 
     Raises:
@@ -388,8 +385,8 @@ def _run(
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")
     if not y.numel() and not y.requires_grad:  # without tokens
-        return torch.cat((y, x.detach()), -1), [torch.zeros_like(p) for p in parameters]
+        return [torch.cat((y, x.detach()), -1), *map(torch.zeros_like, parameters)]
     dx, *gradients = torch.autograd.grad(
         y, [x, *parameters], torch.ones_like(y), allow_unused=True, materialize_grads=True
     )
-    return torch.cat((y.detach(), dx), -1), gradients
+    return [torch.cat((y.detach(), dx), -1), *gradients]

@@ -226,8 +226,9 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list
         whole = _run(where, copy, x, accounting)
         if accounting is not None:
             loaded_globals += accounting.loaded_globals  # guard: globals of a module too
-        # One part has no tokens.
-        parts = [_run(where, copy, part) for part in x.split((2, SEQ, 0, CROWD - 2), 1)]
+        # A part of an MLP's has no tokens.
+        cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
+        parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         if not _is_same_state(before, _state(copy)):

@@ -73,7 +73,7 @@ class Driven:
         reading = reader.reading
         heads, self.children = reading.heads, reading.children
         # Cached, so that the same modules are the same Sequential in every call.
-        self._joined = functools.lru_cache(maxsize=8)(_join)
+        self._joined = functools.lru_cache(maxsize=16)(_join)
         # Functions of input and weight alone, which backward may compute again.
         pure = set(PURE)
         for source in reading.sources.values():

@@ -70,9 +70,9 @@ class _StandIn(nn.Module):
 @contextlib.contextmanager
 def _stood_in(driven: Any) -> Iterator[None]:
     """Let stand-ins take the place of a layer's children, for its own forward and its driver."""
-    reading, held = driven.reader.reading, vars(driven.module)
+    held = vars(driven.module)
     children, stand_ins = held["_modules"], dict[str, nn.Module]()
-    called = {*reading.linear, *driven.norms.values()}
+    called = set[str]().union(*driven.children.values())
     for index, (name, child) in enumerate(children.items()):
         if name in called:
             stand_ins[name] = _StandIn(child, index)

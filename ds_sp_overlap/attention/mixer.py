@@ -155,7 +155,7 @@ class Mixer:
     """
 
     sources: Callable[[Any, bool], Sequence[Source]]
-    merge: Callable[[Any, Tensor, dict[str, Tensor]], Tensor]
+    merge: Callable[[Any, Tensor, dict[str, Tensor]], Any]
     beside: Sequence[str] = ()
     late: Sequence[str] = ()
     reach: Callable[[Any], int] = lambda layer: 0

@@ -25,7 +25,7 @@ from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
 from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
 
-SHORT = ("lfm2", "lfm2_moe", "lfm3")
+SHORT = ("lfm2", "lfm2_moe", "lfm3", "zaya")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax", "recurrent_gemma")
 CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
 ADAPTED = {
@@ -122,7 +122,7 @@ def documents(rank, kind, lengths, rows=ROWS):
     [
         "lfm2",
         "nemotron_h",
-        *map(full, ("falcon_h1", "mamba2", "minimax")),
+        *map(full, ("falcon_h1", "mamba2", "minimax", "zaya")),
         "recurrent_gemma",
         "mamba",
         full("jamba"),
@@ -151,7 +151,8 @@ def padding(rank, kind, lengths):
 
 
 @pytest.mark.parametrize(
-    "kind, lengths", [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16])]
+    "kind, lengths",
+    [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16]), full("zaya", [1, 31])],
 )
 def test_padding_leaves_no_trace(kind, lengths):
     for errors in on_ranks(2, padding, kind, lengths):
@@ -386,9 +387,10 @@ def trained(rank, kind, stages, steps=3):
 FP32 = 1e-3  # as for delta nets
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("jamba")])
+@pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
-    for off in on_ranks(2, trained, kind, (0, 1, 2, 3), timeout_s=200):
+    stages = (0, 1, 2, 3)[: 3 if kind == "zaya" else 4]  # DeepSpeed's third raises where ranks call other experts
+    for off in on_ranks(2, trained, kind, stages, timeout_s=200):
         assert all(max(figures) < FP32 for figures in off.values()), off
 
 

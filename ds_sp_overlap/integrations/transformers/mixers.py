@@ -13,6 +13,7 @@ documents apart only where it is given their edges and has kernels for them.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ KNOWN = {
     "8f377c3d9c0ee353": states.LIGHTNING,  # MiniMax, 5.24
     "466c02182d3274e8": states.FALCON,  # Falcon-H1, 5.24
     "b8444426b3b471f48307ce8ae779fc3f": states.LRU,  # RecurrentGemma, 5.24
+    "cf28c7b533f11679": states.CCA,  # Zaya's projections, 5.24
     "0e32b04f43722526": heads.FUSED,  # Qwen3-Next, 5.23
     "dc97d3f7c19cffa1": heads.FUSED,  # Qwen3-Next, 5.24, which renames the cache
     "3efda038042d9626": heads.SPLIT,  # Qwen3.5, dense and MoE, 5.23
@@ -129,15 +131,22 @@ def _bind(
     runtime = LayerRuntime(overlap.sp_group, overlap.config, name, policy=overlap.policy)
     mixing, original = MixerLayer(runtime, layer, mixer), layer.forward
 
-    def forward(hidden_states, *args, attention_mask=None, **kwargs):
+    names = [*inspect.signature(type(layer).forward).parameters][1:]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
         """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
         if off_in_eval(model):
-            return original(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+            return original(*args, **kwargs)
         forwards.refuse_empty(name)
-        positions = kwargs.get("position_ids") if mixer.by_positions else None
+        arguments = {**dict(zip(names, args)), **kwargs}
+        hidden_states = arguments.pop(names[0])
+        positions = arguments.get("position_ids") if mixer.by_positions else None
         if positions is not None:
             positions = positions.expand(hidden_states.shape[:2])
-        sequence, _ = forwards.of(name, layer, hidden_states, mask=attention_mask, kwargs=kwargs)
+        # Zaya's projection has the second name.
+        of_names = [arguments.pop(key, None) for key in ("attention_mask", "conv_mask")]
+        mask = next((mask for mask in of_names if mask is not None), None)
+        sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
         pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer))
         y = mixing(hidden_states, pieces, positions)
         return (y, None) if mixer.pair else y

@@ -243,3 +243,25 @@ LRU = Mixer(
     pair=True,
     by_positions=True,
 )
+
+# Zaya's compressed convolutional attention makes q, k and v of a few tokens: its own forward runs on
+# them. v has half of each head from the token before.
+
+
+def _cca(layer: Any, x: Tensor) -> Tensor:
+    results = inspect.unwrap(type(layer).forward)(layer, x, None)
+    return torch.cat([y.flatten(2) for y in results], -1)
+
+
+def _cca_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return q, k and v [b, s/P, heads, d]."""
+    heads, few = layer.num_attention_heads, layer.num_key_value_heads
+    return y.unflatten(-1, (-1, layer.head_dim)).split([heads, few, few], 2)
+
+
+CCA = Mixer(
+    sources=lambda layer, splits: [Source("x", lambda x: x)],
+    merge=_cca_merge,
+    reach=lambda layer: max(1, layer.conv_kernel_size),
+    convolve=_cca,
+)

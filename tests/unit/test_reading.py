@@ -379,6 +379,26 @@ def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_pro
     assert (found["tables"].__name__, found["neighbours"], found["rounding"]) == ("of_complex", True, rounding)
 
 
+def as_a_module(function):
+    """What the package kernels makes of a function."""
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    return Func()
+
+
+def test_a_rotary_function_may_be_a_module_as_long_as_its_forward_stays(monkeypatch):
+    expected, rotary = reading(), as_a_module(apply_rotary_pos_emb)
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotary)
+    reader = Reader("layer", module := layer())
+    assert reader.reading == expected and reader.options(module)["window"] == 5
+    rotary.forward = lambda q, k, cos, sin: (q, k)
+    with pytest.raises(RuntimeError, match="computes something else since forward changed"):
+        reader.options(module)
+
+
 NO_ROTARIES = {
     "nothing": lambda q, k, cos, sin: (q, k),
     "k as it is": lambda q, k, cos, sin: (halves(q, k, cos, sin)[0], k),

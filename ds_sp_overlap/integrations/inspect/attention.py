@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention.unobserved import unobserved
 from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
@@ -417,9 +417,12 @@ class _Interpreter:
                 keywords, loaded = self.rotary_of(*call)
             except (LookupError, Unknown) as error:
                 reason = f" ({error})" if isinstance(error, Unknown) else ""
-                name = f"{call[0].__name__} is no rotary embedding that is known here"
-                raise Unknown(f"{name}{reason}") from None
+                name = getattr(call[0], "__name__", type(call[0]).__name__)
+                raise Unknown(f"{name} is no rotary embedding that is known here{reason}") from None
             found.append(keywords)
+            # The package kernels makes a module of the function, whose forward it may replace.
+            if isinstance(call[0], nn.Module):
+                loaded = [*loaded, LoadedGlobal(vars(call[0]), "forward", MISSING)]
             # A stand-in ran in place of the function, so that the trace has not seen its globals.
             trace.loaded_globals += loaded
         first = found[0]

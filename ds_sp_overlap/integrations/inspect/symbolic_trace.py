@@ -481,7 +481,7 @@ class Trace:
                     argument = tables.get(id(argument), argument)
                     if isinstance(argument, Tensor):
                         shape = tuple(argument.shape)
-                        outputs.append(TracedOutput(function.__name__, argument, shape, self))
+                        outputs.append(TracedOutput("", argument, shape, self))
                         argument = tuple(sizes.get(size, size) for size in shape)
                     recorded.append(argument)
                 self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))

@@ -88,35 +88,50 @@ def test_loss_and_every_gradient_equal_the_whole_sequences(size):
             assert all(error < FP64 for error in errors), (case, errors)
 
 
-def edges(rank):
-    """Of each way to tell documents beside position_ids of one document: what was said."""
+def edges(rank, kinds=("qwen3_next",)):
+    """Of each way to tell documents beside position_ids: what was said; of each kind of layer."""
     said, tokens = {}, tokens_of(32, rows=1)
-    inputs, _ = inputs_of(tokens, [16, 16], rank)
+    two = packed([[20, 12]])
     given = {
-        "edges": dict(cu_seq_lens_q=torch.tensor([0, 10, 16], dtype=torch.int32)),
-        "edges on one rank": dict(cu_seq_lens_q=torch.tensor([0, 10, 16] if rank else [0, 16], dtype=torch.int32)),
-        "index": dict(seq_idx=(torch.arange(16)[None] > 9).int()),
-        "index of ranks": dict(seq_idx=torch.full((1, 16), rank, dtype=torch.int32)),
-        "one": dict(cu_seq_lens_q=torch.tensor([0, 16], dtype=torch.int32), seq_idx=torch.zeros(1, 16, dtype=torch.int32)),
+        "edges": (None, dict(cu_seq_lens_q=[0, 10, 16])),
+        "edges on one rank": (None, dict(cu_seq_lens_q=[0, 10, 16] if rank else [0, 16])),
+        "edges of one rank alone": (None, dict(cu_seqlens=[0, 10, 16]) if rank else {}),
+        "edges of all ranks": (None, dict(cu_seq_lens_q=[0, 10, 32])),
+        "index": (None, dict(seq_idx=[[0] * 10 + [1] * 6])),
+        "index of ranks": (None, dict(seq_idx=[[rank] * 16])),
+        "more edges": (two, dict(cu_seq_lens_q=[0, 8, 20, 32])),
+        "more in the index": (two, dict(seq_idx=[[0] * 10 + [1] * 6])),
+        "known": (None, dict(cu_seq_lens_q=[0, 16], seq_idx=[[0] * 16])),
+        "known edges": (
+            two,
+            dict(cu_seq_lens_q=[0, 4, 16] if rank else [0, 16], seq_idx=[[0] * 4 + [1] * 12] if rank else [[0] * 16]),
+        ),
+        "known edges of all ranks": (two, dict(cu_seq_lens_q=[0, 20, 32])),
     }
-    model = tiny_model("qwen3_next")
-    ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-    for name, more in given.items():
-        said[name] = refusal(model, **inputs, **more, use_cache=False)
-    ds_sp_overlap.disable(model)
+    for kind in kinds:
+        model = tiny_model(kind)
+        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+        for name, (positions, more) in given.items():
+            inputs, _ = inputs_of(tokens, [16, 16], rank, positions)
+            more = {key: torch.tensor(x, dtype=torch.int32) for key, x in more.items()}
+            said[kind, name] = refusal(model, **inputs, **more, use_cache=False)
+        ds_sp_overlap.disable(model)
     return said
 
 
 def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank():
-    """transformers' delta nets go by these; they were ignored here, and all tokens mixed."""
-    for said in on_ranks(2, edges):
-        assert said.pop("one") is None
-        for name, (kind, message) in said.items():
-            assert kind == "ValueError" and "position_ids tell one in each row" in message, name
+    """transformers' mixers go by these; they were ignored here, and all tokens mixed."""
+    kinds = "qwen3_next", "nemotron_h", "lfm2", "mamba", "minimax"
+    for said in on_ranks(2, edges, kinds):
+        for (kind, name), error in said.items():
+            if name.startswith("known"):
+                assert error is None, (kind, name, error)
+            else:
+                assert error is not None and "tell documents that position_ids don't tell" in error[1], (kind, name, error)
 
 
 def misses_edges(rank):
-    return [name for name, error in edges(rank).items() if name != "one" and error is None]
+    return [name for (_, name), error in edges(rank).items() if not name.startswith("known") and error is None]
 
 
 # Documents and padding.
@@ -471,7 +486,7 @@ def faults_of_checkpoints(rank):
 
 
 WATCHED = [
-    Watched(Guard("one document is one", without="if False:"), misses_edges),
+    Watched(Guard("documents are known", without="if False:"), misses_edges),
     Watched(Guard("rows of their own", without="pass"), faults_of_cuts),
     Watched(Guard("an empty state", without="return mix(q, k, v)"), faults_of_documents),
     Watched(

@@ -345,7 +345,7 @@ def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores
         assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)
         assert len(off) == 6 and max(off) < FP64
         for name, words in (("layer", "needs position_ids"), ("missing", "needs position_ids"), ("empty", "sp rank 1 has no tokens"),
-                            ("cache", "generation with a KV cache"), ("seq_idx", "position_ids tell one")):  # fmt: skip
+                            ("cache", "generation with a KV cache"), ("seq_idx", "position_ids don't tell")):  # fmt: skip
             assert said[name] is not None and words in said[name][1], (name, said[name])
         assert same
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,6 +39,8 @@ from .documents import Documents, to_device
 
 # The arguments of a model's forward that hold the sequence, of which it takes one.
 TOKENS = ("input_ids", "inputs_embeds")
+# Those that tell documents beside position_ids: edges of the rows joined, or each token's number.
+DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 _FAULTS: dict[str, tuple[type[Exception], str]] = {
     "missing": (ValueError, f"sequence parallelism needs position_ids in every forward: {_NEEDED}"),
@@ -181,6 +183,29 @@ class GlobalSequence:
             )
         self.padded = bool(behind_padding.any())
         return starts | behind_padding
+
+    def knows(self, rank: int, told: Mapping[str, Tensor]) -> bool:
+        """Return whether position_ids tell every edge that the `DOCUMENTS` of a rank tell.
+
+        Args:
+            rank: The rank, in the sp group.
+            told: Edges of this rank's tokens, or of those of all ranks; or the number of each of
+                this rank's tokens [b or 1, s/P].
+        """
+        first = sum(self.lengths[:rank])
+        own = self._starts[:, first : first + self.lengths[rank]].copy()
+        own[:, :1] = True
+        known = [{*np.flatnonzero(starts), starts.size} for starts in (own, self._starts)]
+        for name, x in told.items():
+            values = x.cpu().numpy()
+            if name != "seq_idx":
+                fits = any({*values.flatten()} <= edges for edges in known)
+            else:
+                fits = values.shape[-1] == own.shape[1]
+                fits = fits and not ((np.diff(values) != 0) & ~own[:, 1:]).any()
+            if not fits:
+                return False
+        return True
 
     @_once
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
@@ -352,6 +377,7 @@ class _Header(NamedTuple):
         batch: The batch size of the tokens.
         length: The local sequence length.
         names: A checksum of the ``names`` that the rank gave `Positions.gather`.
+        told: Whether the rank was given any of `DOCUMENTS`.
     """
 
     fault: int
@@ -360,6 +386,7 @@ class _Header(NamedTuple):
     batch: int = 0
     length: int = 0
     names: int = 0
+    told: int = 0
 
     @property
     def lines(self) -> int:
@@ -424,6 +451,7 @@ class Positions:
         mask: Any = None,
         cache: Any = None,
         names: tuple[list[str], list[str]] = ([], []),
+        told: Mapping[str, Tensor] | None = None,
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
@@ -438,6 +466,7 @@ class Positions:
             cache: The KV cache, which must be empty; or None.
             names: The names of the layers that fall back on this rank, and of the modules that are
                 checkpointed.
+            told: The `DOCUMENTS` that this rank was given, by name.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -459,6 +488,7 @@ class Positions:
                 batch=rows if tokens is None else tokens.shape[0],
                 length=length,
                 names=zlib.crc32(repr(names).encode()),
+                told=int(bool(told)),
             )
             if mask is None:
                 mask = position_ids.new_ones(header.batch, header.length)
@@ -486,7 +516,7 @@ class Positions:
         shape = (first.axes, first.rows) if first.axes else (first.rows,)
         whole_positions = np.concatenate(positions, 1).reshape(*shape, sum(lengths))
         self._refuse_restart(where, whole_positions, lengths)
-        return GlobalSequence(
+        sequence = GlobalSequence(
             whole_positions,
             lengths,
             first.batch,
@@ -495,6 +525,28 @@ class Positions:
             where=where,
             fallbacks=fallbacks,
         )
+        if any(each.told for each in headers):
+            self._refuse_untold(where, sequence, told or {})
+        return sequence
+
+    def _refuse_untold(
+        self, where: str, sequence: GlobalSequence, told: Mapping[str, Tensor]
+    ) -> None:
+        """Raise ValueError, on all ranks, for documents that position_ids don't tell. Collective.
+
+        Attention and mixers know documents from position_ids alone.
+        """
+        index = told.get("seq_idx")
+        first = None if index is None or not index.numel() else int(index.flatten()[0])
+        known = sequence.knows(self.sp_group.rank, told)
+        of_ranks = self.sp_group.gather((known, first), where)
+        # Each rank may count its documents from 0. In one document a row all have one number.
+        several = len({first for _, first in of_ranks} - {None}) > 1 and sequence.bounds is None
+        if several or not all(known for known, _ in of_ranks):  # guard: documents are known
+            raise ValueError(
+                f"{where}: {', '.join(DOCUMENTS)} tell documents that position_ids don't tell; let "
+                "position_ids start anew with each document"
+            )
 
     def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
         """Return the key of `_FAULTS` for the arguments on this rank; None if they are right.

@@ -22,12 +22,12 @@ from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
 from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
-from ..sequence.positions import TOKENS, GlobalSequence, Positions
+from ..sequence.positions import DOCUMENTS, TOKENS, GlobalSequence, Positions
 from .checkpoints import Checkpoints
 from .modules import Watched, first_of, off_in_eval, pretrained
 
 # Keywords that describe the tokens of this rank alone.
-_LOCAL_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LOCAL_KEYWORDS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Forwards:
@@ -235,7 +235,6 @@ class Host:
             self.checkpoints.keeping(),
             masks.for_attention(self.name, sequence, implementation, configs=self.configs),
         ):
-            self._refuse_edges(arguments, sequence)
             self.forwards.fall_back(sequence.fallbacks)
             for name in self.watched.functions:  # they run transformers' code on this rank's tokens
                 self.forwards.refuse_empty(name)
@@ -247,28 +246,6 @@ class Host:
             recurrent = masks.for_recurrent(sequence, self.namespaces)
             with recurrent:  # guard: recurrent layers are told
                 return self._original(*args, **kwargs)
-
-    def _refuse_edges(self, arguments: dict[str, Any], sequence: GlobalSequence) -> None:
-        """Raise ValueError, on all ranks, for several documents that position_ids don't tell.
-
-        Attention and delta nets know documents from position_ids. Collective where
-        ``cu_seq_lens_q`` or ``seq_idx`` is given beside position_ids of one document a row.
-        """
-        edges, index = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
-        if sequence.bounds is not None or (edges is None and index is None):
-            return
-        several = edges is not None and len(edges) > sequence.rows + 1
-        first = None
-        if index is not None and index.numel():
-            several |= bool((index != index[..., :1]).any())
-            first = int(index.flatten()[0])
-        of_ranks = self.forwards.positions.sp_group.gather((several, first), self.name)
-        firsts = {first for _, first in of_ranks} - {None}
-        if len(firsts) > 1 or any(several for several, _ in of_ranks):  # guard: one document is one
-            raise ValueError(
-                f"{self.name}: cu_seq_lens_q or seq_idx tells several documents, and position_ids "
-                "tell one in each row; let position_ids start anew with each document"
-            )
 
     @contextlib.contextmanager
     def _running(self, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
@@ -286,6 +263,7 @@ class Host:
             mask=arguments.get("attention_mask"),
             cache=cache,
             names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
+            told={key: x for key in DOCUMENTS if (x := arguments.get(key)) is not None},
         )
         watched = {**self.unseen, **self.watched.foreign()}
         ran, attended, hooks = set[str](), set[str](), []

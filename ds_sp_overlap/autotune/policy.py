@@ -63,7 +63,7 @@ from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
-from ..profiling.steps import Listener, in_backward
+from ..profiling.steps import in_backward, listen, listeners
 from ..profiling.timed import TimedCall
 from ..warn import inform, say
 from .trial import Candidate, Report, Trial, candidates_for, merged
@@ -160,7 +160,7 @@ class Policy:
         self._due = False
         # Whether an optimizer has stepped in this step.
         self._stepped = False
-        self._hook = Listener(self._note)
+        listen(self)
 
     @classmethod
     def of(
@@ -245,7 +245,7 @@ class Policy:
         trial.met = self.step
         self._back_since = self._due = True
 
-    def _note(self) -> None:
+    def note_step(self) -> None:
         """Note that an optimizer of this process has stepped, after a backward of a layer.
 
         The first time in a step, tell the replicas.
@@ -337,4 +337,4 @@ class Policy:
         self.over = True
         for trial in self.trials.values():
             trial.chosen = trial.chosen or trial.default
-        self._hook.remove()
+        listeners.discard(self)

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+# The objects to tell of each step. Weak, so that none is kept alive.
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-class Listener:
-    """Calls a bound method whenever an optimizer of this process has stepped.
 
-    Args:
-        method: The bound method. The listener does not keep the method's object alive.
+def listen(listener: Any) -> None:
+    """Call ``listener.note_step()`` whenever an optimizer of this process has stepped.
+
+    `listeners` forgets the listener once it is gone, or by ``discard``.
     """
+    _hook_optimizers()
+    listeners.add(listener)
 
-    _all: set[Listener] = set()
-    # The hook of all listeners; None while there are no listeners.
-    _hook: Any = None
 
-    def __init__(self, method: Callable[[], None]):
-        self.method = weakref.WeakMethod(method)
-        Listener._all.add(self)
-        if Listener._hook is None:
-            Listener._hook = register_optimizer_step_post_hook(Listener._tell)
-        # ``method`` is a bound method, for which typing has no name but Callable.
-        weakref.finalize(method.__self__, self.remove)  # type: ignore[attr-defined]
+@functools.cache
+def _hook_optimizers() -> None:
+    """Have torch call `_tell` behind each step of each optimizer, from now on."""
+    register_optimizer_step_post_hook(_tell)
 
-    @staticmethod
-    def _tell(*_: Any) -> None:
-        """Call the methods of all listeners: the hook that torch runs behind each step."""
-        # A copy: the garbage collector may remove listeners meanwhile.
-        for listener in list(Listener._all):
-            method = listener.method()
-            if method is not None:
-                method()
 
-    def remove(self) -> None:
-        """Call the method no more; the last listener takes the hook with it."""
-        Listener._all.discard(self)
-        if not Listener._all and Listener._hook is not None:
-            Listener._hook.remove()
-            Listener._hook = None
+def _tell(*_: Any) -> None:
+    # A copy: listeners may be discarded meanwhile.
+    for listener in list(listeners):
+        listener.note_step()
 
 
 def in_backward() -> bool:

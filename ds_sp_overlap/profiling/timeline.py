@@ -18,7 +18,7 @@ from .. import profiling
 from ..config import SpOverlapConfig
 from ..warn import inform, warn_once
 from .ranges import is_profiled
-from .steps import Listener
+from .steps import listen, listeners
 
 # Timelines that are not over, by folder: all layers of a process that name one folder share it.
 _open: dict[str, Timeline] = {}
@@ -60,7 +60,7 @@ class Timeline:
                 "give a folder that can be made"
             ) from None
         self.step, self._nodes = 0, torch._C._autograd._get_sequence_nr()
-        self._listener = Listener(self._stepped)
+        listen(self)
         if self.first == 0:
             self._begin()
 
@@ -85,7 +85,7 @@ class Timeline:
             )
         return timeline
 
-    def _stepped(self) -> None:
+    def note_step(self) -> None:
         """Count an optimizer step, and begin or end the record with it."""
         nodes = torch._C._autograd._get_sequence_nr()
         # Without a forward since the last one this is the same step: ZeRO-3 steps once per
@@ -115,7 +115,7 @@ class Timeline:
 
     def close(self) -> None:
         """Stop, and write what was recorded."""
-        self._listener.remove()
+        listeners.discard(self)
         _open.pop(self.folder, None)
         profile, self.profile = self.profile, None
         if profile is not None:

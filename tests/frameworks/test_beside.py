@@ -1,4 +1,4 @@
-"""Beside DeepSpeed's other parallelisms, on 2 x 2 ranks: tensor, pipeline, expert and data parallelism.
+"""Beside DeepSpeed's other parallelisms, on 2 x 2 ranks: tensor, pipeline and expert parallelism.
 
 All but what ZeRO reduces is compared in fp64 with the unsharded model: outputs, and each gradient on each rank.
 """
@@ -33,7 +33,6 @@ from tests.harness.models import (
     sequence_parallel,
     tiny,
 )  # fmt: skip
-from tests.harness.policies import scripted
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import attention, relative_error
 
@@ -543,41 +542,6 @@ def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
     for error in on_ranks(4, beside_experts, "stock", None, False, True):
         assert error > 0.1
     assert on_ranks(4, dropped_tokens) == [[]] * 4
-
-
-# Data parallelism: two replicas of two ranks, each with batches of its own.
-
-
-def beside_replicas(rank, section):
-    """Of twelve steps with scripted times: the largest error, what ran in each step, and what the table says."""
-    replica, sp_rank = divmod(rank, 2)
-    options, tokens = {**EXACT, "heads": 8, "kv_heads": 4}, batches(6)
-    group = sp_groups((0, 1), (2, 3))
-    # Each replica alone would choose otherwise. By the slowest rank it is G = 2.
-    costs = {1: 1.0, 2: 1.3, 4: 1.45} if replica else {1: 1.45, 2: 1.3, 4: 1.0}
-    model, whole, errors = tiny(**options), tiny(**options), []
-    config = {"policy": {"warmup_steps": 8}, **section}
-    report = ds_sp_overlap.enable(model, config, group, gradient_process_group=torch.distributed.group.WORLD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with scripted(costs) as ran:
-        for step in range(12):
-            mine = tokens[(step + replica) % 6][:, : 16 * (1 + replica)]
-            found, expected = outcome(model, mine, sp_rank, 2, group), outcome(whole, mine, 0, 1, None)
-            errors += [relative_error(found[name], x) for name, x in expected.items()]
-            optimizer.step()
-    ds_sp_overlap.disable(model)
-    return max(errors), list(ran), {layer.got for layer in report.layers}
-
-
-@pytest.mark.parametrize("section", [{"shares": 2}, full({})], ids=str)
-def test_replicas_with_auto_choose_together_and_every_step_is_right(section):
-    every = on_ranks(4, beside_replicas, section)
-    for error, ran, got in every:
-        assert error < TOLERANCE
-        assert all(" ranks share query heads" in what for what in got) == ("shares" in section)
-        assert ran == every[0][1], "every rank runs the same"
-    candidates = [candidate for _, candidate in every[0][1]]
-    assert candidates[-1] == 2 and set(candidates) == {1, 2, 4}, candidates
 
 
 WATCHED = [Watched(Guard("no MoE drops sp ranks' tokens", without="if False:"), dropped_tokens, 4)]

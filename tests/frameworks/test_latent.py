@@ -3,7 +3,6 @@
 In fp64, also what the models compute in fp32 (`in_double`). What remains are roundings.
 """
 
-import copy
 import gc
 import weakref
 
@@ -21,7 +20,7 @@ from tests.harness import flash
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.listening import listening
-from tests.harness.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
+from tests.harness.models import FP64, packed, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
@@ -292,26 +291,6 @@ def test_the_report_says_it_evaluation_agrees_and_nothing_is_left():
         assert cache is not None and error < 1e-5 and left == [] and gone
 
 
-def evaluated_apart(rank):
-    """Error of a rank's own batch in evaluation, which stock was told to leave alone."""
-    with in_double():
-        model, tokens = tiny_model("youtu").eval(), tokens_of(32)
-        inputs, _ = inputs_of(tokens, [16, 16], rank)
-        alone = model(**inputs).logits
-        try:
-            sequence_parallel(model, 2, disable_in_eval=True)
-            assert enabled(model) == {"latent attention"}
-            with torch.no_grad():
-                return (model(**inputs, use_cache=False).logits - alone).abs().max().item()
-        finally:
-            ds_sp_overlap.disable(model)
-            forget_sequence_parallel()
-
-
-def test_evaluation_is_left_alone_where_stock_leaves_it_alone():
-    assert max(on_ranks(2, evaluated_apart)) < FP64
-
-
 class Padded(DeepseekV3Attention):
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         key_states, value_states = self.expand_kv(hidden_states, position_embeddings)
@@ -425,22 +404,6 @@ def test_g_is_chosen_by_timing():
     for said, off in on_ranks(2, chosen, timeout_s=200):
         assert any("4 query and 1 KV heads" in line and "kept: G = " in line for line in said), said
         assert max(off[0, False]) < FP32, off
-
-
-def copied(rank):
-    """What a copy of one attention says, whose latents nobody would exchange."""
-    with in_double():
-        model = tiny_model("deepseek_v3", **heads(4))
-        enabled(model)
-        attention = attention_of(model)
-        x = torch.zeros(1, 16, attention.config.hidden_size).double()
-        tables = [torch.zeros(1, 16, ROTATED).double()] * 2
-        return refusal(copy.deepcopy(attention), x, tables, None)
-
-
-def test_a_copy_of_an_attention_refuses_to_attend_alone():
-    for kind, message in on_ranks(2, copied):
-        assert kind == "RuntimeError" and "this is a copy of one that is overlapped" in message
 
 
 # Guards.

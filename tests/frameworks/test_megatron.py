@@ -23,7 +23,7 @@ from ds_sp_overlap.integrations.megatron import bridge
 from tests.harness import megatron_layers
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
-from tests.harness.ranks import RankError, no_faults, on_ranks, refusal
+from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.reference import relative_error
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
@@ -445,16 +445,6 @@ def test_a_deepspeed_that_has_it_keeps_it():
     assert len(finders) == 1 and sys.meta_path.index(importlib.machinery.PathFinder) < sys.meta_path.index(finders[0])
     bridge.bridge()
     assert sum(isinstance(finder, bridge._Compression) for finder in sys.meta_path) == 1
-
-
-def impossible(rank):
-    ds_sp_overlap.enable(megatron_layers.layer(Shape(), torch.distributed.group.WORLD), {"head_groups": 3})
-
-
-def test_impossible_head_groups_are_refused():
-    with pytest.raises(RankError) as error:
-        on_ranks(2, impossible)
-    assert all("head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3" in m for m in error.value.messages)
 
 
 def width_after_a_call(rank):

@@ -65,12 +65,6 @@ def test_figures_of_a_link_say_whether_its_ranks_share_cores(monkeypatch, cores,
     assert Wire.kind.fget(SimpleNamespace(ranks=4, per_node=1)) == f"rate-limited link (veth and token bucket), {says}"
 
 
-@pytest.mark.full
-def test_one_gpu_starts_no_case_when_its_time_is_over_and_says_which(tmp_path):
-    ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--minutes", 0)
-    assert ran.returncode == 0 and "left out after 0 minutes: rehearsal, 32 tokens, P = 4, 0.02 GB/s" in ran.stdout
-
-
 def test_one_gpu_rehearses_on_a_cpu_and_labels_what_it_writes(tmp_path):
     ran = script(BENCHMARKS / "one_gpu.py", "--rehearse", "--out", tmp_path / "emulated")
     assert ran.returncode == 0, ran.stderr
@@ -161,13 +155,6 @@ def test_rows_are_there_when_a_run_ends_early(tmp_path):
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would run")
-@pytest.mark.full
-def test_one_gpu_refuses_to_run_without_a_gpu():
-    ran = script(BENCHMARKS / "one_gpu.py")
-    assert ran.returncode == 2 and "no CUDA device; --rehearse runs the same steps on a CPU" in ran.stderr
-
-
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_the_throttled_copy_compiles_without_spilling_and_fills_an_sm(architecture, tmp_path):
@@ -177,19 +164,6 @@ def test_the_throttled_copy_compiles_without_spilling_and_fills_an_sm(architectu
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
     copy = ran.stderr[ran.stderr.index("Function properties for _Z14throttled_copy") :]
     assert "Used 96 registers" in copy.splitlines()[2]  # with 640 threads the footprint of NCCL's blocks
-
-
-@pytest.mark.full
-def test_link_says_that_it_needs_root():
-    words = "import os, runpy, sys; os.geteuid = lambda: 1000; del sys.argv[0]"
-    words += "; runpy.run_path(sys.argv[0], run_name='__main__')"
-    ran = script("-c", words, BENCHMARKS / "link.py")
-    assert ran.returncode == 1 and "network namespaces need root and the commands ip and tc" in ran.stderr
-
-
-def test_link_turns_switches_off_at_the_groups_that_were_asked_for():
-    named = link.configs(SimpleNamespace(groups=[4, 8], no_switches=False))
-    assert list(named) == ["G = 4", "G = 8", "G = 4, projections off", "G = 4, wgrad off"]
 
 
 # With the names that `Layer.veomni` calls, and its list all-to-all.

@@ -1,7 +1,5 @@
 """Outputs and gradients equal those of attention on the whole sequence, fp64, to 1e-12 (see `layers.block_faults`)."""
 
-import logging
-
 import pytest
 import torch
 from deepspeed.sequence.layer import DistributedAttention as Upstream
@@ -11,7 +9,6 @@ from tests.harness import dropin, layers, reference
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.layers import HEADS, Shape, groups_for
-from tests.harness.listening import listening
 from tests.harness.ranks import no_faults, on_ranks
 
 
@@ -183,49 +180,6 @@ def test_an_argument_with_a_slice_for_each_head_forces_one_group(heads):
     for (found, calls), mine in zip(results, (heads - heads // 2, heads // 2)):
         assert found == []
         assert calls == [(mine, 0.3, "mine")]
-
-
-class Sloped:
-    """Local attention that reads one factor a head from the front of a vector, as a kernel reads ALiBi slopes."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, q, k, v, slopes):
-        self.calls += 1
-        return reference.attention(q, k, v) * slopes[: q.shape[2]].view(1, 1, -1, 1)
-
-
-def with_slopes(rank, case):
-    inputs = dropin.whole_inputs(case)
-    slopes = torch.arange(1, case.heads + 1, dtype=torch.float64)
-    expected = Sloped()(*inputs[:3], slopes)
-    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
-    local = Sloped()
-    with listening(logging.WARNING) as messages:
-        got = dropin.module(case, local=local)(q, k, v, 0, None, slopes.chunk(2)[rank])
-    said = any("runs in one head group" in message and "PerHead" in message for message in messages)
-    faults = layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, expected)))
-    return faults + ["groups"] * (local.calls != 1) + ["silent"] * (rank == 0 and not said)
-
-
-def test_a_vector_with_one_element_for_each_head_forces_one_group():
-    """With two groups both would get the slopes of the first, and nothing would say so. That there is one is said."""
-    no_faults(2, with_slopes, Case(heads=8, kv_heads=8))
-
-
-def block_with_slopes(rank, shape):
-    slopes, local, group = torch.arange(1, 9, dtype=torch.float64), Sloped(), torch.distributed.group.WORLD
-    inputs, _ = layers.whole_inputs(shape)
-    q, k, v = (layers.projections(shape)[f"{kind}_proj"](inputs).unflatten(-1, (-1, shape.head_dim)) for kind in "qkv")
-    expected = layers.projections(shape)["o_proj"](Sloped()(q, k, v, slopes).flatten(2))
-    attend = layers.block(shape, layers.projections(shape), group, local_attention=local)
-    got = attend(layers.my_slice(shape, rank, inputs), slopes.chunk(2)[rank])
-    return layers.faults(1e-12, output=(got, layers.my_slice(shape, rank, expected))) + ["groups"] * (local.calls != 1)
-
-
-def test_the_block_too_makes_one_group_of_heads_with_a_vector_for_each_head():
-    no_faults(2, block_with_slopes, Shape(heads=8, kv_heads=8, rope=False))
 
 
 def with_a_tensor_of_three_slices(rank, case):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import ds_sp_overlap
 from ds_sp_overlap.attention.runtime.linear import can_split, parameter_of
 from tests.harness import layers
 from tests.harness.guards import Guard, Watched, must_notice
@@ -133,17 +132,6 @@ def traces(rank, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
 def test_the_modules_are_as_they_were(shape):
     no_faults(2, traces, shape)
-
-
-def dropin_state(rank):
-    local = nn.ModuleDict({"inner": nn.Linear(2, 2)})
-    module = ds_sp_overlap.DistributedAttention(local, torch.distributed.group.WORLD)
-    return list(module.state_dict()), [name for name, _ in module.named_parameters()]
-
-
-def test_dropin_has_no_parameters_of_its_own():
-    for state, parameters in on_ranks(2, dropin_state):
-        assert state == parameters == ["local_attn.inner.weight", "local_attn.inner.bias"]
 
 
 class Deliberate(Exception):

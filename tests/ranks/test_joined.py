@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.copies import copies_of, unpack
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
@@ -16,7 +15,7 @@ from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
 from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
 from tests.harness.layers import Shape
-from tests.harness.moving import moving, packed
+from tests.harness.moving import moving
 from tests.harness.ranks import no_faults, on_ranks
 from tests.harness.schedules import travelling
 
@@ -141,36 +140,6 @@ def of_two_dtypes(rank):
 
 def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
     no_faults(2, of_two_dtypes)
-
-
-def sides(size, heads, kv_heads, head_dims, batch):
-    """The local end of an exchange of q, k and v, and tensors that fit it."""
-    layout = Geometry(size, 0, (3,) * size, batch, heads, kv_heads).exchange("qkv", 0, head_dims)
-    return layout.sources, [torch.randn(shape, dtype=torch.bfloat16) for shape in layout.sources.shapes]
-
-
-def part_by_part(xs, sides):
-    """The wire, and the sum of what lies in it for each tensor, by their definition."""
-    wire = torch.cat([
-        torch.cat([x.narrow(side.dim, start, stop - start).flatten(2) for x, side, (start, stop) in zip(xs, sides.each, ranges)], 2).flatten()
-        for ranges in zip(*(side.parts for side in sides.each))
-    ])  # fmt: skip
-    totals = [torch.zeros(x.shape) for x in xs]
-    for total, x, side in zip(totals, xs, sides.each):
-        for start, stop in side.parts:
-            total.narrow(side.dim, start, stop - start).add_(x.narrow(side.dim, start, stop - start))
-    return wire, [total.to(torch.bfloat16) for total in totals]
-
-
-@pytest.mark.parametrize("head_dims", [(8, 8, 8), (16, 16, 8), (2, 2, 2)])
-@pytest.mark.parametrize("size,heads,kv_heads", [(4, 8, 2), (4, 4, 1), (4, 8, 4), (4, 8, 8), (3, 6, 2), (2, 6, 3)])
-def test_repeated_heads_are_packed_and_summed(size, heads, kv_heads, head_dims):
-    ends, xs = sides(size, heads, kv_heads, head_dims, batch=2)
-    wire, outs = packed(xs, ends), [torch.empty_like(x) for x in xs]
-    unpack(wire, copies_of(ends), outs)
-    expected, totals = part_by_part(xs, ends)
-    assert torch.equal(wire, expected)
-    assert all(map(torch.equal, outs, totals))
 
 
 # Guards.

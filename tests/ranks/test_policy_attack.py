@@ -17,7 +17,6 @@ from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
-from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.policies import optimizer_step, scripted, two_replicas
@@ -281,31 +280,6 @@ def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
     assert first == second and first[0] == [] and first[2] == [4]
 
 
-def after_another_model(rank, collects):
-    """A model made once another one went, before the step of its optimizer."""
-    gc.disable()
-    try:
-        with scripted(COSTS) as ran:
-            other = Model(torch.distributed.group.WORLD)
-            other.forward()
-            other.backward()
-            other.itself = other
-            del other
-            if rank in collects:
-                gc.collect()
-            model = Model(torch.distributed.group.WORLD)
-            for _ in range(20):
-                model.train()
-        return model.faults, [candidate for _, candidate in ran], model.chosen()
-    finally:
-        gc.enable()
-
-
-def test_a_model_may_follow_one_that_was_collected_on_one_rank_only():
-    first, second = on_ranks(2, after_another_model, [1], timeout_s=60)
-    assert first == second and first[0] == [] and first[2] == [4]
-
-
 # Beside data parallelism: two replicas of two ranks, which reduce gradients together.
 
 
@@ -366,40 +340,6 @@ def dropped_beside_replicas(rank, collects):
 def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
     first, *others = on_ranks(4, dropped_beside_replicas, [0, 3])
     assert first[0] == [] and first[2] == [4] and others == [first] * 3
-
-
-def helper_of_the_last_rank(model, step, rank):
-    helper_of_one_rank(model, step, rank, model.size - 1)
-
-
-@pytest.mark.parametrize("size", [full(2), 4])
-def test_a_helper_of_the_last_rank_changes_nothing(size):
-    (faults, ran, chosen, _), *others = on_ranks(size, attacked, helper_of_the_last_rank, 18)
-    assert faults == [] and all(other[:3] == (faults, ran, chosen) for other in others)
-    assert chosen == [{2: 4, 4: 2}[size]]
-
-
-def measuring_apart(rank, size):
-    """Choices where the last ranks would choose G = 1 by themselves."""
-    costs = COSTS if rank < size // 2 else {1: 1.0, 2: 1.2, 4: 1.1}
-    with contextlib.ExitStack() as stack:
-        if size == 4:
-            (model,) = stack.enter_context(replica_models(rank, 8))
-            ran = stack.enter_context(scripted(costs))
-        else:
-            ran = stack.enter_context(scripted(costs))
-            model = Model(torch.distributed.group.WORLD)
-        for _ in range(20):
-            model.forward()
-            model.backward()
-            model.step()
-    return model.faults, ran, model.chosen()
-
-
-@pytest.mark.parametrize("size", [2, full(4)])
-def test_ranks_that_measure_differently_choose_by_the_slowest(size):
-    first, *others = on_ranks(size, measuring_apart, size)
-    assert first[0] == [] and first[2] == [4] and others == [first] * (size - 1)
 
 
 def stepping(rank, steps_its_optimizer, late=()):

@@ -19,32 +19,6 @@ from tests.harness.policies import hooks, optimizer_step, scripted, two_replicas
 from tests.harness.ranks import on_ranks
 from tests.harness.transports import Recording
 
-
-def an_optimizer_of_one_rank(rank):
-    """Groups that are run where one rank steps an optimizer of its own between forward and backward, as of a probe."""
-    shape = Shape(heads=8, kv_heads=8)
-    layer, mover = layers.projections(shape), Recording()
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
-    attend.layer.policy.inform = lambda line: None
-    sgd, groups = torch.optim.SGD(layer.parameters(), lr=0.0), []
-    with scripted({1: 1.0, 2: 1.0, 4: 1.0}):
-        for _ in range(6):
-            mover.log.clear()
-            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-            y = layers.call_block(shape, attend, rank, x.requires_grad_())
-            if rank == 0:
-                optimizer_step()
-            y.backward(dy)
-            sgd.step()
-            groups.append(sum(what.startswith(">o") for what in mover.log))
-    return groups
-
-
-def test_an_optimizer_of_one_rank_makes_nobody_wait():
-    """Guard: in one sp group times are compared at a layer's call, where all ranks are."""
-    assert on_ranks(2, an_optimizer_of_one_rank) == [[2, 1, 2, 4, 1, 2]] * 2
-
-
 # On several ranks.
 
 
@@ -138,30 +112,6 @@ def right_in_every_step(rank, use):
     return found, ran
 
 
-def checkpointed(reentrant):
-    def use(call, layer, x, dy):
-        y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=reentrant)
-        y.backward(dy)
-        return {"output": y, "dx": x.grad}
-
-    return use
-
-
-def accumulated(call, layer, x, dy):
-    """Two graphs in flight."""
-    first, second = call(x), call(2 * x)
-    second.backward(dy)
-    first.backward(dy)
-    return {"output": first, "second": second, "dx": x.grad}
-
-
-USES = {"plain": layers.backward, "reentrant": checkpointed(True), "non-reentrant": checkpointed(False), "accumulated": accumulated}
-
-
-def right(rank, name):
-    return right_in_every_step(rank, USES[name])
-
-
 def another_optimizer_before_backward(rank):
     """As of a discriminator beside a generator: its optimizer steps while the other's graph is in flight."""
 
@@ -180,12 +130,6 @@ def another_optimizer_before_backward(rank):
 def test_a_candidate_stays_for_its_backward_though_another_optimizer_stepped():
     """Guard: the count of steps doesn't move during backward."""
     assert on_ranks(2, another_optimizer_before_backward) == [[], []]
-
-
-@pytest.mark.parametrize("name", USES)
-def test_results_are_right_in_every_step_whatever_is_tried(name):
-    for faults, ran in on_ranks(2, right, name):
-        assert faults == [] and ran == {1, 2, 4}
 
 
 # Models.

@@ -16,7 +16,7 @@ from tests.harness import dropin, layers, models, reference
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
-from tests.harness.ranks import RankError, on_ranks, refusal
+from tests.harness.ranks import on_ranks, refusal
 from tests.harness.transports import Corrupting, Failing, Recording, Silent
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
@@ -66,16 +66,6 @@ REFUSED = {
             "sp_overlap.shares 2"
         ),
     ),
-    "KV heads that do not divide": (
-        Case(),
-        {"all": {name: ("narrow", 2, 0, 3) for name in "kv"}},
-        BOTH.format("KV heads must divide the query heads, got 4 query and 3 KV heads; take 1, 2, 4 KV heads"),
-    ),
-    "more head groups than heads": (
-        Case(config={"head_groups": 3}),
-        {},
-        BOTH.format("sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3"),
-    ),
     "mixed dtypes": (
         Case(),
         {"all": {"k": ("float",)}},
@@ -97,22 +87,10 @@ REFUSED = {
             "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]" + TOGETHER
         ),
     ),
-    "a key of another head dim": (
-        Case(),
-        {"all": {"k": ("narrow", 3, 0, 7)}},
-        BOTH.format(
-            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 6, 4, 7], value [2, 6, 4, 8]" + TOGETHER
-        ),
-    ),
     "num_kv_heads that the key has not": (
         Case(),
         {"module": {"num_kv_heads": 2}},
         BOTH.format(f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES}); pass num_kv_heads=4, or leave it out"),
-    ),
-    "too many sequence lengths": (
-        Case(),
-        {"call": {"sequence_lengths": [6, 6, 6]}},
-        BOTH.format("sequence_lengths: 3 lengths (6, 6, 6) for sp size 2; give the local length of every rank of the sp group"),
     ),
     "a sequence length that is not this rank's": (
         Case(),
@@ -209,23 +187,6 @@ def test_a_fault_of_another_kind_on_one_rank_is_raised_on_every_rank_too():
     """No tensor at all: an AttributeError inside, which the other rank must not wait for."""
     for refused in refused_on_both(no_tensor_on_one_rank):
         assert refused[0] == "ValueError" and refused[1].startswith("attention: sp rank 1: ")
-
-
-def unhandled(rank):
-    if rank == 1:
-        give = {1: {"v": ("float",)}}
-    else:
-        give = {}
-    refused = give_dropin(rank, Case(), give)
-    raise ValueError(refused[1])
-
-
-def test_a_fault_of_one_rank_ends_all_of_them():
-    """As a training script meets it: the error itself on every rank, no rank left waiting."""
-    with pytest.raises(RankError) as error:
-        on_ranks(2, unhandled, timeout_s=PATIENCE_S)
-    assert error.value.kinds == ["ValueError"] * 2
-    assert all("sp rank 1: query is torch.float64" in message for message in error.value.messages)
 
 
 def refused_then_right(rank):
@@ -522,21 +483,15 @@ CONFIG_REFUSED = [
     ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
     ({"sp_size": 8}, "sp_size: unknown key. V"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
-    ({"head_groups": -1}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got -1'),
-    ({"head_groups": "2"}, "sp_overlap.head_groups must be a whole number of at least 1, or \"auto\", got '2'"),
     ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"head_group": None}, "head_group: unknown key"),
     ({"timeline": {"path": None}}, "sp_overlap.timeline.path must be the path of a folder, got None"),
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
     ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
     ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
     ({"transport": "copyengine"}, 'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\''),
-    ({"kernels": ["torch"]}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got [\'torch\']'),
     ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3"),
-    ({"policy": {"warmup_steps": -1}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got -1"),
-    ({"policy": {"warmup_steps": "8"}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got '8'"),
     ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps"),
     ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
     ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
@@ -544,14 +499,6 @@ CONFIG_REFUSED = [
     (
         {"timeline": {"path": "x", "steps": [5, 3]}},
         "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
-    ),
-    (
-        {"timeline": {"path": "x", "steps": [1]}},
-        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [1]",
-    ),
-    (
-        {"timeline": {"path": "x", "steps": [-1, 2]}},
-        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [-1, 2]",
     ),
     (
         {"timeline": {"path": "x", "steps": ["a", 2]}},
@@ -595,13 +542,6 @@ def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
 @pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
 def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
     assert SpOverlapConfig().groups_for(heads, size) == groups
-
-
-def test_head_groups_out_of_range_is_refused_in_the_words_of_the_house():
-    with pytest.raises(ValueError) as refused:
-        groups = SpOverlapConfig(head_groups=5).groups_for(32, 8)
-        Geometry(sp_size=8, sp_rank=0, seq_lens=(1,) * 8, batch=1, heads=32, kv_heads=8, groups=groups)
-    assert str(refused.value) == "sp_overlap.head_groups must be between 1 and 4 for 32 heads at sp size 8, got 5"
 
 
 # Faults under way.
@@ -651,7 +591,6 @@ def test_without_check_mode_nothing_is_gathered():
 def other_order(rank):
     """Ranks that launch different exchanges at the same time, in check mode."""
     from ds_sp_overlap.exchange.exchange import Exchange
-    from ds_sp_overlap.exchange.geometry import Geometry
 
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     sp_group = SPGroup(torch.distributed.group.WORLD)

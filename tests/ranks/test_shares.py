@@ -319,10 +319,6 @@ REFUSED = [
         f'attention: {FEWER} sp_overlap.transport "copy_engine" moves equal parts only; use sp size 1 or less',
     ),
     (
-        functools.partial(drop_in_of, reference.attention, shares=3),
-        "attention: sp_overlap.shares must divide sp size 2 and leave each of 1 heads to a part of the ranks, got 3; take 2",
-    ),
-    (
         functools.partial(delta_net, 1),
         f"layers.3: {FEWER} its delta rule needs all queries at once; use sp size 1 or less",
     ),

@@ -276,18 +276,6 @@ def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used()
         assert made == [] and "no communicator of our own (no local synchronization); the sp group is used as it is" in said
 
 
-def making(rank):
-    """What is done to make a communicator, in order."""
-    nccl = Nccl()
-    with nccl():
-        SPGroup(dist.group.WORLD, "auto").prepare()
-    return nccl.exchanges
-
-
-def test_a_communicator_is_made_and_connected_while_the_device_does_nothing_else():
-    assert on_ranks(2, making) == [["synchronize", "new group", "even", "synchronize"]] * 2
-
-
 def made_by_enable(rank):
     """What `enable` does to make a communicator; how often two forwards of the model exchange, and what they make."""
     nccl = Nccl()
@@ -299,7 +287,7 @@ def made_by_enable(rank):
     return by_enable, nccl.exchanges.count("split") > 0, "new group" in nccl.exchanges
 
 
-def test_enable_makes_the_communicator_and_the_layers_make_none():
+def test_enable_makes_and_connects_the_communicator_while_the_device_does_nothing_else_and_layers_make_none():
     assert on_ranks(2, made_by_enable) == [(["synchronize", "new group", "even", "synchronize"], True, False)] * 2
 
 
@@ -372,16 +360,6 @@ def test_doctor_says_whether_communicators_launch_in_one_order(monkeypatch, valu
         monkeypatch.setenv(doctor.LAUNCH_ORDER, value)
     rows = dict(line.split(maxsplit=1) for line in doctor.versions().splitlines()[-2:])
     assert rows["NCCL"] == "2.28.9" and rows[doctor.LAUNCH_ORDER].startswith(says)
-
-
-def gloo(rank):
-    sp_group = SPGroup(dist.group.WORLD)
-    sp_group.prepare()
-    return sp_group.transport.group is None
-
-
-def test_gloo_keeps_the_group_it_was_given():
-    assert on_ranks(2, gloo) == [True, True]
 
 
 # Copy engines.

@@ -150,19 +150,6 @@ def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, sha
     assert found == patched
 
 
-TABLE = [(40, 8, 32, 4, 8.0, 4.5), (28, 4, 8, 2, 12.0, 9.0), (24, 8, 16, 2, 8.0, 5.0)]
-
-
-@pytest.mark.parametrize("heads, kv_heads, size, shares, alone, shared", TABLE)
-def test_auto_receives_less_where_heads_do_not_divide(heads, kv_heads, size, shares, alone, shared):
-    """Elements of the global side of q, k, v and o on the busiest rank, in units of s d: received forward, and sent backward."""
-    assert shares_for(size, heads, kv_heads) == shares
-    for r, expected in ((1, alone), (shares, shared)):
-        ranks = [Geometry(size, rank, (2 * r,) * size, 1, heads, kv_heads, shares=r) for rank in range(size)]
-        most = max(sum(rank.exchange(kind, 0, (1,)).targets.elements for kind in "qkvq") for rank in ranks)
-        assert most / (2 * r * size) == expected
-
-
 @pytest.mark.parametrize(
     "heads, kv_heads, size, shares",
     [

@@ -57,11 +57,6 @@ def test_two_groups_are_played_as_by_hand():
     assert {what: ms for what, ms in result.exposed_ms.items() if ms} == {"v0": 1, "qkv1": 2, "o1": 1}
 
 
-def test_a_kv_head_that_groups_share_travels_once():
-    layer = LayerShape(width=8, heads=8, kv_heads=2, head_dim=1, seq=4, sp_size=2)
-    assert layer.geometry(4).kinds == ("qkv", "q", "q", "q")
-
-
 ROWS = planned.rows()
 OF_WHOLE_STEPS = [row for row in ROWS if row.case.startswith("whole")]
 

@@ -96,7 +96,10 @@ def removed(guard):
         found = getattr(found, name)
 
     def clear_cache():
-        getattr(found, "cache_clear", lambda: None)()
+        wrapper = found
+        while wrapper is not None:
+            getattr(wrapper, "cache_clear", lambda: None)()
+            wrapper = getattr(wrapper, "__wrapped__", None)
         plan._pieces.clear()  # what was compiled with the guard
 
     function = inspect.unwrap(found)

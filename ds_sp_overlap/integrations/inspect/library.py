@@ -36,7 +36,7 @@ def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
 def by_class(function: Callable[[Any], _Result]) -> Callable[[nn.Module], _Result]:
     """Turn a function of a class into one of its modules, which is computed once for each class."""
     cached = once(function)
-    return lambda module: cached(type(module))
+    return functools.wraps(cached)(lambda module: cached(type(module)))
 
 
 def attention_functions() -> Any:

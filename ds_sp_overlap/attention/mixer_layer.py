@@ -191,19 +191,28 @@ class MixerLayer:
         Returns:
             y; the state that each row's last piece leaves; and the sum of the logarithms of decays
             from the first token on, [b, s/P, h].
+
+        Raises:
+            RuntimeError: on all ranks that have the same kernels, if the scan gives no final state,
+                or one without a gradient.
         """
         layer, tokens = self.layer, tensors[0].shape[1]
         log_decay = states.log_decay(layer, *tensors).cumsum(1)
-        if pieces.own is None:
-            y, state = states.scan(layer, *tensors)
-            return y, state, log_decay
         finals: list[Tensor] = []
 
         def scan(*xs: Tensor) -> Tensor:
             y, final = states.scan(layer, *xs)
+            if final is None or (xs[0].requires_grad and not final.requires_grad):
+                lacks = "no final state" if final is None else "a final state without a gradient"
+                raise RuntimeError(
+                    f"{self.runtime.where}: the scan of {type(layer).__name__} gives {lacks}, "
+                    "which the ranks behind need; take another kernel, such as mamba-ssm's"
+                )
             finals.append(final)
             return y
 
+        if pieces.own is None:
+            return scan(*tensors), finals[0], log_decay
         y = pieces.own.attend(scan, None, *tensors)
         of_rows: dict[int, Tensor] = {}
         for (rows, _, stop), final in zip(pieces.own.long, finals):
@@ -212,8 +221,8 @@ class MixerLayer:
         for row, start in enumerate(pieces.last_starts):
             # A short piece shared its call with others, and repeats its last token there.
             if row not in of_rows:
-                last = (x[row : row + 1, start:] for x in tensors)
-                of_rows[row] = states.scan(layer, *last)[1]
+                scan(*(x[row : row + 1, start:] for x in tensors))
+                of_rows[row] = finals[-1]
         return y, torch.cat([of_rows[row] for row in range(len(y))]), log_decay
 
     def _send(self, state: Tensor, decay: Tensor, checked: bool) -> _Started:

@@ -441,24 +441,38 @@ def detached(layer, x, dt):
     return y, state.detach()
 
 
+def stateless(layer, x, dt):
+    return mixers_by_states._mamba2_scan(layer, x, dt)[0], None
+
+
 def planted(rank, scan):
-    states = dataclasses.replace(mixers_by_states.MAMBA2.states, scan=scan)
-    fault = dataclasses.replace(mixers_by_states.MAMBA2, states=states)
-    with mock.patch.dict(
-        mixers.KNOWN, {key: fault if mixer is mixers_by_states.MAMBA2 else mixer for key, mixer in mixers.KNOWN.items()}
-    ):
-        return faults_of_states(rank)
+    """What was found, or said, of another scan of Mamba 2."""
+    known = mixers_by_states.MAMBA2
+    fault = dataclasses.replace(known, states=dataclasses.replace(known.states, scan=scan))
+    faults = []
+    with mock.patch.dict(mixers.KNOWN, {key: fault if mixer is known else mixer for key, mixer in mixers.KNOWN.items()}):
+        said = refusal(lambda: faults.extend(faults_of_states(rank)))
+    return faults, said
 
 
-@pytest.mark.parametrize("scan", [twice, detached])
-def test_a_fault_of_the_scan_is_seen(scan):
-    assert all(on_ranks(2, planted, scan))
+@pytest.mark.parametrize(
+    "scan, words", [(twice, ""), (detached, "gives a final state without a gradient"), (stateless, "gives no final state")]
+)
+def test_a_fault_of_the_scan_is_seen_or_refused(scan, words):
+    for faults, said in on_ranks(2, planted, scan):
+        assert faults if not words else said[0] == "RuntimeError" and words in said[1]
+
+
+def faults_of_checkpoints(rank):
+    error = checkpointed(rank, "mamba", False)
+    return [] if error < FP64 else [f"{error}"]
 
 
 WATCHED = [
     Watched(Guard("the step that the scan takes", without="pass"), faults_of_states),
     Watched(Guard("a document that begins lacks nothing", without="if False:"), faults_of_documents, ranks=3),
     Watched(Guard("a state stays in its document", without="if False:"), faults_of_documents, ranks=3),
+    Watched(Guard("mixers find their sequence", without="if False:"), faults_of_checkpoints, raises=True),  # as of recurrent layers
 ]
 
 

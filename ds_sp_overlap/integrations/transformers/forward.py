@@ -238,7 +238,7 @@ class Host:
             self.forwards.fall_back(sequence.fallbacks)
             for name in self.watched.functions:  # they run transformers' code on this rank's tokens
                 self.forwards.refuse_empty(name)
-            if self.hands_on_mask:
+            if self.hands_on_mask:  # guard: mixers find their sequence
                 # By the placeholder a checkpoint finds the sequence of its forward.
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())

@@ -155,9 +155,7 @@ class Driven:
             return self.original(*args, **kwargs)
         arguments = {**dict(zip(self._names, args)), **kwargs}
         # Empty ones: the model's forward refuses a cache that is in use.
-        for cache in CACHES:
-            if cache in arguments:
-                arguments[cache] = None
+        arguments |= dict.fromkeys(arguments.keys() & set(CACHES))
         rest = {key: value for key, value in arguments.items() if key not in UNUSED}
         x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
         mask, config = rest.pop("attention_mask", None), self.settings.config

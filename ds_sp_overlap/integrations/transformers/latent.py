@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import weakref
 from typing import Any
@@ -52,18 +53,13 @@ def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
     if expand not in KNOWN:  # guard: only code that is known
         return False
     body: Any = ast.parse(textwrap.dedent(forward)).body[0]
-    targets = []
-    # Statements of the body itself, not of a branch in it.
+    # A statement of the body itself, not of a branch in it, that gives both results names.
+    names = None
     for statement in body.body:
-        if isinstance(statement, ast.Assign):
-            if ast.unparse(statement.value).startswith(f"self.{EXPAND}("):
-                targets.append(statement.targets[0])
-    # Both results must have names: ``k, v = self.expand_kv(..)``.
-    if len(targets) != 1 or not isinstance(targets[0], ast.Tuple):
+        names = names or re.match(rf"\(?(\w+), (\w+)\)? = self\.{EXPAND}\(", ast.unparse(statement))
+    if names is None:
         return False
-    if not all(isinstance(element, ast.Name) for element in targets[0].elts):
-        return False
-    k, v = [ast.unparse(element) for element in targets[0].elts]
+    k, v = names.groups()
     uses, attends = [], []
     for node in ast.walk(body):
         if isinstance(node, ast.Name) and node.id in (k, v):

@@ -34,7 +34,6 @@ from torch import Tensor
 from ..exchange.earlier import state_layout, tail_layout
 from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
-from ..exchange.layout import Layout
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .mixer import Mixer, Pieces, Projected, States
@@ -154,9 +153,10 @@ class MixerLayer:
         reach = mixer.reach(self.layer)
         layout = tail_layout(group.rank, lengths, reach, batch=batch, width=width)
         most = layout.source.shape[1]
-        before = _Started(self.runtime, layout, "x", y[:, tokens - most :], checked)
+        exchange = Exchange(group, layout, self.runtime.where, "x", checked)
+        token = exchange.start(y[:, tokens - most :])
         beside = {name: projected(name) for name in mixer.beside}
-        window = torch.cat([before.finish(), y], 1)
+        window = torch.cat([exchange.finish(token), y], 1)
         y = in_documents(pieces.window, partial(mixer.convolve, self.layer), window)
         return y[:, -tokens:], beside
 
@@ -173,9 +173,13 @@ class MixerLayer:
         ``meanwhile`` is called while the states travel.
         """
         y, state, log_decay = self._scan(recurrence, tensors, pieces)
-        states = self._send(state, log_decay[:, -1], checked)
+        sent = torch.cat([state.float().flatten(2), log_decay[:, -1, :, None]], -1)
+        group, (batch, heads, width) = self.runtime.sp_group, sent.shape
+        layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
+        exchange = Exchange(group, layout, self.runtime.where, "s", checked)
+        token = exchange.start(sent[:, : layout.source.shape[1]])
         meanwhile()
-        earlier = _combined(states.finish(), log_decay.shape[2], pieces)
+        earlier = _combined(exchange.finish(token), heads, pieces)
         scale = log_decay.exp()
         if pieces.reached is not None:  # guard: a document that begins lacks nothing
             scale = scale.masked_fill(~pieces.reached[..., None], 0)
@@ -224,26 +228,6 @@ class MixerLayer:
                 scan(*(x[row : row + 1, start:] for x in tensors))
                 of_rows[row] = finals[-1]
         return y, torch.cat([of_rows[row] for row in range(len(y))]), log_decay
-
-    def _send(self, state: Tensor, decay: Tensor, checked: bool) -> _Started:
-        """Start the exchange of this rank's state [b, h, ..] and its decay [b, h]."""
-        group = self.runtime.sp_group
-        sent = torch.cat([state.float().flatten(2), decay[..., None]], -1)
-        batch, heads, width = sent.shape
-        layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
-        return _Started(self.runtime, layout, "s", sent[:, : layout.source.shape[1]], checked)
-
-
-class _Started:
-    """An exchange that was started; `finish` gives what arrives."""
-
-    def __init__(self, runtime: LayerRuntime, layout: Layout, name: str, x: Tensor, checked: bool):
-        self.exchange = Exchange(runtime.sp_group, layout, runtime.where, name, checked)
-        self.token = self.exchange.start(x)
-
-    def finish(self) -> Tensor:
-        """Order the compute stream after the exchange; return what was received."""
-        return self.exchange.finish(self.token)
 
 
 def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:

@@ -17,7 +17,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.transformers import mixers, mixers_by_states
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
-from tests.harness.families import tiny_model
+from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.models import FP64, packed, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -392,6 +392,30 @@ def test_training_under_zero_is_that_of_the_whole_sequence(kind):
     stages = (0, 1, 2, 3)[: 3 if kind == "zaya" else 4]  # DeepSpeed's third raises where ranks call other experts
     for off in on_ranks(2, trained, kind, stages, timeout_s=200):
         assert all(max(figures) < FP32 for figures in off.values()), off
+
+
+def curves(rank, kind, rate, steps=30):
+    """How far the losses of four ranks, and those of weights one rounding off, come apart from one rank's; and whether they fall."""
+
+    def nudged(model):
+        for p in draw(model).parameters():
+            p.data.mul_(1 + 2**-23)
+        return model
+
+    with mock.patch("tests.harness.whole.RATE", rate):
+        one, *_ = training(rank, kind, 0, None, steps)
+        four, *_ = training(rank, kind, 0, {}, steps, size=4)
+        with mock.patch("tests.harness.whole.draw", nudged):
+            off, *_ = training(rank, kind, 0, None, steps)
+    return [max(abs(a - b) / b for a, b in zip(other, one, strict=True)) for other in (four, off)], one[-1] < 0.9 * one[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "recurrent_gemma"])
+def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_off(kind):
+    """Mamba 2 amplifies rounding: at ten times the rate both are 0.9 % apart."""
+    for (four, off), falls in on_ranks(4, curves, kind, 2e-3, timeout_s=200):
+        assert falls and four < 2 * off < 1e-6
 
 
 def sharded(rank):

@@ -94,7 +94,7 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
         given["gradient_clipping"] = 0.0
         engine, *_ = deepspeed.initialize(model=model, config=given, mpu=mpu)
         for tokens in batches:
-            inputs, labels = inputs_of(tokens, [16, 16], rank)
+            inputs, labels = inputs_of(tokens, [32 // size] * size, rank)
             loss = share(engine, inputs, labels) / (size * labels.numel())
             engine.backward(loss)
             for name, p in engine.module.named_parameters():

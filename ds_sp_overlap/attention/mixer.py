@@ -151,7 +151,6 @@ class Mixer:
         split: The names of the projections that are computed in parts where they can be.
         by_positions: Whether the recurrence goes by position_ids, too: it is given them [b, s/P],
             behind x.
-        pair: Whether the layer returns a pair, whose second part is for a cache.
     """
 
     sources: Callable[[Any, bool], Sequence[Source]]
@@ -164,4 +163,3 @@ class Mixer:
     heads: ByHeads | None = None
     split: Sequence[str] = ()
     by_positions: bool = False
-    pair: bool = False

@@ -375,7 +375,7 @@ def refusals(rank):
 
 
 SAID = {
-    "delta net": "2 heads of its delta rule leave a rank of sp size 4 with none",
+    "delta net": "its delta rule needs all queries at once; use sp size 2 or less",
     "latents": "latent attention needs all queries at once",
     "ALiBi": "transformer.h.0.self_attention (BloomAttention, and 1 more) mixes tokens",
     "copy engines": '2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but sp_overlap.transport "copy_engine"',

@@ -96,14 +96,9 @@ def describe(
         # No heads are dealt to ranks, so there are no groups of heads to choose.
         overlap = overlap.in_one_group("")
     else:
-        (count, few), size = mixer.heads.counts(layer), overlap.sp_group.size
-        where, what = f"{name} ({type(layer).__name__})", mixer.heads.what
-        if count < size:
-            raise ValueError(
-                f"{where}: {count} heads of its {what} leave a rank of sp size {size} with none; "
-                f"use sp size {count} or less"
-            )
-        groups = overlap.groups_for(count, few, f"{where}: its {what} needs all queries at once")
+        what = mixer.heads.what
+        why = f"{name} ({type(layer).__name__}): its {what} needs all queries at once"
+        groups = overlap.groups_for(*mixer.heads.counts(layer), why)
         got.append(f"{what}, {overlap.describe_groups(groups)}")
     if mixer.convolve is not None:
         got.append("tokens before")
@@ -130,7 +125,6 @@ def _bind(
     """
     runtime = LayerRuntime(overlap.sp_group, overlap.config, name, policy=overlap.policy)
     mixing, original = MixerLayer(runtime, layer, mixer), layer.forward
-
     names = [*inspect.signature(type(layer).forward).parameters][1:]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +142,6 @@ def _bind(
         mask = next((mask for mask in of_names if mask is not None), None)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
         pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer))
-        y = mixing(hidden_states, pieces, positions)
-        return (y, None) if mixer.pair else y
+        return mixing(hidden_states, pieces, positions)
 
     return rebind(layer, forward)

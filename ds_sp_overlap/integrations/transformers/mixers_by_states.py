@@ -180,8 +180,8 @@ def _lightning_read(layer: Any, state: Tensor, x: Tensor) -> Tensor:
     return (q.transpose(1, 2).to(state.dtype) @ state).transpose(1, 2)
 
 
-def _lightning_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-    return layer.out_proj(F.sigmoid(given["z"]) * layer.norm(y.flatten(2)))
+def _lightning_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
+    return layer.out_proj(F.sigmoid(given["z"]) * layer.norm(y.flatten(2))), None
 
 
 LIGHTNING = Mixer(
@@ -192,7 +192,6 @@ LIGHTNING = Mixer(
     merge=_lightning_merge,
     late=["z"],
     states=States(_lightning_scan, _lightning_log_decay, _lightning_read),
-    pair=True,
 )
 
 # RG-LRU: a state and a decay for each channel. The unit's own forward runs, with a stand-in for the
@@ -235,12 +234,11 @@ LRU = Mixer(
         Source("x", layer.linear_x),
         Source("z", lambda x: layer.act_fn(layer.linear_y(x))),
     ],
-    merge=lambda layer, y, given: layer.linear_out(y.squeeze(-1) * given["z"]),
+    merge=lambda layer, y, given: (layer.linear_out(y.squeeze(-1) * given["z"]), None),
     late=["z"],
     reach=lambda layer: layer.conv1d_width - 1,
     convolve=_lru_convolve,
     states=States(_lru_scan, _lru_log_decay, lambda layer, state, x, positions: state.unsqueeze(1)),
-    pair=True,
     by_positions=True,
 )
 

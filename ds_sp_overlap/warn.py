@@ -8,6 +8,8 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,6 +35,11 @@ if not LOGGER.handlers:
     LOGGER.propagate = False
 if LOGGER.level == logging.NOTSET:
     LOGGER.setLevel(logging.INFO)
+
+
+def by_rank(texts: Iterable[Any]) -> str:
+    """Join what is to be said of each sp rank, for errors; ranks without a text are left out."""
+    return "; ".join(f"sp rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
 def _rank() -> int:

@@ -65,7 +65,7 @@ from ..exchange.sp_group import SPGroup
 from ..profiling.clocks import clock_of
 from ..profiling.steps import in_backward, listen, listeners
 from ..profiling.timed import TimedCall
-from ..warn import inform, say
+from ..warn import by_rank, inform, say
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
 # How long replicas wait for optimizers that have not stepped, before they stop trying.
@@ -284,12 +284,12 @@ class Policy:
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
-            lines = []
-            for rank, report in enumerate(reports):
-                lines.append(f"sp rank {rank}: {[what for what, _ in report.values()]}")
+            tried = by_rank(
+                [what for what, _ in report.values()] or "nothing" for report in reports
+            )
             raise RuntimeError(
                 'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
-                f"things ({'; '.join(lines)}); give a number"
+                f"things ({tried}); give a number"
             )
         # What all ranks measured; or the ranks that made the replicas give up.
         outcome: dict | list[int] = merged(reports)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...exchange.modes import outside_modes
 from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
+from ...warn import by_rank
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -87,10 +88,9 @@ def refuse_difference(
     if any(messages):  # guard: the layer's own forward is the judge
         # The next call must be refused, too.
         probes.calls = 0
-        ranks = "; ".join(f"sp rank {rank}: {text}" for rank, text in enumerate(messages) if text)
         raise RuntimeError(
             f"{where}: {type(module).__name__} computes something else than what was read of its "
-            f"forward ({ranks}); please report it, and set sp_overlap.enabled to false until then"
+            f"forward ({by_rank(messages)}); please report it, and set sp_overlap.enabled to false until then"
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...exchange.layout import Range
 from ...exchange.shares import QueryChunks
 from ...exchange.sp_group import SPGroup
+from ...warn import by_rank
 from .balance import balanced
 from .documents import Documents, to_device
 
@@ -409,15 +410,15 @@ def _compared(of_ranks: list[tuple[list[str], list[str]]], where: str) -> set[st
     Raises:
         ValueError: for modules that are checkpointed on some ranks alone.
     """
-    fallbacks, lines = set[str](), []
-    for rank, (falling_back, checkpointed) in enumerate(of_ranks):
+    fallbacks, texts = set[str](), []
+    for falling_back, checkpointed in of_ranks:
         fallbacks.update(falling_back)
         more = f" and {len(checkpointed) - 1} more" if len(checkpointed) > 1 else ""
-        lines.append(f"sp rank {rank}: {checkpointed[0] if checkpointed else 'nothing'}{more}")
+        texts.append(f"{checkpointed[0] if checkpointed else 'nothing'}{more}")
     if any(checkpointed != of_ranks[0][1] for _, checkpointed in of_ranks):
         raise ValueError(
             f"{where}: gradient checkpointing is on for other modules, or of another kind, on other "
-            f"ranks ({'; '.join(lines)}), and what backward computes again exchanges again; switch "
+            f"ranks ({by_rank(texts)}), and what backward computes again exchanges again; switch "
             "it on or off for the same modules on every rank"
         )
     return fallbacks
@@ -580,21 +581,16 @@ class Positions:
         All ranks have the headers of all, so that they raise alike.
         """
         faults = [_CODES[header.fault] for header in headers]
-        faulty = {rank: fault for rank, fault in enumerate(faults) if fault}
-        if faulty:
-            error, message = _FAULTS[next(iter(faulty.values()))]
+        if any(faults):
+            error, message = _FAULTS[next(filter(None, faults))]
             if len(set(faults)) > 1:
-                messages = [f"sp rank {rank}: {_FAULTS[key][1]}" for rank, key in faulty.items()]
-                message = "; ".join(messages)
+                message = by_rank(fault and _FAULTS[fault][1] for fault in faults)
             raise error(f"{where}: {message}")
         if len({(header.axes, header.rows, header.batch) for header in headers}) > 1:
-            forms = []
-            for rank, header in enumerate(headers):
-                of_batch = f"{header.rows} of batch {header.batch}"
-                forms.append(f"sp rank {rank}: {of_batch}, {header.axes} axes")
+            forms = by_rank(f"{x.rows} of batch {x.batch}, {x.axes} axes" for x in headers)
             raise ValueError(
                 f"{where}: position_ids differ in batch or axes over the sp ranks "
-                f"({'; '.join(forms)}); cut one batch over them"
+                f"({forms}); cut one batch over them"
             )
         lengths = [header.length for header in headers]
         if not headers[0].batch * sum(lengths):  # guard: somebody has a token

@@ -21,6 +21,7 @@ from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations.deepspeed import initialize as integration
 from ds_sp_overlap.integrations.megatron import bridge
 from tests.harness import megatron_layers
+from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
@@ -252,16 +253,16 @@ def adapted(attention):
     attention.dense.__class__ = LoRA
 
 
-def patched(attention):
-    """A forward that somebody put into the class."""
+def forked(attention):
+    """A class of the same name, whose forward is a fork's."""
 
     class RowParallelLinear(megatron_layers.RowParallelLinear):
-        pass
+        def forward(self, input_):
+            y, bias = self.compute(input_)
+            return y.clamp(-0.5, 0.5), bias
 
-    def forward(self, input_):
-        return self.compute(input_)
-
-    RowParallelLinear.forward, RowParallelLinear.__qualname__ = forward, "RowParallelLinear"
+    RowParallelLinear.forward.__qualname__ = "RowParallelLinear.forward"
+    RowParallelLinear.__qualname__ = "RowParallelLinear"
     attention.dense.__class__ = RowParallelLinear
 
 
@@ -274,7 +275,7 @@ def patched(attention):
         (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
         (another_version, "the source of its forward is not known here", ["self_attention.dist_attn"]),
         (adapted, "called whole: dense (LoRA)", ["self_attention"]),
-        (patched, "called whole: dense (RowParallelLinear)", ["self_attention"]),
+        (forked, "called whole: dense (RowParallelLinear)", ["self_attention"]),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -304,6 +305,23 @@ def adapted_faults(rank):
 
 def test_a_projection_that_is_called_whole():
     no_faults(2, adapted_faults)
+
+
+def clamped_by_a_fork(rank):
+    """How far off a layer is whose output projection is a fork's, of the name of Megatron's."""
+    shape, outputs = Shape(config={"head_groups": 2}), []
+    for ours in (True, False):
+        model, (x, _, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
+        forked(model.self_attention)
+        if ours:
+            ds_sp_overlap.enable(model, shape.config)
+        outputs.append(model(x.chunk(2)[rank].contiguous(), mask, tables))
+    error = relative_error(*outputs)
+    return [] if error < 1e-12 else [f"off by {error}"]
+
+
+def test_a_linear_layer_of_a_fork_is_not_taken_for_megatrons_by_its_name():
+    no_faults(2, clamped_by_a_fork)
 
 
 # How it is called.
@@ -542,3 +560,13 @@ def test_run_adds_the_advice_to_the_error(tmp_path):
     done = subprocess.run([sys.executable, "-m", "ds_sp_overlap", "run", str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "AssertionError: Invalid Grid" in done.stderr
     assert "ds_sp_overlap run: pipeline modules know no sequence parallelism; add --no-pipeline-parallel" in done.stderr
+
+
+# Guards.
+
+WATCHED = [Watched(Guard("linear by its source", without='if type(linear).__name__ != "RowParallelLinear":'), clamped_by_a_fork)]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

@@ -164,6 +164,7 @@ class ParallelAttention(nn.Module):
 # Known by its source, as HEAD's is.
 source.PARTS += ("heads_of", "attend")
 source.KNOWN.add(digest(ParallelAttention, *source.PARTS))
+source.KNOWN_LINEAR.update(digest(kind, "forward") for kind in (ColumnParallelLinear, RowParallelLinear))
 
 
 class ParallelTransformerLayer(nn.Module):

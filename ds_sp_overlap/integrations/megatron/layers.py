@@ -34,11 +34,11 @@ from ...exchange.sp_group import SPGroup
 from ...rotary import Rotary
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
 from ..inspect.accounting import MISSING
-from ..inspect.library import defined_in
+from ..inspect.library import defined_in, digest
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
-from .source import facts_of, why_unknown
+from .source import KNOWN_LINEAR, facts_of, why_unknown
 
 SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_linear"}
 
@@ -258,14 +258,10 @@ def _plain(linears: list[nn.Module]) -> Plain:
         "is_expert_without_slicing",
     )
     for linear in linears:
-        kind, forward = type(linear), type(linear).forward
-        # A forward that the class itself defines, and that nobody has replaced.
-        own_name = f"{kind.__qualname__}.forward"
-        own = forward.__module__ == kind.__module__ and forward.__qualname__ == own_name
-        if not own or kind.__name__ not in ("ColumnParallelLinear", "RowParallelLinear"):
+        if digest(type(linear), "forward") not in KNOWN_LINEAR:  # guard: linear by its source
             continue
         if linear.weight is not None and not any(getattr(linear, name, False) for name in extras):
-            plain[forward] = operator.attrgetter("skip_bias_add")
+            plain[type(linear).forward] = operator.attrgetter("skip_bias_add")
     return plain
 
 

@@ -147,7 +147,7 @@ def is_dropped():
         Watched(
             Guard(
                 "copies what is ready",
-                without="self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied.compute)",
+                without="self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])",
             ),
             leaves,
             ranks=0,

@@ -70,6 +70,7 @@ CASES = {
         ("qwen3_5_text", dict(**heads(4, 2), linear_key_head_dim=4, linear_value_head_dim=12), [1, 30], (2,)),
         ("olmo_hybrid", heads(5, 5), [30, 2], (1, 2)),  # fewer tokens than taps
         ("kimi_linear", {}, [16, 16], (1, 2)),
+        ("kimi_linear", dict(layer_types=["linear_attention"] * 2), [16, 16], (2,)),  # no attention layer hosts
         ("bailing_hybrid", {}, [1, 30], (2,)),
     ],
     4: [

@@ -189,6 +189,15 @@ def test_a_transformers_config_gives_the_shape(within, capsys, tmp_path):
     assert "8 query and 4 KV heads of 16, model dim 96, 64 tokens" in out
 
 
+def test_layers_that_are_no_attention_are_named(tmp_path, caplog):
+    from transformers import Lfm2Config
+
+    sizes = dict(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, intermediate_size=128)
+    Lfm2Config(**sizes, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]).save_pretrained(tmp_path)
+    assert main(f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1 --tflops 1".split()) == 0
+    assert f"2 of 3 layers of {tmp_path} are mixers" in caplog.text
+
+
 @pytest.mark.parametrize(
     "words,message",
     [

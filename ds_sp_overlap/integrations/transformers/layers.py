@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...attention.declared import undeclared
+from ...warn import say
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions, names_around
@@ -368,6 +369,12 @@ def layer_shape(model: str) -> dict[str, int | None]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    if others := [kind for kind in kinds if kind in ("linear_attention", "conv")]:
+        say(
+            f"sp_overlap: {len(others)} of {len(kinds)} layers of {model} are mixers, which exchange "
+            "something else (docs/mixers.md); the plan takes them for attention layers"
+        )
     names = {
         "hidden": "hidden_size",
         "heads": "num_attention_heads",

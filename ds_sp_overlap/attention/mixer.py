@@ -87,7 +87,7 @@ class Projected:
 
 @dataclass(frozen=True)
 class States:
-    """The recurrence of a mixer, see Note [States].
+    """The recurrence of a mixer, see Note [States] in `mixer_layer`.
 
     Its functions take the layer and tensors [b, s/P, ..]: x behind the convolution, then those of
     `Mixer.beside`, or position_ids.
@@ -144,7 +144,7 @@ class Mixer:
         beside: What is projected while the tokens before this rank's own travel.
         late: What is projected while states, or q, k and v, travel.
         reach: How many tokens before its own a rank needs.
-        convolve: The layer and x [b, n, width] of one document -> the same shape. None for no
+        convolve: The layer and x [b, n, width] of one document -> y [b, n, ..]. None for no
             convolution.
         states: The recurrence behind it; None for none.
         heads: What meets by heads behind it; None for nothing.

@@ -66,7 +66,8 @@ class Copies:
             part is copied. Otherwise parts are added to zeros.
         is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
         in_order: For each tensor the shape, the strides and the offset of one view of the wire,
-            which made contiguous is the tensor; empty where one view is not enough.
+            which made contiguous is the tensor; and the tensor's shape. Empty where one view is not
+            enough.
     """
 
     runs: tuple[Run, ...]
@@ -75,7 +76,7 @@ class Copies:
     flat: int | None
     disjoint: bool
     is_wire: bool
-    in_order: tuple[tuple[tuple[int, ...], Strides, int], ...]
+    in_order: tuple[tuple[tuple[tuple[int, ...], Strides, int], tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -110,7 +111,8 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
             # In the order of memory of the tensor.
             order = sorted(range(len(run.shape)), key=lambda dim: -run.strides[dim])
             shape = tuple(run.shape[dim] for dim in order)
-            in_order.append((shape, tuple(run.wire_strides[dim] for dim in order), run.wire_offset))
+            of_view = shape, tuple(run.wire_strides[dim] for dim in order), run.wire_offset
+            in_order.append((of_view, sides.shapes[run.tensor]))
     return Copies(
         tuple(runs), repeats, sides.elements, flat, disjoint, is_wire, in_order=tuple(in_order)
     )
@@ -166,10 +168,10 @@ def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
             x.copy_(total)
 
 
-def unpacked(wire: Tensor, copies: Copies, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     """Copy what is in the flat buffer ``wire`` to new tensors, for `Copies.in_order`."""
     outs = []
-    for view, shape in zip(copies.in_order, shapes):
+    for view, shape in copies.in_order:
         x = wire.as_strided(*view)
         out = x.reshape(shape)
         if out.data_ptr() == x.data_ptr():  # guard: a copy, no view

@@ -143,30 +143,31 @@ class InFlight:
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
-        x, source = self.sources[0], self.layout.source
-        relayout = ops.implementation(self.sp_group.kernels)
-        if self.rope is None and (relayout.pack is None or not self._is_one_cut(source)):
-            return pack(self.sources, self.copies, new_empty)
-        wire = new_empty(self.copies.elements)
+        relayout, source = ops.implementation(self.sp_group.kernels), self.layout.source
         if self.rope is not None:
-            relayout.rotate_pack(x, *self.rope, *source.edges, wire)
+            wire = new_empty(self.copies.elements)
+            relayout.rotate_pack(self.sources[0], *self.rope, *source.edges, wire)
+        elif relayout.pack is not None and self._is_one_cut(source):
+            wire = new_empty(self.copies.elements)
+            relayout.pack(self.sources[0], source.dim, *source.edges, wire)
         else:
-            relayout.pack(x, source.dim, *source.edges, wire)
+            wire = pack(self.sources, self.copies, new_empty)
         return wire
 
     def _unpacked(self) -> Sequence[Tensor]:
         """Unpack what was received, into new tensors."""
         target, copies = self.layout.target, self.copies_back
         relayout = ops.implementation(self.sp_group.kernels)
-        is_one_cut = relayout.pack is not None and self._is_one_cut(target)
-        if copies.in_order and self.dtypes is None and self.rope_back is None and not is_one_cut:
-            return unpacked(self.recv, copies, self.layout.targets.shapes)
-        outs = self._new_outs(self.recv)
         if self.rope_back is not None:
+            outs = self._new_outs(self.recv)
             relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
-        elif is_one_cut:
+        elif relayout.pack is not None and self._is_one_cut(target):
+            outs = self._new_outs(self.recv)
             relayout.unpack(self.recv, target.dim, *target.edges, *outs)
+        elif copies.in_order and self.dtypes is None:
+            outs = unpacked(self.recv, copies)
         else:
+            outs = self._new_outs(self.recv)
             unpack(self.recv, copies, outs)
         return outs
 

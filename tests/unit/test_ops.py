@@ -89,7 +89,7 @@ def unpack(wire, dim, starts, stops, out):
     sides = cut(out, dim, zip(starts, stops))
     copies.unpack(wire, copies_of(sides, (out.stride(),)), [out])
     # So it is where the copy makes the memory.
-    for made in copies.unpacked(wire, copies_of(sides), sides.shapes):
+    for made in copies.unpacked(wire, copies_of(sides)):
         assert torch.equal(made, out) and made.data_ptr() != wire.data_ptr() and made.is_contiguous()
 
 

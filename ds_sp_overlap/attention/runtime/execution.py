@@ -74,8 +74,9 @@ class Call:
     def begin(self, x: Tensor) -> None:
         """Note what all pieces of the call ask for, before the first one; ``x`` is any tensor."""
         cuts = None if self.projections is None else self.projections.cuts
-        self.form = self.geometry, self.by_rank, self.rope_tables is None, cuts
         self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
+        folds, casts = self.rope_tables is not None, self.autocast["enabled"]
+        self.form = self.geometry, self.by_rank, folds, casts, cuts
 
     @property
     def is_windowed(self) -> bool:

@@ -22,6 +22,7 @@ the call, and then the values that it reads. Their names, for group g:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -75,6 +76,8 @@ class Operations:
         self.dtypes = [kind[1] for kind in kinds.values() if kind is not None]
         self.schedule, self.projections = call.schedule, call.projections
         self.geometry, self.by_rank, self.is_window = call.geometry, call.by_rank, call.is_windowed
+        self.folds = call.rope_tables is not None
+        self.is_autocast = call.autocast["enabled"]
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
 
     def compile(self, program: Program, backward: bool, profiled: bool) -> list[Operation]:
@@ -113,19 +116,20 @@ class Operations:
         """Start the exchange of values, of o beside do, or of the gradients that are needed."""
         if sent := self._exchanged(step):
             launch, name = self._launch(step), self._name_of_exchange(step)
-            function: Callable[..., Any] = _start
+            of_step = step.exchange, launch, f" {name}"
+            start: partial = partial(_start, *of_step)
             if step.beside:
-                function, sent = _start_beside, [("merged", step.group), sent[-1]]
-            rotates = step.tensors in (("q",), ("k",))
-            of_step = step.exchange, launch, name, rotates, step.grad and not step.beside
-            self.add(self._on_wire(launch, f"{name} start", partial(function, *of_step)), sent)
+                start, sent = partial(_start_beside, *of_step), [("merged", step.group), sent[-1]]
+            elif self.folds and step.tensors in (("q",), ("k",)):
+                start = partial(_start_rotated, step.grad, *of_step)
+            self.add(self._on_wire(launch, f"{name} start", start), sent)
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o beside do, or of gradients."""
         if received := self._exchanged(step):
             name = self._name_of_exchange(step)
             function: Callable[..., Any] = _finish if len(received) > 1 else _finish_one
-            finish = partial(function, step.exchange, name)
+            finish = partial(function, step.exchange, f" {name}")
             self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
             if step.grad and step.tensors != O and self.projections is not None:
                 for part in self._needed(step):
@@ -236,10 +240,15 @@ class Operations:
     def _rows(self) -> Name:
         """Return the name of x as a matrix."""
         if ("rows",) not in self.writers:
-            if not self.is_backward:
+            # Here, so that dx is a sum in the dtype that x has outside.
+            if not self.is_backward and self.is_autocast:
                 self.add(_cast, [("x",)], [("x",)])
-            self.add(_as_rows, [("x",)], [("rows",)])
+            self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
         return ("rows",)
+
+    def _as_rows(self, name: Name, rows: Name, width: int) -> None:
+        """Make a matrix of a value, with a row of this width for each token."""
+        self.add(partial(_reshape, (math.prod(self.tokens), width)), [name], [rows])
 
     def _arrive(self, part: Part) -> None:
         """Send the gradient of a part back through its rotation and its norm."""
@@ -261,7 +270,8 @@ class Operations:
             dtype = self.dtypes[1]
             self.add(partial(_rotate_back, dtype), [dy, *tables], [heads])
         else:
-            self.add(_as_rows, [dy], [heads])
+            rows = projections.cuts.rows[part].rows
+            self._as_rows(dy, heads, sum(stop - start for start, stop in rows))
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group, or add the share of a part of q, k and v to dx."""
@@ -321,7 +331,10 @@ class Operations:
     def merge(self, step: Step) -> None:
         """Add the product of a group to y, and note the o that was multiplied."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
-        reads, y = [("value", "o", step.group), ("weight",)], ("y",)
+        o, y = ("value", "o", step.group), ("y",)
+        reads: list[Name] = [o, ("weight",)]
+        if self.is_autocast:  # the weight is cast already, before the node
+            self.add(_cast, [o], [o])
         function: Any = _merge
         if y in self.writers:
             reads.append(y)
@@ -338,7 +351,7 @@ class Operations:
     def _dy(self) -> Name:
         """Return the name of dy as a matrix."""
         if ("d rows",) not in self.writers:
-            self.add(_as_rows, [("d", "y")], [("d rows",)])
+            self._as_rows(("d", "y"), ("d rows",), self.shapes["weight",][0])
         return ("d rows",)
 
     # Local attention, in a window.
@@ -402,27 +415,28 @@ def _in_range(label: str, function: Callable[..., Any], call: Call, *values: Any
 # Exchanges.
 
 
-def _start(
-    key: Exchanged, launch: partial, name: str, rotates: bool, back: bool, call: Call, *xs: Tensor
-) -> tuple:
-    tables = call.rope_tables if rotates else None
-    ropes = (None, tables) if back else (tables, None)
-    of_call = call.sp_group, f"{call.where} {name}", xs, call.checked
-    call.in_flight[key] = launch(*of_call, *ropes)
+def _start(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> tuple:
+    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked)
     return ()
 
 
-def _start_beside(
-    key: Exchanged, launch: partial, name: str, rotates: bool, back: bool, call: Call, *xs: Tensor
-) -> tuple:
+def _start_beside(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> tuple:
     o, do = xs
-    return _start(key, launch, name, rotates, back, call, o.view(do.shape), do)
+    return _start(key, launch, name, call, o.view(do.shape), do)
+
+
+def _start_rotated(
+    back: bool, key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor
+) -> tuple:
+    ropes = (None, call.rope_tables) if back else (call.rope_tables,)
+    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, *ropes)
+    return ()
 
 
 def _finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
     in_flight = call.in_flight.pop(key, None)  # guard: the transfer is let go
     if in_flight is None:
-        raise never_started(f"{call.where} {name}")
+        raise never_started(call.where + name)
     return in_flight.finish()
 
 
@@ -439,12 +453,11 @@ def _one(values: Sequence[Any]) -> Any:
 
 
 def _cast(call: Call, x: Tensor) -> Tensor:
-    # Here, so that dx is a sum in the dtype that x has outside.
-    return autocast(x)[0] if call.autocast["enabled"] else x
+    return autocast(x)[0]
 
 
-def _as_rows(call: Call, x: Tensor) -> Tensor:
-    return matrix(x)
+def _reshape(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
+    return x.reshape(shape)
 
 
 def _project(
@@ -588,7 +601,7 @@ def _whole(call: Call, pieces: Pieces) -> Tensor | None:
 def _begin_merge(
     columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, *bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    part, rows = _part_of(weight.t(), columns), _operand(o, call)
+    part, rows = _part_of(weight.t(), columns), matrix(o)
     # The product is written into y, so that y is no view: autograd forbids to update in place a
     # view that a node returns.
     y = rows.new_empty(*o.shape[:2], part.shape[1])
@@ -602,15 +615,9 @@ def _begin_merge(
 def _merge(
     columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    rows = _operand(o, call)
+    rows = matrix(o)
     matrix(y).addmm_(rows, _part_of(weight.t(), columns))
     return y, rows
-
-
-def _operand(o: Tensor, call: Call) -> Tensor:
-    """Return local o as a matrix; the weight is cast already, before the node."""
-    o = matrix(o)
-    return autocast(o)[0] if call.autocast["enabled"] else o
 
 
 def _dgrad_of_output(

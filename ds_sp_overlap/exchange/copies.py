@@ -173,7 +173,7 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
-        out = x.reshape(shape)
+        out = x.reshape(*shape)
         if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
             out = out.clone(memory_format=torch.contiguous_format)
         outs.append(out)

@@ -135,11 +135,12 @@ class InFlight:
 
     def _new_outs(self, like: Tensor) -> Sequence[Tensor]:
         """Allocate the tensors that are received, on the device of ``like``."""
-        shapes = self.layout.targets.shapes
-        if self.dtypes is None:
-            return list(map(like.new_empty, shapes))  # guard: memory of its own
-        typed = zip(shapes, self.dtypes)
-        return [like.new_empty(*shape, dtype=dtype) for shape, dtype in typed]
+        new_empty, outs = like.new_empty, []
+        for place, shape in enumerate(self.layout.targets.shapes):
+            if self.dtypes is not None:
+                new_empty = partial(like.new_empty, dtype=self.dtypes[place])
+            outs.append(new_empty(*shape))  # guard: memory of its own
+        return outs
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""

@@ -270,8 +270,8 @@ WATCHED = [
         Guard(
             "memory of its own",
             # Where replicas are summed, else torch itself refuses to copy.
-            without="new = like.new_empty(self.layout.target.shape)\n"
-            "return (new if self.layout.target.tiles else like[: new.numel()].view(new.shape),)",
+            without="new = new_empty(*shape)\n"
+            "outs.append(new if self.layout.target.tiles else like[: new.numel()].view(new.shape))",
         ),
         late_delivery_of_replicas,
     ),

@@ -12,6 +12,7 @@ gradient reaches its parameter through autograd, once, in the shape of the param
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,10 +72,17 @@ def _hides_parameters(module: nn.Module) -> bool:
 
     For instance a property ``weight`` that scales the parameter of this name.
     """
-    kind, names = type(module), module._parameters
-    return (hasattr(kind, "weight") and "weight" in names) or (
-        hasattr(kind, "bias") and "bias" in names
-    )  # guard: what the forward would read
+    names = module._parameters
+    for name in _descriptors(type(module)):
+        if name in names:  # guard: what the forward would read
+            return True
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _descriptors(kind: Any) -> list[str]:
+    """Return the names of weight and bias that a class has; looked up once, which is slow."""
+    return [name for name in ("weight", "bias") if hasattr(kind, name)]
 
 
 # Forwards of norms that are functions of their input and their parameters alone.
@@ -137,13 +145,15 @@ def hooks_of(module: nn.Module) -> list[dict]:
     Returns:
         A dict of hooks for each kind; kinds without hooks are left out.
     """
-    own = (
+    hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return list(filter(None, own + EVERYWHERE))  # guard: hooks of all modules
+    if any(EVERYWHERE):  # guard: hooks of all modules
+        hooks += EVERYWHERE
+    return list(filter(None, hooks)) if any(hooks) else []
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:

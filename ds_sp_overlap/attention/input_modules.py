@@ -116,6 +116,7 @@ class InputModules:
             folded=call.folded,
             head_dim=self.head_dim,
             plain=self.plain,
+            cast=call.autocast,
         )
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:

@@ -171,6 +171,7 @@ class LayerRuntime:
         if candidate != geometry.groups:
             call = self._call_of(geometry.in_groups(candidate), call.checked)
         call.window = self.config.window_of(candidate)
+        call.begin(inputs[0])
         return run, call
 
     def warn_if_window_is_ignored(self) -> None:

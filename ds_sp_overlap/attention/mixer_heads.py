@@ -73,7 +73,7 @@ def mix_by_heads(
 
         return in_documents(documents, mix, q, k, v)  # guard: an empty state
 
-    walk = Walk(call, projected.x, pieces_of(call.schedule, False, False), attend, project)
+    walk = Walk(call, pieces_of(call.schedule, False, False), attend, project)
     walk.run("inputs")
     meanwhile()
     walk.run("attention", "output")

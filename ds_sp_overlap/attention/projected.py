@@ -197,7 +197,7 @@ class ProjectedAttention:
             return o
 
         pieces = pieces_of(call.schedule, False, False, given=True, arrives=arrive is not None)
-        walk = Walk(call, query, pieces, attend, arrive=arrive)
+        walk = Walk(call, pieces, attend, arrive=arrive)
         for kind, x in zip("qkv", (query, key, value)):
             walk.values |= cut_heads(call, kind, x)
         walk.run("inputs", "attention", "output")

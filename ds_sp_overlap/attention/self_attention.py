@@ -35,7 +35,7 @@ from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
-from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, product_of, returned_by
+from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
 from .runtime.parts import join_heads
 from .runtime.plan import End, pieces_of
 from .runtime.products import autocast, batched_is_slow, batched_pays
@@ -299,9 +299,9 @@ class SelfAttention:
             rotate = self.inputs.rotation(position_embeddings)
             project = self.inputs.whole(call, hidden_states, rotate)
         if self.o_proj in split:
-            ends["output"] = self._output()
+            ends["output"] = self._output(call)
         pieces = pieces_of(call.schedule, "inputs" in ends, "output" in ends)
-        walk = Walk(call, hidden_states, pieces, attend, project, ends=ends)
+        walk = Walk(call, pieces, attend, project, ends=ends)
         y = walk.run("inputs", "attention", "output", x=hidden_states)
         if self.o_proj in split:
             return returned_by(self.o_proj, self.plain, y)
@@ -311,13 +311,15 @@ class SelfAttention:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
         projections = call.projections
         names = projections.cuts.names(len(tables))
-        return End(projections.called, names, lambda: [*projections.parameters(), *tables])
+        tensors = projections.parameters
+        if tables:
+            tensors = lambda: [*projections.parameters(), *tables]  # noqa: E731
+        return End(projections.called, names, tensors)
 
-    def _output(self) -> End:
+    def _output(self, call: Call) -> End:
         """Return the output projection as an end."""
-        module = self.o_proj
-        tensors = partial(product_of, module, self.plain)
-        return End([module], (("weight",), ("bias",)), lambda: list(autocast(*tensors())))
+        tensors = partial(products_of, [self.o_proj], self.plain, call.autocast)
+        return End([self.o_proj], (("weight",), ("bias",)), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...], x: Tensor) -> Any:
         """Run a call whose schedule is a `Windowed`, on hidden states ``x``.
@@ -331,7 +333,7 @@ class SelfAttention:
         offload = config.checkpointing == "offload" or (
             checkpoint is not None and checkpoint.cache.offloads
         )
-        inputs, output, learned = self._inputs(call, tables), self._output(), call.local.learned
+        inputs, output, learned = self._inputs(call, tables), self._output(call), call.local.learned
         names = (*inputs.names, *output.names, *(("learned", i) for i in range(len(learned))))
         modules = [*inputs.modules, *output.modules]
         end = End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
@@ -411,9 +413,6 @@ class SelfAttention:
         """
         geometry = call.geometry
 
-        if batched_is_slow(x):
-            return frozenset()
-
         def is_sliced(kind: str) -> bool:
             # The rows of a group lie apart; one plain GEMM would need a copy of them, which a
             # batched one does not.
@@ -424,6 +423,8 @@ class SelfAttention:
         if not is_sliced("q") and not batched_pays(
             x, geometry.heads // geometry.parts * self.head_dim
         ):
+            return frozenset()
+        if batched_is_slow(x):
             return frozenset()
         inputs = self.inputs
         modules = {kind: inputs.projections[index] for kind, (index, _) in inputs.of_kinds.items()}

@@ -194,7 +194,8 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
         return q + k + v
 
     x = torch.randn(2, 3, 2, 8)
-    walk = Walk(call, x, pieces_of(call.schedule, False, False), attend, lambda kind, group: x)
+    call.begin(x)
+    walk = Walk(call, pieces_of(call.schedule, False, False), attend, lambda kind, group: x)
     walk.run("inputs", "attention")
     before_attention = [f"compute waits for {sent}" for sent in ("q0", "q0 k0", "q0 k0 v0", "q0 k0 v0 qkv1")]
     assert compute_waits == before_attention

@@ -43,7 +43,6 @@ class Call:
         projections: Those of q, k and v, where they are computed part by part; else None.
         local: The local attention of a call that runs by a window.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
-        form: What operations are compiled for, beside the schedule and the inputs of a node.
         empty: An empty tensor without a gradient.
         variant: The operations that were run last, see `plan`.
     """
@@ -54,7 +53,6 @@ class Call:
     projections: Any = None
     local: LocalAttention
     autocast: dict[str, Any]
-    form: tuple
     empty: Tensor
     variant: Any = None
 
@@ -72,11 +70,15 @@ class Call:
         self.in_flight: dict[Exchanged, Any] = {}
 
     def begin(self, x: Tensor) -> None:
-        """Note what all pieces of the call ask for, before the first one; ``x`` is any tensor."""
-        cuts = None if self.projections is None else self.projections.cuts
+        """Note what all pieces of the call ask for; ``x`` is any tensor of the layer."""
         self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
+
+    @property
+    def form(self) -> tuple:
+        """What operations are compiled for, beside the inputs of a node."""
+        cuts = None if self.projections is None else self.projections.cuts
         folds, casts = self.rope_tables is not None, self.autocast["enabled"]
-        self.form = self.geometry, self.by_rank, folds, casts, cuts
+        return self.geometry, self.schedule, self.by_rank, folds, casts, cuts
 
     @property
     def is_windowed(self) -> bool:
@@ -104,10 +106,9 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         heads of the group attend to; repeated to one head for each query head where no regular
         ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
     """
-    pieces = [
-        cut_ranges(received[kind, sent], 2, ((start, stop),))
-        for sent, start, stop in geometry.kv_pieces(group)
-    ]
+    pieces = []
+    for sent, start, stop in geometry.kv_pieces(group):
+        pieces.append(cut_ranges(received[kind, sent], 2, ((start, stop),)))
     heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     index = geometry.kv_expansion(group)
     if index is None:

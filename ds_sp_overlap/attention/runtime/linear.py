@@ -11,13 +11,14 @@ gradient reaches its parameter through autograd, once, in the shape of the param
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from . import sharded
+from .products import autocast
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
 # tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None for layers that
@@ -73,7 +74,8 @@ def _hides_parameters(module: nn.Module) -> bool:
     For instance a property ``weight`` that scales the parameter of this name.
     """
     names = module._parameters
-    for name in _descriptors(type(module)):
+    kind: Any = type(module)
+    for name in _descriptors(kind):
         if name in names:  # guard: what the forward would read
             return True
     return False
@@ -217,13 +219,20 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     return getattr(module, name)
 
 
-def product_of(module: nn.Module, plain: Plain) -> tuple[Any, Any]:
-    """Return weight and bias of the product of a plain linear layer.
+def products_of(
+    modules: Sequence[nn.Module], plain: Plain, cast: dict[str, Any]
+) -> list[Tensor | None]:
+    """Return weight and bias of the product of each plain linear layer, as autocast casts them.
 
-    The bias is None where there is none, or where the layer leaves it to its caller.
+    The bias is None where there is none, or where the layer leaves it to its caller. ``cast`` is the
+    autocast state, as keywords of ``torch.autocast``.
     """
-    leaves_bias = plain[type(module).forward](module)
-    return parameter_of(module, "weight"), None if leaves_bias else parameter_of(module, "bias")
+    parameters: list[Tensor | None] = []
+    for module in modules:
+        leaves_bias = plain[type(module).forward](module)
+        parameters.append(parameter_of(module, "weight"))
+        parameters.append(None if leaves_bias else parameter_of(module, "bias"))
+    return list(autocast(*parameters)) if cast["enabled"] else parameters
 
 
 def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:

@@ -125,7 +125,8 @@ class Piece:
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
         profiled = is_profiled()
-        key = (call.variant, call.form, call.schedule, names, needs, profiled, *kinds)
+        # The piece before was compiled for the form of the call, too.
+        key = (call.variant or call.form, names, needs, profiled, *kinds)
         variant = self._variants.get(key)
         if variant is None:
             if len(self._variants) >= _MOST:
@@ -235,7 +236,7 @@ class _Node(Node):
             ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
         if piece.returns_y:
             return made[0]
-        return call.empty.new_empty(0), *made[:count]
+        return call.empty.detach(), *made[:count]
 
     @staticmethod
     def backward(ctx, *gradients):

@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 from ...schedule import Part
 from .flat import Name
-from .linear import Plain, product_of, without_hooks
-from .products import autocast
+from .linear import Plain, products_of, without_hooks
 from .slices import Parts, Ranges
 
 
@@ -73,6 +72,7 @@ class Projections:
         folded: The parts that are rotated by the kernels that pack them, and not by `shape`.
         head_dim: ``d``.
         plain: Known forwards of plain linear layers, see `linear`.
+        cast: The autocast state, see `linear.products_of`.
     """
 
     modules: list[nn.Linear]
@@ -83,6 +83,7 @@ class Projections:
     folded: frozenset[Part]
     head_dim: int
     plain: Plain
+    cast: dict[str, Any]
 
     @property
     def called(self) -> list[nn.Module]:
@@ -101,12 +102,9 @@ class Projections:
         """Return weight and bias of each linear layer, as autocast casts them, then the parameters
         of the norms.
 
-        `operations` counts on two places for each linear layer, see `product_of`.
+        `operations` counts on two places for each linear layer, see `products_of`.
         """
-        parameters: list[Tensor | None] = []
-        for module in self.modules:
-            parameters += product_of(module, self.plain)
-        parameters = list(autocast(*parameters))
+        parameters = products_of(self.modules, self.plain, self.cast)
         for norm in self.norms.values():
             parameters += norm.parameters()
         return parameters

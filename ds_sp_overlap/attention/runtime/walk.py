@@ -26,7 +26,6 @@ class Walk:
 
     Args:
         call: The call.
-        like: A tensor of the layer, for its device.
         pieces: The pieces.
         attend: The local attention.
         project: Gives q, k or v of a group where projections are called whole.
@@ -40,7 +39,6 @@ class Walk:
     def __init__(
         self,
         call: Call,
-        like: Tensor,
         pieces: list[Piece],
         attend: Attend,
         project: Callable[[str, int], Tensor] | None = None,
@@ -51,7 +49,6 @@ class Walk:
         self.project, self.arrive, self.ends = project, arrive, ends or {}
         self.values: dict[Part, Tensor] = {}
         self._token: Tensor | None = None
-        call.begin(like)
 
     def run(self, *sections: str, x: Tensor | None = None) -> Any:
         """Run the pieces of these sections.
@@ -129,6 +126,5 @@ def windowed(
         y [.., m].
     """
     (piece,) = pieces_of(call.schedule, True, True)
-    call.begin(x)
     body = partial(run_window, piece, call, end, checkpoint, offload)
     return call_through(end.modules, body, x)

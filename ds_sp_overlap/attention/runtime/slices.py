@@ -271,13 +271,15 @@ def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
         part: Slices of one size, evenly spaced; slices that touch may be given as one range.
         count: The number of slices, one for each part of the ranks.
     """
-    first, last, size, step = _spacing(part, count)
-    return parameter.narrow(dim, first, last - first).unfold(dim, size, step).movedim(dim, 0)
+    first, size, step = _spacing(part, count)
+    shape, strides, start = parameter.shape, parameter.stride(), parameter.storage_offset()
+    wide = (count, *shape[:dim], *shape[dim + 1 :], size)
+    steps = (step * strides[dim], *strides[:dim], *strides[dim + 1 :], strides[dim])
+    return parameter.as_strided(wide, steps, start + first * strides[dim])
 
 
 @lru_cache(maxsize=4096)
-def _spacing(part: Ranges, count: int) -> tuple[int, int, int, int]:
-    """Return the begin and the end of the slices of `batched`, their size, and their distance."""
-    first, last = part[0][0], part[-1][1]
-    size = sum(stop - start for start, stop in part) // count
-    return first, last, size, part[1][0] - first if len(part) > 1 else size
+def _spacing(part: Ranges, count: int) -> tuple[int, int, int]:
+    """Return the begin of the slices of `batched`, their size, and their distance."""
+    first, size = part[0][0], sum(stop - start for start, stop in part) // count
+    return first, size, part[1][0] - first if len(part) > 1 else size

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...attention.mixer import Pieces
+from ...attention.mixer import Mixer, Pieces
 from .documents import Documents, to_device
 from .positions import GlobalSequence
 
 
-def pieces_of(sequence: GlobalSequence, rank: int, reach: int) -> Pieces:
+def pieces_of(sequence: GlobalSequence, rank: int, reach: int, mixer: Mixer) -> Pieces:
     """Return the pieces of documents that a rank holds; cached in ``sequence``. No collective.
 
     Args:
         sequence: The global sequence.
         rank: The rank, in the sp group.
         reach: How many tokens before its own the rank is given.
+        mixer: For whom; the documents that it has no use for are left out.
     """
-    key = rank, reach
+    key = rank, reach, mixer.states is None, mixer.heads is None
     if key not in sequence.pieces:
-        sequence.pieces[key] = _pieces_of(sequence, rank, reach)
+        sequence.pieces[key] = _pieces_of(sequence, rank, reach, mixer)
     return sequence.pieces[key]
 
 
-def _pieces_of(sequence: GlobalSequence, rank: int, reach: int) -> Pieces:
+def _pieces_of(sequence: GlobalSequence, rank: int, reach: int, mixer: Mixer) -> Pieces:
     """Return the pieces of documents that a rank holds; see `pieces_of`."""
     starts, lengths, bounds = sequence.recurrent_starts, sequence.lengths, sequence.recurrent_bounds
     if bounds is None:
@@ -51,9 +52,9 @@ def _pieces_of(sequence: GlobalSequence, rank: int, reach: int) -> Pieces:
     last_starts = np.where(own, np.arange(last - first), 0).max(1)
     return Pieces(
         lengths,
-        window=documents(max(0, first - reach)),
-        own=documents(first),
-        whole=sequence.recurrent_documents,
+        window=documents(max(0, first - reach)) if reach else None,
+        own=documents(first) if mixer.states else None,
+        whole=sequence.recurrent_documents if mixer.heads else None,
         last_starts=last_starts.tolist(),
         reached=reached,
         reaches=reaches,

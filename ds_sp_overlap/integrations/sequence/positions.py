@@ -162,7 +162,7 @@ class GlobalSequence:
         self.bounds = _bounds(starts)
         self._starts, self._mask = starts, mask
         # Those of `pieces.pieces_of`.
-        self.pieces: dict[tuple[int, int], Any] = {}
+        self.pieces: dict[tuple, Any] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return where documents start [b, s], padding counted as documents of its own.

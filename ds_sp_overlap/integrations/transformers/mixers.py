@@ -141,7 +141,7 @@ def _bind(
         of_names = [arguments.pop(key, None) for key in ("attention_mask", "conv_mask")]
         mask = next((mask for mask in of_names if mask is not None), None)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
-        pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer))
+        pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer), mixer)
         return mixing(hidden_states, pieces, positions)
 
     return rebind(layer, forward)

@@ -117,7 +117,7 @@ def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callab
         side.end(mark)
 
     def alike() -> bool:
-        work.wait() if side.blocks else mark.event.synchronize()
+        work.wait() if side.blocks else mark[0].synchronize()
         side.before_compute(mark)
         largest, smallest = edges.tolist()
         return largest == -smallest

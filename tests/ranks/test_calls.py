@@ -9,21 +9,25 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.calls import Calls
+from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import dropin, layers
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
+from tests.harness.streams import Backend
 
 CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2))
 
 
-def layers_over(group, names, **config):
-    """``call(i, ...)`` of layer i, all of one shape, over a group with no calls yet."""
+def layers_over(group, names, backend=None, **config):
+    """``call(i, ...)`` of layer i, all of one shape, over a group with no calls yet; on the streams of a backend, if one is given."""
     attention = [
         ds_sp_overlap.DistributedAttention(dropin.local_attention(CASE), group, gather_idx=1, name=name, config=config)
         for name in names
     ]
+    for layer in attention if backend else ():
+        layer._attend.layer.sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     qkv = [t[:, :2].contiguous() for t in dropin.whole_inputs(CASE)[:3]]
     return lambda i, *other: attention[i](*(other or qkv), 0)
 
@@ -68,9 +72,9 @@ def test_another_number_of_calls_before_a_first_one_is_refused():
         assert kind == "ValueError" and "call 3 over" in message and "call 2 over" in message
 
 
-def later_calls(rank, names):
+def later_calls(rank, names, streams=False):
     """Refusals where the fifth call is of another layer on one rank; then of calls that are alike again."""
-    call = layers_over(dist.new_group([0, 1]), names)
+    call = layers_over(dist.new_group([0, 1]), names, Backend() if streams else None)
     alike = [0, 1, 2] * Calls.EVERY
     return refused_at(call, [0, 1, 2, 0, 1 + rank, *alike]), refused_at(call, alike)
 
@@ -80,10 +84,11 @@ def later_calls_unnoticed(rank):
     return [] if refused and refused[0] == 2 * Calls.EVERY else [str(refused)]
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["host", "streams"])
 @pytest.mark.parametrize("names", [("layer.0", "layer.1", "layer.2"), ("attention",) * 3], ids=["named", "all of one name"])
-def test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call(names):
-    """Guard: `SPGroup.count` compares the names of calls."""
-    for refused, afterwards in on_ranks(2, later_calls, names, timeout_s=60):
+def test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call(names, streams):
+    """Guard: `Calls.count` compares the names of calls."""
+    for refused, afterwards in on_ranks(2, later_calls, names, streams, timeout_s=60):
         number, kind, message = refused
         assert (number, kind) == (2 * Calls.EVERY, "RuntimeError")
         assert "called different layers, first in call 5 " in message

@@ -59,7 +59,7 @@ class InFlight:
     received: Any = None
     # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
-    # Empty until they are unpacked.
+    # Empty until they are unpacked; where they lie as they travel, they are the memory of ``recv``.
     outs: Sequence[Tensor] = ()
 
     # How the sources lie in the wire.
@@ -68,8 +68,6 @@ class InFlight:
     sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor
-    # Whether what arrives is unpacked; otherwise ``recv`` is the memory of ``outs``.
-    unpacks: bool
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class InFlight:
         rope: Tables | None = None,
         rope_back: Tables | None = None,
     ):
-        self.sp_group, self.layout, self.name, self.sources = sp_group, layout, name, xs
-        self.rope, self.rope_back = rope, rope_back
+        self.sp_group, self.layout, self.name = sp_group, layout, name
+        self.sources, self.rope, self.rope_back = xs, rope, rope_back
         x, sources, targets = xs[0], layout.sources, layout.targets
         shapes = list(map(_shape_of, xs))
         if shapes != sources.shapes:  # guard: this half belongs here
@@ -95,43 +93,42 @@ class InFlight:
                 check.plain_exchange(sp_group, each, tensor, name, rope, rope_back)
                 for each, tensor in zip(layout.each, xs)
             ]
-        self.side = side = sp_group.streams(x.device)
-        self.copies = copies = copies_of(sources, tuple(map(Tensor.stride, xs)))
-        self.copies_back = copies_of(targets)
+        copies = self.copies = copies_of(sources, tuple(map(Tensor.stride, xs)))
         new_empty = x.new_empty
         if layout.also and len({each.dtype for each in xs}) > 1:
             self.dtypes = [each.dtype for each in xs]
             wider = functools.reduce(torch.promote_types, self.dtypes)
             new_empty = partial(new_empty, dtype=wider)
+        self.copies_back = copies_of(targets)
         rotates = rope_back is not None  # guard: rotated, so unpacked
-        self.unpacks = rotates or self.copies_back.flat is None
-        if self.unpacks:
-            self.recv = new_empty(targets.elements)
+        if rotates or self.copies_back.flat is None:
+            recv = new_empty(targets.elements)
         else:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
-            self.recv = self.outs[0].view(-1)
+            recv = self.outs[0].view(-1)
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
-            self.send = self._packed(new_empty)
+            send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
         else:
             first = x.storage_offset() + copies.flat
-            self.send = x.as_strided((sources.elements,), (1,), first)
-        # Only what ran behind the launch may use this memory from here on.
-        self.received = side.begin()
+            send = x.as_strided((sources.elements,), (1,), first)
+        self.send, self.recv = send, recv
+        side = self.side = sp_group.streams(x.device)
+        mark = self.received = side.begin()
         try:
-            self.handle = sp_group.transport.launch(
-                self.send, self.recv, sources.sizes, targets.sizes, sp_group.group, name
+            handle = self.handle = sp_group.transport.launch(
+                send, recv, sources.sizes, targets.sizes, sp_group.group, name
             )
             if not (side.blocks and side.overlaps):
                 # The transfer stream waits at once, so that a mark behind the wait tells when the
                 # data has arrived.
-                self.handle.wait()  # guard: waits on its stream
+                handle.wait()  # guard: waits on its stream
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(name, "the exchange", error) from error
         finally:
             # Also after an exception: work that was queued may use the buffers.
-            side.end(self.received)  # guard: what is sent is kept
+            side.end(mark)  # guard: what is sent is kept
 
     def _new_outs(self, like: Tensor) -> Sequence[Tensor]:
         """Allocate the tensors that are received, on the device of ``like``."""
@@ -199,7 +196,7 @@ class InFlight:
         del self.send  # guard: sent, not read again
         # Memory of a relay stream would return to it while compute may still read the outputs.
         elsewhere = mark is not None and current != mark[1]  # guard: outputs of its own stream
-        if self.unpacks or elsewhere:
+        if elsewhere or not self.outs:
             self.outs = self._unpacked()  # guard: unpacked once
         if elsewhere:
             side.after_unpack(mark, current)  # guard: memory returns once it was read

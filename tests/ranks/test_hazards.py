@@ -75,7 +75,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
         "del self.send",
     ),
     "a received buffer read after its unpack": Guard(
-        "received, not read again", without="return self._unpacked() if self.unpacks else self.outs"
+        "received, not read again", without="return self._unpacked() if self.copies_back.flat is None else self.outs"
     ),
     "a received buffer unpacked twice": Guard("unpacked once", without="self._unpacked()\nself.outs = self._unpacked()"),
 }
@@ -263,7 +263,7 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
-    Watched(Guard("what is sent is kept", without="side.end(self.received)\nself.send = None"), late_delivery),
+    Watched(Guard("what is sent is kept", without="side.end(mark)\nself.send = None"), late_delivery),
     Watched(Guard("a copy, no view", without="if False:"), late_delivery),
     Watched(SEEN_BY_PROGRAMS["lies as it travels"], one_position_a_rank),
     Watched(

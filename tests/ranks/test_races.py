@@ -402,7 +402,7 @@ WATCHED = [
     Watched(
         Guard(
             "waits before it unpacks",
-            without="if self.unpacks:\n    self.outs = self._unpacked()\nif self.side.blocks:",
+            without="if not self.outs:\n    self.outs = self._unpacked()\nif self.side.blocks:",
         ),
         check(LAYER),
         0,
@@ -414,7 +414,7 @@ WATCHED = [
     # References.
     Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
     Watched(
-        Guard("what is sent is kept", without="side.end(self.received)\nself.send, self.sources = None, ()"),
+        Guard("what is sent is kept", without="side.end(mark)\nself.send, self.sources = None, ()"),
         check("alone"),
         0,
     ),

@@ -53,32 +53,25 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
         module: The module.
         plain: Forwards that may be computed in parts.
     """
-    if type(module).forward not in plain:  # guard: no forward of its own
+    kind: Any = type(module)
+    if kind.forward not in plain:  # guard: no forward of its own
         return False
     if not can_call_through(module):
         return False
-    weight = module.__dict__.get("weight", module._parameters.get("weight"))
+    own, parameters = module.__dict__, module._parameters
+    weight = own["weight"] if "weight" in own else parameters.get("weight")
     if weight is not None:
         # A quantised or distributed tensor has another type.
-        is_plain = type(weight) in (nn.Parameter, Tensor) and not _hides_parameters(module)
+        is_plain = type(weight) is nn.Parameter or type(weight) is Tensor
+        # The class may put something in front of a parameter, as a property that scales it.
+        for name in _descriptors(kind):
+            if name in parameters:  # guard: what the forward would read
+                is_plain = False
     else:
         # A parametrization may compute another weight in each access, so only what the weight is
         # computed from is looked at.
         is_plain = all(type(x) in (nn.Parameter, Tensor) for x in module.parameters())
     return is_plain or sharded.is_gathered(module)
-
-
-def _hides_parameters(module: nn.Module) -> bool:
-    """Return whether the class of a linear layer puts something in front of a parameter.
-
-    For instance a property ``weight`` that scales the parameter of this name.
-    """
-    names = module._parameters
-    kind: Any = type(module)
-    for name in _descriptors(kind):
-        if name in names:  # guard: what the forward would read
-            return True
-    return False
 
 
 @lru_cache(maxsize=1024)
@@ -119,7 +112,7 @@ def can_call_through(module: nn.Module) -> bool:
 
     The module is then called with other inputs, for another output.
     """
-    is_replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    is_replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     if is_replaced:  # guard: a replaced forward runs
         return False
     if type(module).__call__ not in _CALLS:  # guard: a call of its own runs
@@ -155,7 +148,7 @@ def hooks_of(module: nn.Module) -> list[dict]:
     )
     if any(EVERYWHERE):  # guard: hooks of all modules
         hooks += EVERYWHERE
-    return list(filter(None, hooks)) if any(hooks) else []
+    return list(filter(None, hooks))
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:

@@ -61,7 +61,7 @@ travel in one exchange, since attention hides it anyway.
 
 Which code reads a schedule:
 
-- ``attention.runtime.operations`` turns each step into operations, once for each form of a call.
+- ``attention.runtime.compiler`` turns each step into operations, once for each form of a call.
   ``attention.runtime.plan`` cuts both programs into pieces, and runs each piece as one node of
   autograd; ``attention.runtime.walk`` runs piece after piece. ``attention.layer`` calls the
   function that was passed as ``schedule=``, by default `by_head_groups`; with few groups live at a

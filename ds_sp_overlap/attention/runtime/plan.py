@@ -42,9 +42,9 @@ from ...schedule import O, Op, Part, Program, Schedule, Step, Windowed, without_
 from ...schedule.steps import section_of
 from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import Random
+from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat
-from .operations import Kind, Operations
 
 # The first words of the names that backward alone writes.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces")
@@ -176,7 +176,7 @@ def _compiled(
         if not reaches:
             # Only dWo and its bias then: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
-    compiler = Operations(call, of_parts, dict(zip(names, kinds)), head_dims)
+    compiler = Compiler(call, of_parts, dict(zip(names, kinds)), head_dims)
     program = piece.forward  # guard: starts in the order drawn
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)

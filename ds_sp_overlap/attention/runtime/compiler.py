@@ -1,0 +1,409 @@
+"""Compiles the steps of a schedule to operations on named values.
+
+The names, for group g:
+
+    ("x",)                the layer's input, then as autocast casts it
+    ("rows",)             x as a matrix, with a row for each token
+    ("parameter", i)      as in `Projections.parameters`
+    ("table", i)          cos and sin
+    ("heads", "q", g)     q as projected, in front of norm and rotation
+    ("value", "q", g)     q, k, v or o: local, then received; or received, then local
+    ("merged", g)         local o as the output projection reads it
+    ("weight",)           of the output projection; ("bias",) its bias
+    ("y",)                the layer's output
+    ("learned", i)        as in `LocalAttention.learned`
+    ("attended", g)       what the backward of local attention needs; ("kept", g) its tensors
+    ("d", ..)             the gradient of what has this name
+    ("d rows",)           dy as a matrix
+    ("d heads", "q", g)   the gradient of q as projected, with a row for each token
+    ("pieces", ..)        the gradient of what has this name, while its pieces are joined
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ...exchange.geometry import Geometry
+from ...exchange.in_flight import InFlight
+from ...exchange.legs import legs_of
+from ...exchange.relayed import PartlyRelayed, Relayed
+from ...schedule import O, Part, Program, Step
+from . import operations
+from .execution import Call
+from .flat import Name, Operation
+from .pieces import Pieces
+from .slices import Parts, Ranges, parts_of
+
+# The shape and the dtype of a tensor.
+Kind = tuple[torch.Size, torch.dtype]
+
+
+class Compiler:
+    """Compiles the steps of one piece, in forward or in backward.
+
+    Args:
+        call: A call of the form that is compiled, of which nothing is kept.
+        needs: By name, for each input of the node and each part that is exchanged, whether its
+            gradient is needed.
+        kinds: By name, the shape and the dtype of each input of the node; None for one that is None.
+        head_dims: By name, the head dim of each part that was exchanged so far; those that are
+            exchanged here are added.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        needs: dict[Name, bool],
+        kinds: dict[Name, Kind | None],
+        head_dims: dict[Name, int],
+    ):
+        self.needs, self.head_dims = needs, head_dims
+        self.shapes: dict[Name, Any] = {}
+        for name, kind in kinds.items():
+            self.shapes[name] = None if kind is None else kind[0]
+        self.dtypes = [kind[1] for kind in kinds.values() if kind is not None]
+        self.schedule, self.projections = call.schedule, call.projections
+        self.geometry, self.by_rank, self.is_window = call.geometry, call.by_rank, call.is_windowed
+        self.folds = call.rope_tables is not None
+        self.is_autocast = call.autocast["enabled"]
+        self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
+
+    def compile(self, program: Program, backward: bool, profiled: bool) -> list[Operation]:
+        """Return the operations of a program, in profiler ranges if ``profiled``."""
+        self.operations: list[Operation] = []
+        self.is_backward, self.is_profiled = backward, profiled
+        # How many operations of this list write each value.
+        self.writers: dict[Name, int] = {}
+        for step in program:
+            first = len(self.operations)
+            getattr(self, step.op.value)(step)
+            if not step.on_wire:
+                for place in range(first, len(self.operations)):
+                    operation = self.operations[place]
+                    ranged = self._ranged(self.schedule.label(step), operation.function)
+                    self.operations[place] = operation._replace(function=ranged)
+        if backward:
+            self._end()
+        return self.operations
+
+    def add(
+        self, function: Callable[..., Any], reads: Sequence[Name], writes: Sequence[Name] = ()
+    ) -> None:
+        """Add an operation."""
+        self.operations.append(Operation(function, tuple(reads), tuple(writes)))
+        for name in writes:
+            self.writers[name] = self.writers.get(name, 0) + 1
+
+    def _ranged(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs in a profiler range, if the list is profiled."""
+        return partial(operations.in_range, label, function) if self.is_profiled else function
+
+    # Exchanges.
+
+    def start(self, step: Step) -> None:
+        """Start the exchange of values, of o beside do, or of the gradients that are needed."""
+        if sent := self._exchanged(step):
+            launch, name = self._launch(step), self._name_of_exchange(step)
+            of_step = step.exchange, launch, f" {name}"
+            start: partial = partial(operations.start, *of_step)
+            if step.beside:
+                start, sent = (
+                    partial(operations.start_beside, *of_step),
+                    [("merged", step.group), sent[-1]],
+                )
+            elif self.folds and step.tensors in (("q",), ("k",)):
+                start = partial(operations.start_rotated, step.grad, *of_step)
+            self.add(self._on_wire(launch, f"{name} start", start), sent)
+
+    def finish(self, step: Step) -> None:
+        """Finish the exchange of values, of o beside do, or of gradients."""
+        if received := self._exchanged(step):
+            name = self._name_of_exchange(step)
+            function: Callable[..., Any] = (
+                operations.finish if len(received) > 1 else operations.finish_one
+            )
+            finish = partial(function, step.exchange, f" {name}")
+            self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
+            if step.grad and step.tensors != O and self.projections is not None:
+                for part in self._needed(step):
+                    self._arrive(part)
+
+    def _on_wire(self, launch: partial, label: str, function: partial) -> Callable[..., Any]:
+        """Return the function of one end of an exchange, in a profiler range if it is profiled."""
+        # Transfers in two legs open ranges of their own.
+        return self._ranged(label, function) if launch.func is InFlight else function
+
+    def _exchanged(self, step: Step) -> list[Name]:
+        """Return the names of what a step sends or receives: o beside do, values, or gradients."""
+        values = _values(step.parts)
+        if step.beside:
+            return [*values, *map(_gradient, values)]
+        if not step.grad:
+            return values
+        needed = self._needed(step)  # guard: to those that need it
+        return list(map(_gradient, _values(needed)))
+
+    def _needed(self, step: Step) -> list[Part]:
+        """Return the parts of an exchange whose gradients are needed."""
+        return [part for part in step.parts if self.needs.get(("value", *part))]
+
+    def _name_of_exchange(self, step: Step) -> str:
+        """Return the name of an exchange, without the layer: "q", or "dq" for the gradient."""
+        if step.beside:
+            return self.schedule.name(step)
+        return ("d" if step.grad else "") + self.schedule.names_of_values[step.exchange]
+
+    def _launch(self, step: Step) -> partial:
+        """Return what launches the transfer that a step starts or finishes.
+
+        It takes the sp group and the arguments of `InFlight` behind that.
+        """
+        kinds, geometry, group = step.tensors, self.geometry, step.group
+        for value in _values(step.parts):
+            if value not in self.head_dims:
+                shape = self.shapes.get(value)
+                self.head_dims[value] = self._head_dim if shape is None else shape[-1]
+        dims = tuple(map(self.head_dims.__getitem__, _values(step.parts)))
+        if step.beside:
+            # o and do are values that go to attention, as q does.
+            kinds, dims = ("q", "q"), dims * 2
+        is_by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
+        layout = geometry.exchange(kinds, group, dims, is_by_rank)
+        legs = None
+        if geometry.nodes is not None:
+            # k and v may travel in two legs, once to each node.
+            legs = legs_of(geometry, step.tensors, group, dims)
+        if step.grad and not step.beside:
+            needed = [part in self._needed(step) for part in step.parts]
+            layout = layout.only(needed).inverse
+            legs = None if legs is None else legs.gradient(needed[-len(legs.first.each) :])
+        if legs is None:
+            return partial(InFlight, layout)
+        if len(legs.first.each) == len(layout.each):
+            return partial(Relayed, legs)
+        return partial(PartlyRelayed, layout, legs)
+
+    @property
+    def _head_dim(self) -> int:
+        return self.projections.head_dim
+
+    # Projections of q, k and v.
+
+    def project(self, step: Step) -> None:
+        """Make a part of q, k or v; what is in front of a norm is noted for backward."""
+        (part,) = step.parts
+        value = heads = ("value", *part)
+        is_shaped = part[0] in self.projections.norms or self._is_rotated(part)
+        if is_shaped:
+            heads = ("heads", *part)
+        module, rows, ranks = self.projections.cuts.rows[part]
+        linear: list[Name] = [("parameter", 2 * module), ("parameter", 2 * module + 1)]
+        linear = [name for name in linear if self.shapes[name] is not None]
+        form = self._form(rows, ranks, self._head_dim)
+        some = self._some(rows, linear[0])
+        function = (
+            partial(operations.project_by_rank, rows, ranks)
+            if ranks
+            else partial(operations.project, some)
+        )
+        self.add(partial(function, form), [self._rows(), *linear], [heads])
+        if is_shaped:
+            # In forward the norms are being called, and have their parameters in place.
+            tables, norms = self._tables(), self._norms() if self.is_backward else []
+            how = part, len(tables), self.is_backward
+            self.add(partial(operations.norm_and_rotate, *how), [heads, *tables, *norms], [value])
+
+    def _some(self, ranges: Ranges, name: Name, dim: int = 0) -> Ranges | None:
+        """Return ranges of a weight along ``dim``; None if they are all of it."""
+        return None if ranges == ((0, self.shapes[name][dim]),) else ranges
+
+    def _form(self, rows: Ranges, ranks: int, head_dim: int) -> tuple[int, ...]:
+        """Return the shape of the heads of some rows: with a dimension for ``ranks``, if not 0."""
+        heads = sum(stop - start for start, stop in rows) // head_dim
+        return (*self.tokens, *((ranks, heads // ranks) if ranks else (heads,)), head_dim)
+
+    def _is_rotated(self, part: Part) -> bool:
+        """Return whether a part is rotated here, and not by the kernel that packs it."""
+        return ("table", 0) in self.shapes and self.projections.turns(part)
+
+    def _tables(self) -> list[Name]:
+        return [name for name in self.shapes if name[0] == "table"]
+
+    def _norms(self) -> list[Name]:
+        """Return the names of the parameters of all norms."""
+        linear = 2 * len(self.projections.modules)
+        return [name for name in self.shapes if name[0] == "parameter" and name[1] >= linear]
+
+    def _rows(self) -> Name:
+        """Return the name of x as a matrix."""
+        if ("rows",) not in self.writers:
+            # Here, so that dx is a sum in the dtype that x has outside.
+            if not self.is_backward and self.is_autocast:
+                self.add(operations.cast, [("x",)], [("x",)])
+            self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
+        return ("rows",)
+
+    def _as_rows(self, name: Name, rows: Name, width: int) -> None:
+        """Make a matrix of a value, with a row of this width for each token."""
+        self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
+
+    def _arrive(self, part: Part) -> None:
+        """Send the gradient of a part back through its rotation and its norm."""
+        projections, tables = self.projections, self._tables()
+        dy, heads = ("d", "value", *part), ("d heads", *part)
+        if part[0] in projections.norms:
+            learned = [
+                index
+                for index in projections.norm_places[part[0]]
+                if self.needs["parameter", index]
+            ]
+            sums: list[Name] = [("d", "parameter", index) for index in learned]
+            norms = self._norms()
+            places = [norms.index(("parameter", index)) for index in learned]
+            reads = [dy, ("heads", *part), *tables, *norms, *sums]
+            function = partial(operations.norm_back, part, len(tables), len(norms), places)
+            self.add(function, reads, [heads, *sums])
+        elif self._is_rotated(part):
+            dtype = self.dtypes[1]
+            self.add(partial(operations.rotate_back, dtype), [dy, *tables], [heads])
+        else:
+            rows = projections.cuts.rows[part].rows
+            self._as_rows(dy, heads, sum(stop - start for start, stop in rows))
+
+    def dgrad(self, step: Step) -> None:
+        """Compute do of a group, or add the share of a part of q, k and v to dx."""
+        (part,), dx = step.parts, ("d", "x")
+        if not self.needs.get(("value", *part)):
+            return
+        if step.tensors == O:
+            columns, ranks = self._columns()[step.group], 0
+            if "o" in self.by_rank:
+                ranks = self.geometry.parts
+            form = self._form(columns, ranks, self.shapes["weight",][1] // self.geometry.heads)
+            some = columns if ranks else self._some(columns, ("weight",), dim=1)
+            function = partial(operations.dgrad_of_output, some, ranks, form)
+            self.add(function, [self._dy(), ("weight",)], [("d", "value", *part)])
+        elif self.needs["x",]:
+            module, rows, _ = self.projections.cuts.rows[part]
+            weight: Name = ("parameter", 2 * module)
+            some, reads = self._some(rows, weight), [("d heads", *part), weight]
+            if dx not in self.writers:
+                self.add(partial(operations.begin_dx, some, self.dtypes[0]), reads, [dx])
+            else:
+                rounds = self.geometry.groups == 1
+                self.add(partial(operations.add_to_dx, some, rounds), [*reads, dx], [dx])
+
+    def wgrad(self, step: Step) -> None:
+        """Compute a group's columns of dWo, or a part's rows of weight and bias gradients."""
+        (part,) = step.parts
+        if step.tensors == O:
+            if self.needs["weight",]:
+                columns = self._columns()
+                own, operands = columns[step.group], [self._dy(), ("merged", step.group)]
+                self._put(("weight",), 1, columns, own, torch.mm, operands)
+        elif self.needs.get(("value", *part)):
+            module, rows, _ = self.projections.cuts.rows[part]
+            dy, parts = ("d heads", *part), self.projections.cuts.parts[module]
+            weight, bias = ("parameter", 2 * module), ("parameter", 2 * module + 1)
+            if self.needs[weight]:
+                self._put(weight, 0, parts, rows, torch.mm, [dy, self._rows()])
+            if self.needs[bias]:
+                self._put(bias, 0, parts, rows, operations.sum_rows, [dy])
+
+    def _put(
+        self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
+    ) -> None:
+        """Add the piece of a part to the gradient of a parameter, or make all of it."""
+        shape, pieces = self.shapes[name], ("pieces", *name)
+        if parts == (((0, shape[dim]),),):
+            self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
+            return
+        if pieces not in self.writers:
+            make = partial(Pieces, shape, dim, parts, late=self.is_window)
+            self.add(partial(operations.begin_pieces, make), (), [pieces])
+        self.add(partial(operations.put, part, compute), [pieces, *operands], [pieces])
+
+    # The output projection.
+
+    def merge(self, step: Step) -> None:
+        """Add the product of a group to y, and note the o that was multiplied."""
+        columns = self._some(self._columns()[step.group], ("weight",), dim=1)
+        o, y = ("value", "o", step.group), ("y",)
+        reads: list[Name] = [o, ("weight",)]
+        if self.is_autocast:  # the weight is cast already, before the node
+            self.add(operations.cast, [o], [o])
+        function: Any = operations.merge
+        if y in self.writers:
+            reads.append(y)
+        else:
+            function = operations.begin_merge
+            if self.shapes["bias",] is not None:
+                reads.append(("bias",))
+        self.add(partial(function, columns), reads, [y, ("merged", step.group)])
+
+    def _columns(self) -> Parts:
+        """Return for each head group the columns of the weight that its heads are multiplied with."""
+        return _columns(self.geometry, self.shapes["weight",][1] // self.geometry.heads)
+
+    def _dy(self) -> Name:
+        """Return the name of dy as a matrix."""
+        if ("d rows",) not in self.writers:
+            self._as_rows(("d", "y"), ("d rows",), self.shapes["weight",][0])
+        return ("d rows",)
+
+    # Local attention, in a window.
+
+    def attend(self, step: Step) -> None:
+        """Attend with a group, or run the backward of that."""
+        group, pieces = step.group, self.geometry.kv_pieces(step.group)
+        keys = [(kind, sent) for kind in "kv" for sent, *_ in pieces]
+        heads = _values([("q", group), *keys])
+        o, attended, kept = ("value", "o", group), ("attended", group), ("kept", group)
+        needs = [self.needs["value", kind, 0] for kind in "qkv"]
+        if not self.is_backward:
+            if any(self.needs.values()):
+                self.add(partial(operations.attend, group, keys, needs), heads, [o, attended, kept])
+            else:
+                self.add(partial(operations.attend_alone, group, keys), heads, [o])
+            return
+        received = [o] if self.schedule.beside else []
+        learned = [_gradient(name) for name in self.shapes if name[0] == "learned"]
+        # q, k and v of each kind that needs a gradient, with how often theirs was added to so far.
+        wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
+        sums = [_gradient(value) for value in _values(wanted)]
+        counts = {part: self.writers.get(total, 0) for part, total in zip(wanted, sums)}
+        function = partial(operations.attend_backward, group, keys, needs, counts, len(received))
+        reads = [*heads, attended, kept, _gradient(o), *received, *sums, *learned]
+        self.add(function, reads, [*sums, *learned])
+
+    def _end(self) -> None:
+        """Add what comes behind the last step of backward."""
+        dx = ("d", "x")
+        if dx in self.writers:
+            self.add(partial(operations.view, self.shapes["x",]), [dx], [dx])
+        # Those of the projections of q, k and v first, whose memory is larger.
+        for name in [name for name in self.writers if name[0] == "pieces"]:
+            self.add(operations.whole, [name], [("d", *name[1:])])
+        if self.needs.get(("bias",)):
+            self.add(operations.sum_tokens, [self._dy()], [("d", "bias")])
+
+
+def _values(parts: Sequence[Part]) -> list[Name]:
+    """Return the names of parts."""
+    return [("value", *part) for part in parts]
+
+
+def _gradient(name: Name) -> Name:
+    """Return the name of the gradient of what has this name."""
+    return ("d", *name)
+
+
+@lru_cache(maxsize=4096)
+def _columns(geometry: Geometry, head_dim: int) -> Parts:
+    groups = range(geometry.groups)
+    return parts_of(*(geometry.rows_of("o", group, 0, head_dim) for group in groups))

@@ -54,7 +54,7 @@ def variants(names):
                 yield name, layer.stock(), layer
                 continue
             layer.sp_group = Emulated(RANKS, Free())
-            layer.sp_group._sides[cpu] = SideStream(Backend, cpu)
+            layer.sp_group.sides[cpu] = SideStream(Backend, cpu)
             yield name, layer.ours(head_groups=int(name[-1]), kernels="torch"), layer
 
 

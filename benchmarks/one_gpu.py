@@ -204,8 +204,8 @@ class Emulated(SPGroup):
         self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
 
     def streams(self, device):
-        if device.type != "cpu" and device not in self._sides:
-            self._sides[device] = SideStream(accelerator(device.type), device)
+        if device.type != "cpu" and device not in self.sides:
+            self.sides[device] = SideStream(accelerator(device.type), device)
         return super().streams(device)
 
     def gather(self, what, where=""):

@@ -83,11 +83,12 @@ class SPGroup:
         self.calls = Calls.of(group)
         self._stream = stream
         self._overlaps = overlaps
-        self._sides: dict[torch.device, HostStream | SideStream] = {}
+        # What `streams` made so far.
+        self.sides: dict[torch.device, HostStream | SideStream] = {}
 
     def streams(self, device: torch.device) -> HostStream | SideStream:
         """Return the streams for exchanges of tensors on ``device``; they are made once."""
-        side = self._sides.get(device)
+        side = self.sides.get(device)
         if side is None:
             # gloo carries tensors of a GPU too, and then blocks the host as well.
             waits_on_host = device.type == "cpu" or (
@@ -98,7 +99,7 @@ class SPGroup:
             else:
                 side = SideStream(accelerator(device.type), device, self._stream)
             side.overlaps = self._overlaps
-            self._sides[device] = side
+            self.sides[device] = side
         return side
 
     @property

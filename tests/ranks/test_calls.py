@@ -27,7 +27,7 @@ def layers_over(group, names, backend=None, **config):
         for name in names
     ]
     for layer in attention if backend else ():
-        layer._attend.layer.sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+        layer._attend.layer.sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     qkv = [t[:, :2].contiguous() for t in dropin.whole_inputs(CASE)[:3]]
     return lambda i, *other: attention[i](*(other or qkv), 0)
 

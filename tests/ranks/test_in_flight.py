@@ -46,7 +46,7 @@ def block_with_streams(shape, streams, **arguments):
     layer = layers.projections(shape)
     attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
     sp_group, cpu = attend.layer.sp_group, torch.device("cpu")
-    sp_group._sides[cpu] = SideStream(streams, cpu)
+    sp_group.sides[cpu] = SideStream(streams, cpu)
     return attend
 
 

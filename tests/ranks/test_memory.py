@@ -70,7 +70,7 @@ def peaks(shape, groups):
 
 def on_streams(layer):
     """Have the exchanges of ``layer`` carried by streams, as on an accelerator; their stand-in."""
-    layer.sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+    layer.sp_group.sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
 
 
 @pytest.mark.singles
@@ -116,7 +116,7 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, (8,))
     sp_group = Emulated(2, Kept())
     if streams:
-        sp_group._sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+        sp_group.sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
     exchange = Exchange(sp_group, layout, "layer", kind)
     token = exchange.start(torch.randn(layout.source.shape))
     size = layout.sources.elements * 4

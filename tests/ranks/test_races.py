@@ -32,7 +32,7 @@ SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
 def over(wire, size=SIZE):
     """A sp_group of its own, as every layer has that is made by itself; the streams are shared."""
     sp_group = Emulated(size, wire)
-    sp_group._sides[CPU] = SideStream(wire.races.backend, CPU)
+    sp_group.sides[CPU] = SideStream(wire.races.backend, CPU)
     return sp_group
 
 

@@ -55,7 +55,7 @@ def backend(monkeypatch):
 def q_exchange(backend):
     """An exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
     sp_group = SPGroup(None, LoggingTransport(backend))
-    sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     halves = Side((2, 3, 4, 8), 2, ((0, 2), (2, 4)))
     return Exchange(sp_group, Layout(halves, halves), "layer", "q")
 
@@ -107,7 +107,7 @@ def test_all_layers_share_one_set_of_streams(backend):
 def test_a_stream_that_the_user_gives_carries_the_transfers(backend):
     mine = Stream(backend, "mine")
     q = q_exchange(backend)
-    q.sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), mine)
+    q.sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"), mine)
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert "launch on mine" in backend.log and "launch on transfer" not in backend.log and mine.queued == ["q"]
 
@@ -184,7 +184,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     """Guard: `SideStream.end`; waiting for the whole side stream would leave nothing for head groups to hide."""
     compute_waits = []
     sp_group = SPGroup(None, LoggingTransport(backend))
-    sp_group._sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
     call = Call(sp_group, geometry, by_head_groups(geometry.kinds), "layer")
 

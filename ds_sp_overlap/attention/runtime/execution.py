@@ -88,8 +88,9 @@ class Call:
     @property
     def folded(self) -> frozenset[Part]:
         """The parts of q and k that are rotated by the kernels that pack them."""
-        alone = self.schedule.alone if self.rope_tables is not None else ()
-        return frozenset(part for part in alone if part[0] in ("q", "k"))
+        if self.rope_tables is None:
+            return frozenset()
+        return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:

@@ -274,7 +274,7 @@ class _Alone(SPGroup):
         # Nobody is there to compare calls with.
         self.calls.EVERY = sys.maxsize
         device = torch.device("cpu")
-        self._sides[device] = SideStream(recorder, device)
+        self.sides[device] = SideStream(recorder, device)
 
     def gather(self, what: Any, where: str = "") -> list[Any]:
         return [what] * self.size

@@ -114,7 +114,8 @@ class InFlight:
             first = x.storage_offset() + copies.flat
             send = x.as_strided((sources.elements,), (1,), first)
         self.send, self.recv = send, recv
-        side = self.side = sp_group.sides.get(x.device) or sp_group.streams(x.device)
+        device = x.device
+        side = self.side = sp_group.sides.get(device) or sp_group.streams(device)
         mark = self.received = side.begin()
         try:
             handle = self.handle = sp_group.transport.launch(

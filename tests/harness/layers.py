@@ -69,7 +69,8 @@ def reference_layer(shape, layer, x):
     if shape.rope:
         tables = reference.rope_tables(torch.arange(x.shape[1]), shape.head_dim, shape.dtype)
         q, k = reference.rope(q, *tables), reference.rope(k, *tables)
-    return layer["o_proj"](reference.attention(q, k, v, **shape.attends).flatten(2))
+    attend = getattr(layer, "attend", lambda attention: attention)(functools.partial(reference.attention, **shape.attends))
+    return layer["o_proj"](attend(q, k, v).flatten(2))
 
 
 def block(shape, layer, group, transport=None, local_attention=None, heads_alike=True):
@@ -77,6 +78,7 @@ def block(shape, layer, group, transport=None, local_attention=None, heads_alike
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
     if shape.attends:
         local = functools.partial(local, **shape.attends)
+    local = getattr(layer, "attend", lambda attention: attention)(local)
 
     def heads_last(tables):
         return tuple(table[:, None] if shape.batch_first else table[:, None, None] for table in tables)

@@ -1,9 +1,11 @@
 """Uses of a layer, each written once, for the overlapped one and for the reference (`layers.block_faults`); and its projections
-that don't train, are shared or are dressed up."""
+and attention that don't train, are shared or are dressed up."""
+
+import functools
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.harness import layers
 from tests.harness.layers import Shape
@@ -14,6 +16,7 @@ SHAPES = [
     Shape(fused=True, bias=True, batch_first=False),
     Shape(bias=True, rotary=False),
 ]
+GROUPS = [Shape(heads=8, kv_heads=4, batch_first=False, rope=False, config={"head_groups": groups}) for groups in (1, 2, 4)]
 
 # One layer, used in other ways than once forward and once backward.
 
@@ -24,7 +27,14 @@ def without_grad(call, layer, x, dy):
     with torch.inference_mode():
         inferred = call(x).clone()
     assert not y.requires_grad
-    return {"output": y, "inferred": torch.tensor(inferred.tolist(), dtype=y.dtype)}
+    return {"inferred": torch.tensor(inferred.tolist(), dtype=y.dtype), "no_grad": y, **layers.backward(call, layer, x, dy)}
+
+
+def without_gradient_of_the_input(call, layer, x, dy):
+    y = call(x.detach())
+    if y.requires_grad:
+        y.backward(dy)
+    return {"output": y}
 
 
 def evaluation(call, layer, x, dy):
@@ -42,6 +52,29 @@ def reentrant(call, layer, x, dy):
 
 def non_reentrant(call, layer, x, dy):
     return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
+
+
+def selective(call, layer, x, dy):
+    """Checkpointed, products alone kept."""
+    kept = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
+
+    def policy(context, operation, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False, context_fn=contexts), layer, x, dy)
+
+
+def saved_on_cpu(call, layer, x, dy):
+    with torch.autograd.graph.save_on_cpu():
+        y = call(x)
+    y.backward(dy)
+    return {"output": y, "dx": x.grad}
+
+
+def in_anomaly_mode(call, layer, x, dy):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return layers.backward(call, layer, x, dy)
 
 
 def twice_before_backward(call, layer, x, dy):
@@ -79,11 +112,31 @@ def grad_of_input_then_backward(call, layer, x, dy):
 
 def grad_of_one_weight_then_backward(call, layer, x, dy):
     y = call(x)
-    for parameter in layer.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, layer.parameters()):
         (grad,) = torch.autograd.grad(y, parameter, dy, retain_graph=True)
         parameter.grad = 2 * grad
     y.backward(dy * dy)
     return {"output": y, "dx": x.grad}
+
+
+def frozen_between(call, layer, x, dy):
+    """A projection that trains in forward and in the next one, and not in the backward between them."""
+    y, trained = call(x), [p for p in layer["v_proj"].parameters() if p.requires_grad] if "v_proj" in layer else []
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    y.backward(dy)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return {"output": y, "dx": x.grad}
+
+
+def refused_second_derivatives(call, layer, x, dy):
+    y = call(x)
+    try:
+        torch.autograd.grad(y, x, dy, create_graph=True)
+    except RuntimeError as error:
+        assert "create_graph=True" in str(error)
+    return layers.backward(call, layer, x, dy)
 
 
 def updated_in_place(call, layer, x, dy):
@@ -102,15 +155,21 @@ def backward_abandoned_halfway(call, layer, x, dy):
 
 USES = [
     without_grad,
+    without_gradient_of_the_input,
     evaluation,
     reentrant,
     non_reentrant,
+    selective,
+    saved_on_cpu,
+    in_anomaly_mode,
     twice_before_backward,
     fed_with_its_own_output,
     accumulation,
     second_backward,
     grad_of_input_then_backward,
     grad_of_one_weight_then_backward,
+    frozen_between,
+    refused_second_derivatives,
     updated_in_place,
     backward_abandoned_halfway,
 ]
@@ -130,6 +189,11 @@ def only_query_trains(layer):
 
 def only_input_trains(layer):
     layer.requires_grad_(False)
+
+
+def frozen_key_and_value(layer):
+    layer["k_proj"].requires_grad_(False)
+    layer["v_proj"].requires_grad_(False)
 
 
 def frozen_output(layer):
@@ -184,6 +248,10 @@ def adapted_query_and_output(layer):
     layer["q_proj"], layer["o_proj"] = Adapted(layer["q_proj"]), Adapted(layer["o_proj"])
 
 
+def adapted_key(layer):
+    layer["k_proj"] = Adapted(layer["k_proj"])
+
+
 def all_adapted(layer):
     for name in list(layer):
         layer[name] = Adapted(layer[name])
@@ -198,18 +266,73 @@ def weight_normed(layer):
     torch.nn.utils.parametrizations.weight_norm(layer["v_proj"])
 
 
+def hooked_key(layer):
+    """By a hook that must run once."""
+    layer["k_proj"].register_forward_hook(lambda module, args, y: 1.25 * y)
+
+
+def hooked_value_in_backward(layer):
+    layer["v_proj"].register_full_backward_hook(lambda module, dx, dy: tuple(None if g is None else 1.25 * g for g in dx))
+
+
+def hooked_on_one_rank(layer):
+    if torch.distributed.get_rank() == 0:
+        layer["q_proj"].register_forward_hook(lambda module, args, y: None)
+        layer["v_proj"].register_forward_hook(lambda module, args, y: None)
+
+
+# What is done to its attention: ``layer.attend(attention)`` is called in place of ``attention``.
+
+
+class Learning(nn.Module):
+    def __init__(self, attention, gain):
+        super().__init__()
+        self.attention, self.gain = attention, gain
+
+    def forward(self, q, k, v):
+        return self.attention(q * self.gain, k, v)
+
+
+def with_gain(layer, attend):
+    layer.gain = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+    layer.attend = attend
+
+
+def attention_that_learns(layer):
+    with_gain(layer, lambda attention: Learning(attention, layer.gain))
+
+
+def attention_that_learns_in_a_closure(layer):
+    with_gain(layer, lambda attention: lambda q, k, v: attention(q * (2 * layer.gain), k, v))
+
+
+def attention_that_changes_the_query_in_place(layer):
+    with_gain(layer, lambda attention: lambda q, k, v: attention(q.mul_(0.5) * layer.gain, k, v))
+
+
 CHANGES = [
     halved_value_and_output,
     frozen_query,
+    frozen_key_and_value,
     only_query_trains,
     only_input_trains,
     frozen_output,
     frozen_output_weight_under_a_bias,
     key_is_value,
     adapted_query_and_output,
+    adapted_key,
     all_adapted,
     subclasses,
     weight_normed,
+    hooked_key,
+    hooked_value_in_backward,
+]
+# These are for layers without a window and without shared heads alone.
+OTHER_CHANGES = [
+    hooked_on_one_rank,
+    attention_that_learns,
+    attention_that_learns_in_a_closure,
+    attention_that_changes_the_query_in_place,
 ]
 
 

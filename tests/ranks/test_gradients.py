@@ -16,6 +16,7 @@ from tests.harness.transports import Recording
 BLOCKS = {
     "G = 1": Shape(config={"head_groups": 1}),
     "G = 2": Shape(config={"head_groups": 2}),
+    "G = 4": Shape(heads=8, config={"head_groups": 4}),
     "fused": Shape(fused=True, bias=True),
     "node by node": Shape(rotary=False),
     "a window": Shape(config={"head_groups": 2, "window": 1}),
@@ -252,6 +253,7 @@ def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
 
 ODD_SHAPES = [
     *(Shape(rope=False, rotary=rotary, config={"head_groups": groups}) for rotary in (True, False) for groups in (1, 2)),
+    Shape(heads=8, kv_heads=8, rope=False, config={"head_groups": 4}),
     Shape(kv_heads=2, rope=False),
     Shape(rope=False, config={"head_groups": 2, "window": 1}),
     Shape(kv_heads=2, rope=False, config={"head_groups": 2, "window": 2}),

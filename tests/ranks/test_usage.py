@@ -10,18 +10,35 @@ import pytest
 import torch
 
 from tests.harness import dropin, layers
+from tests.harness.cases import singles
 from tests.harness.dropin import Case
 from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
-from tests.harness.uses import CHANGES, DROPIN_USES, SHAPES, USES, key_is_value, only_input_trains, only_query_trains
+from tests.harness.uses import (
+    CHANGES,
+    DROPIN_USES,
+    GROUPS,
+    OTHER_CHANGES,
+    SHAPES,
+    USES,
+    attention_that_changes_the_query_in_place,
+    key_is_value,
+    only_input_trains,
+    only_query_trains,
+    selective,
+)
 
-SEPARATE = [shape for shape in SHAPES if not shape.fused]
+SEPARATE = [shape for shape in SHAPES + GROUPS if not shape.fused]
 
 
 def faults_of(rank, use, shapes, change=None):
     return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
+
+
+def faults_of_all(rank, change, cases):
+    return [f"{use.__name__}: {fault}" for use, shape in cases for fault in faults_of(rank, use, [shape], change)]
 
 
 # One layer, used in other ways than once forward and once backward.
@@ -29,15 +46,19 @@ def faults_of(rank, use, shapes, change=None):
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_right_in_every_use(use):
-    no_faults(2, faults_of, use, SHAPES)
+    no_faults(2, faults_of, use, SHAPES + GROUPS)
 
 
-# Parameters that don't train, are shared or are dressed up.
+# Parameters that don't train, are shared or are dressed up, and attention that learns: in every use as well.
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_right_for_projections_that_are(change):
-    no_faults(2, faults_of, layers.backward, SEPARATE, change)
+@pytest.mark.parametrize("change", CHANGES + OTHER_CHANGES, ids=lambda change: change.__name__)
+def test_right_in_every_use_with(change):
+    uses = USES
+    if change is attention_that_changes_the_query_in_place:  # the kept product itself, in the reference too: halved twice
+        uses = [use for use in USES if use is not selective]
+    cases = singles((use, shape) for use in uses for shape in SEPARATE)
+    no_faults(2, faults_of_all, change, [*((layers.backward, shape) for shape in SEPARATE), *cases])
 
 
 def input_changed_in_place(call, layer, x, dy):

@@ -6,12 +6,18 @@ callgrind counts what a step executes, so that neither load nor clock matters: t
 wire on which data only appear, on tensors so small that arithmetic is nothing beside the calls. The streams and events of a GPU are
 stand-ins (instructions.c). Needs valgrind and a C compiler.
 
+    G = n                    SelfAttention, beside projections around DeepSpeed's class, as are those below
+    W = 1                    of four head groups, one at a time
+    W = 1, kept              under a checkpoint that keeps attention, beside DeepSpeed's class under one that keeps nothing
+    Llama, G = n             the attention of a transformers Llama with rope, beside the same under ALST's
+
 On an H100's host, microseconds are 0.5 times thousands of instructions, and one for each record of an event or wait for one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import re
@@ -20,23 +26,43 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 RANKS, STEPS = 8, 4
 
 
-def variants(names):
-    """Yield each variant's name, what runs it, and the layer that makes a step of it."""
+# Each variant with the one that its ratio is to; DeepSpeed's, which are their own, before those that are compared with them.
+VARIANTS = {
+    "DeepSpeed": "DeepSpeed",
+    "G = 1": "DeepSpeed",
+    "G = 2": "DeepSpeed",
+    "G = 4": "DeepSpeed",
+    "W = 1": "DeepSpeed",
+    "DeepSpeed, checkpoint": "DeepSpeed, checkpoint",
+    "W = 1, kept": "DeepSpeed, checkpoint",
+    "ALST": "ALST",
+    "Llama, G = 1": "ALST",
+    "Llama, G = 2": "ALST",
+}
+
+
+def each(names, use) -> None:
+    """Call ``use`` with the name of each variant, what runs it, and the layer that makes a step of it."""
     import stand_ins
     import torch
+    from torch.utils.checkpoint import checkpoint
+    from transformers import LlamaConfig, LlamaModel
 
+    import ds_sp_overlap
+    from benchmarks import longest
     from benchmarks.one_gpu import Emulated, Free, communication
     from benchmarks.variants import Layer, Shape
     from ds_sp_overlap.exchange.streams import SideStream
 
     torch.set_num_threads(1)
 
-    cpu, layer = torch.device("cpu"), Layer(Shape(2 * RANKS, 32, 4, 8, 1, torch.float32, "cpu"), 0, RANKS)
+    cpu, shape = torch.device("cpu"), Shape(2 * RANKS, 32, 4, 8, 1, torch.float32, "cpu")
 
     class Backend:
         """Stands in for `Accelerator`."""
@@ -48,42 +74,76 @@ def variants(names):
         def Stream(device, priority):
             return stand_ins.Stream()
 
+    class OnStandIns(Emulated):
+        def __init__(self, size, transport):
+            super().__init__(size, transport)
+            self.sides[cpu] = SideStream(Backend, cpu)
+
+    def layer_alone(name):
+        layer = Layer(shape, 0, RANKS, sp_group=OnStandIns(RANKS, Free()))
+        if name.startswith("DeepSpeed"):
+            run = layer.stock()
+        elif name.startswith("W"):
+            run = layer.ours(head_groups=4, window=1, kernels="torch")
+        else:
+            run = layer.ours(head_groups=int(name[-1]), kernels="torch")
+        if name == "DeepSpeed, checkpoint":
+            run = functools.partial(checkpoint, run, use_reentrant=False)
+        if name == "W = 1, kept":
+            run = functools.partial(checkpoint, run, use_reentrant=False, context_fn=ds_sp_overlap.keep_attention)
+        use(name, run, layer)
+
+    def attention_of_llama(name):
+        """It runs inside of its model's forward, which gathers positions once for all layers."""
+        model = longest.Model(shape.width, shape.heads, shape.kv_heads, ranks=RANKS)
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=model.hidden, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, attn_implementation="sdpa",
+        )  # fmt: skip
+        net, layer, tokens = LlamaModel(config).train(), Layer(shape, 0, RANKS), shape.seq // RANKS
+        layer.projections = attention = net.layers[0].self_attn
+        layer.x, layer.dy = (t.transpose(0, 1) for t in (layer.x, layer.dy))
+
+        def decoder(hidden_states, **given):
+            use(name, lambda x: attention(hidden_states=x, **given)[0], layer)
+            return hidden_states
+
+        net.layers[0].forward = decoder
+        section = None if name == "ALST" else {"head_groups": int(name[-1]), "kernels": "torch"}
+        patches = mock.patch.object(longest, "Emulated", OnStandIns), mock.patch.dict(longest.WAYS, {name: section})
+        with patches[0], patches[1], longest.alone(RANKS, Free()), longest.running(name, net, model, tokens):
+            net(inputs_embeds=layer.x, position_ids=torch.arange(tokens)[None], use_cache=False)
+
     with communication(RANKS, Free()), torch.autograd.set_multithreading_enabled(False):
         for name in names:
-            if name == "DeepSpeed":
-                yield name, layer.stock(), layer
-                continue
-            layer.sp_group = Emulated(RANKS, Free())
-            layer.sp_group.sides[cpu] = SideStream(Backend, cpu)
-            yield name, layer.ours(head_groups=int(name[-1]), kernels="torch"), layer
+            (attention_of_llama if VARIANTS[name] == "ALST" else layer_alone)(name)
 
 
-def count(names) -> None:
-    """Run each variant; callgrind writes a file for each."""
+def count(name, run, layer) -> None:
+    """Run a variant; callgrind writes a file for it."""
     import stand_ins
 
-    for name, run, layer in variants(names):
-        for _ in range(6):
-            layer.step(run)
-        gc.collect()
-        gc.disable()
-        stand_ins.begin()
+    for _ in range(6):
         layer.step(run)
-        stand_ins.zero()
-        for _ in range(STEPS):
-            layer.step(run)
-        stand_ins.end(name)
-        gc.enable()
+    gc.collect()
+    gc.disable()
+    stand_ins.begin()
+    layer.step(run)
+    stand_ins.zero()
+    for _ in range(STEPS):
+        layer.step(run)
+    stand_ins.end(name)
+    gc.enable()
 
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="DeepSpeed,G = 1,G = 2,G = 4", help="the first is that of the ratios")
+    parser.add_argument("--variants", default="; ".join(VARIANTS))
     parser.add_argument("--count", action="store_true", help="what valgrind runs")
     args = parser.parse_args(arguments)
-    names = args.variants.split(",")
+    names = args.variants.split("; ")
     if args.count:
-        count(names)
+        each(names, count)
         return
     here = Path(__file__)
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +163,8 @@ def main(arguments=None) -> None:
             if name and total:
                 counts[name[1].strip()] = int(total[1]) / STEPS
     for name in names:
-        print(f"{name:12} {counts[name] / 1e6:6.2f} million instructions a step {counts[name] / counts[names[0]]:6.2f}")
+        ratio = counts[name] / counts.get(VARIANTS[name], float("nan"))
+        print(f"{name:21} {counts[name] / 1e6:6.2f} million instructions a step {ratio:6.2f}")
 
 
 if __name__ == "__main__":

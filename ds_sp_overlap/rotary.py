@@ -22,18 +22,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
     Returns:
         A tensor of the shape of ``x``, in the dtype that ``x`` and the tables promote to.
     """
-    rotary, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    rotary = rotary * cos + _quarter(rotary, neighbours) * sin
-    # Without a rest there is nothing to copy.
-    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        rotated = rotate(x[..., :width], cos, sin, neighbours=neighbours)
+        return torch.cat((rotated, x[..., width:]), dim=-1)
+    return x * cos + _quarter(x, neighbours) * sin
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
     """Apply the transpose of `rotate`, which is its backward: dx of ``dy`` [..., d]."""
-    rotary, rest = dy[..., : cos.shape[-1]], dy[..., cos.shape[-1] :]
+    if (width := cos.shape[-1]) < dy.shape[-1]:
+        rotated = rotate_back(dy[..., :width], cos, sin, neighbours=neighbours)
+        return torch.cat((rotated, dy[..., width:]), dim=-1)
     # `rotate` is x cos + Q(x) sin with the quarter turn Q, whose transpose is -Q.
-    rotary = rotary * cos - _quarter(rotary * sin, neighbours)
-    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+    return dy * cos - _quarter(dy * sin, neighbours)
 
 
 def _quarter(x: Tensor, neighbours: bool) -> Tensor:

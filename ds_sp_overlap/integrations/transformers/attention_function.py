@@ -110,11 +110,10 @@ def refuse_unhonoured(
         RuntimeError: for an attention function that is another one now.
         ValueError: for an option or a mask that can't be honoured.
     """
-    name = module.config._attn_implementation
     if function_of(module)[1] != known:
         raise RuntimeError(
-            f'{where}: attention "{name}" is another function since ds_sp_overlap.enable; call '
-            "ds_sp_overlap.enable again"
+            f'{where}: attention "{module.config._attn_implementation}" is another function since '
+            "ds_sp_overlap.enable; call ds_sp_overlap.enable again"
         )
     causal = options.get(known.causal) if isinstance(known.causal, str) else None
     if causal is not None and not causal:  # guard: causal whatever a layer asks
@@ -124,15 +123,15 @@ def refuse_unhonoured(
         )
     if options.get("s_aux") is not None and not known.takes_sinks:
         raise ValueError(
-            f'{where}: {type(module).__name__} has attention sinks (s_aux), which "{name}" does '
-            "not honour; use a flash attention"
+            f"{where}: {type(module).__name__} has attention sinks (s_aux), which "
+            f'"{module.config._attn_implementation}" does not honour; use a flash attention'
         )
     limited = sequence.bounds is not None or pattern != Pattern()
     if known is UNKNOWN and sequence.mask_made and limited:
         raise ValueError(
-            f'{where}: attention "{name}" is given no mask here, and nothing is known of how it '
-            "keeps packed documents and padding apart, or a window; declare it with "
-            "ds_sp_overlap.attention_function"
+            f'{where}: attention "{module.config._attn_implementation}" is given no mask here, and '
+            "nothing is known of how it keeps packed documents and padding apart, or a window; "
+            "declare it with ds_sp_overlap.attention_function"
         )
 
 
@@ -222,7 +221,7 @@ def local_attention(
         ValueError: if the attention function can't attend in the pattern's chunks, or with a range
             of queries.
     """
-    name, (function, known) = module.config._attn_implementation, function_of(module)
+    function, known = function_of(module)
     if queries is not None:
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
@@ -272,8 +271,8 @@ def local_attention(
             return documents.attend(document, alone if known.takes_masks else None, q, k, v)
         if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
             raise ValueError(
-                f'{type(module).__name__}: "{name}" has no attention in chunks of {pattern.chunk}; '
-                'use "sdpa"'
+                f'{type(module).__name__}: "{module.config._attn_implementation}" has no attention '
+                f'in chunks of {pattern.chunk}; use "sdpa"'
             )
         # See Note [Documents in flash attention].
         if known.documents == "edges":

@@ -77,8 +77,10 @@ def off_in_eval(module: Any) -> bool:
 
     Asked in every call. Each rank then attends to its own tokens, here as well.
     """
+    if module.training:
+        return False
     stock = _stock_for(module)
-    return stock is not None and stock.disable_in_eval and not module.training
+    return stock is not None and stock.disable_in_eval
 
 
 def refuse_copy(module: Any) -> None:

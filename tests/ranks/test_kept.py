@@ -278,6 +278,30 @@ def faults_of_two_layers(rank, how):
     return layers.faults(1e-12, **{name: (found[1][name], found[0][name]) for name in found[0]}), attended
 
 
+def under_autocast(rank):
+    """Weights in fp32, products in bf16: bit for bit what a checkpoint that keeps nothing computes, which runs the same again."""
+    found = []
+    for section in SECTIONS[1:]:
+        got = {}
+        for kept in (section["checkpointing"], "recompute"):
+            shape = Shape(8, 4, dtype=torch.float32, config={**section, "checkpointing": kept})
+            layer = layers.projections(shape)
+            call = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=flash)
+            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = keeping(lambda x: layers.call_block(shape, call, rank, x), x.requires_grad_())  # noqa: B023
+            y.backward(dy.to(y.dtype))
+            got[kept] = [y, x.grad, *(p.grad for p in layer.parameters())]
+        ours, expected = got.values()
+        found += [f"{section}: {i}" for i, (a, b) in enumerate(zip(ours, expected)) if a.dtype != b.dtype or not torch.equal(a, b)]
+        found += [f"{section}: BLIND, not cast"] * (ours[0].dtype != torch.bfloat16)
+    return found
+
+
+def test_under_autocast_the_same_is_kept_as_is_computed():
+    no_faults(2, under_autocast)
+
+
 @pytest.mark.parametrize(("how", "attended"), [("both", 0), ("mixed", 2)])
 def test_layers_of_one_checkpoint_keep_each_its_own(how, attended):
     assert on_ranks(2, faults_of_two_layers, how) == [([], attended)] * 2

@@ -79,6 +79,9 @@ class Compiler:
         self.is_backward, self.is_profiled = backward, profiled
         # How many operations of this list write each value.
         self.writers: dict[Name, int] = {}
+        # Inside of the node, so that dx is a sum in the dtype that x has outside.
+        if not backward and self.is_autocast and ("x",) in self.shapes:
+            self.add(operations.cast, [("x",)], [("x",)])
         for step in program:
             first = len(self.operations)
             getattr(self, step.op.value)(step)
@@ -242,9 +245,6 @@ class Compiler:
     def _rows(self) -> Name:
         """Return the name of x as a matrix."""
         if ("rows",) not in self.writers:
-            # Here, so that dx is a sum in the dtype that x has outside.
-            if not self.is_backward and self.is_autocast:
-                self.add(operations.cast, [("x",)], [("x",)])
             self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
         return ("rows",)
 

@@ -17,7 +17,7 @@
 #                                sync    a transformers layer makes the host wait for nothing
 #                                layer   two processes on the GPU, over gloo, against the whole sequence
 #                                ordered the same under torch's sanitizer of streams
-#                                one     one rank over NCCL, and the package's own communicators
+#                                one     one rank over NCCL, the package's own communicators, and CUDA graphs
 #     host         time of the host
 #     emulated     one_gpu.py: rank 0 of 8, Llama-8B, 2K and 8K tokens per GPU
 #     bandwidth    against a copy and complex128

@@ -3,7 +3,8 @@
 python benchmarks/on_gpu.py layer | one | sync | race        --device cpu: the same steps, which prove the script alone
 
 layer   two processes that share the GPU and exchange over gloo, against the layer on the whole sequence in one process
-one     one rank over NCCL: the package's transports with the communicators that they make for themselves
+one     one rank over NCCL: the package's transports with the communicators that they make for themselves; then the same step as
+        a CUDA graph replays it
 sync    a transformers layer, forward and backward, while torch refuses whatever makes the host wait for the device
 race    exchanges that take a millisecond and begin by writing NaN, against prompt ones; then the same without an order
         between them and what reads them, which must be seen, or the check is BLIND
@@ -90,6 +91,20 @@ def check_layer(device: str) -> None:
         torch.multiprocessing.spawn(_rank_of_layer, (2, device, f"{folder}/store"), nprocs=2)
 
 
+def replayed(layer: Layer, block) -> list[torch.Tensor]:
+    """A step as a CUDA graph replays it, behind one that is not captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer.step(block)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = layer.step(block)
+    graph.replay()
+    return result
+
+
 def check_one(device: str) -> None:
     start("gloo" if device == "cpu" else "nccl", 0, 1, dist.HashStore())
     group = dist.group.WORLD
@@ -108,7 +123,10 @@ def check_one(device: str) -> None:
         try:
             for groups in (1, 4):
                 layer = Layer(of, 0, 1, group, sp_group)
-                check_parity(f"{name}, G = {groups}", layer.step(layer.ours(head_groups=groups)), expected, TOLERANCE)
+                block = layer.ours(head_groups=groups)
+                check_parity(f"{name}, G = {groups}", layer.step(block), expected, TOLERANCE)
+                if device == "cuda" and name != "copy_engine":
+                    check_parity(f"{name}, G = {groups}, replayed", replayed(layer, block), expected, TOLERANCE)
         except RuntimeError as error:
             # Whether copy engines can be used at all is for NCCL to say; nothing else depends on it.
             print(f"one: {name}: COULD NOT LAUNCH: {error}")

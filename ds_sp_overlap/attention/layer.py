@@ -22,8 +22,10 @@ from torch import Tensor
 from ..autotune.policy import Policy
 from ..autotune.trial import Candidate
 from ..config import SpOverlapConfig
+from ..exchange.copy_engines import CopyEngine
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
+from ..exchange.streams import refuse_captured
 from ..profiling.steps import in_checkpoint
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
@@ -105,6 +107,13 @@ class LayerRuntime:
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}
+        # What of the section no CUDA graph can hold, in words.
+        no_graph = {
+            "sp_overlap.timeline": config.timeline is not None,
+            "sp_overlap.kv_once_per_node": config.kv_once_per_node,
+            'sp_overlap.transport "copy_engine"': isinstance(sp_group.transport, CopyEngine),
+        }
+        self._no_graph = ", ".join(key for key, is_given in no_graph.items() if is_given)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         # A process group can't be copied, so the copy exchanges over the same one. Its place in the
@@ -136,18 +145,12 @@ class LayerRuntime:
             call with its output; and the call, or None where the baseline is to run.
 
         Raises:
-            RuntimeError: while a CUDA graph is captured; and as `Calls.count` does.
+            RuntimeError: while a CUDA graph is captured that can't hold the call; and as
+                `Calls.count` does.
             ValueError: as `call` does.
         """
-        # Before CUDA is initialised, torch can't say whether a stream is captured.
-        if (  # guard: no graph of a call
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
-            raise RuntimeError(
-                f"{self.where}: called while a CUDA graph is captured, but a layer waits on the "
-                "host (to compare calls over the ranks), which no graph can hold; capture what "
-                "lies around the layer, or switch the overlap off (ds_sp_overlap.disable)"
-            )
+        if self._no_graph:
+            refuse_captured(self.where, f"{self._no_graph} can't work; leave it out")
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)

@@ -25,6 +25,7 @@ from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
+from ..exchange.streams import refuse_captured
 from ..exchange.transport import Transport
 from ..schedule import Windowed, by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
@@ -276,6 +277,10 @@ class SelfAttention:
         if can_window and call.window is not None and not isinstance(call.schedule, Windowed):
             call.schedule = schedule_of(call.geometry, call.window, self.layer.config.wgrad)
         if isinstance(call.schedule, Windowed):
+            # The host reads the states of random generators, and may hold attention.
+            refuse_captured(
+                self.layer.where, "sp_overlap.window and checkpointing can't work; leave them out"
+            )
             if not can_window:
                 raise ValueError(
                     f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k "

@@ -62,6 +62,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
+from ..exchange.streams import refuse_captured
 from ..profiling.clocks import clock_of
 from ..profiling.steps import in_backward, listen, listeners
 from ..profiling.timed import TimedCall
@@ -328,6 +329,10 @@ class Policy:
         """
         if self.over or trial.chosen is not None and not self.replicas:
             return
+        refuse_captured(
+            'sp_overlap.head_groups "auto"',
+            "G can't be chosen; train until the log tells what was kept, or give a number",
+        )
         if trial.timed and torch.is_grad_enabled():  # guard: also for frozen inputs
             run.time(self.clock, trial.marks[candidate], tokens)
         run.arrives = functools.partial(self._back, trial)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .modes import outside_modes
+from .streams import is_captured
 
 
 class Calls:
@@ -51,8 +52,9 @@ class Calls:
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Count a call; every `EVERY` calls, read the last comparison and begin the next.
 
-        `LayerRuntime.counted_call` does so in every call of a layer, before it exchanges anything.
-        Collective in every `EVERY`-th call.
+        `LayerRuntime.begin` does so in every call of a layer, before it exchanges anything.
+        Collective in every `EVERY`-th call. While a CUDA graph is captured calls are counted, and
+        compared behind that.
 
         Args:
             sp_group: The sp group.
@@ -67,7 +69,7 @@ class Calls:
         if sp_group.size == 1:
             return
         self.names.append(name)  # guard: calls are told by name
-        if len(self.names) < self.EVERY:
+        if len(self.names) < self.EVERY or is_captured():  # guard: nobody waits in a graph
             return
         self._compare(sp_group, name, device)
 
@@ -87,12 +89,13 @@ class Calls:
         # The hash only tells that calls differ; the names tell which.
         every = sp_group.gather(earlier, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
+        number = self.number - len(earlier + names) + differs + 1
         seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
         raise RuntimeError(
             f"sp_overlap: the ranks of the sp group have called different layers, first in call "
-            f"{self.number - 2 * self.EVERY + differs + 1} ({seen}), and what they have computed "
-            "since is wrong; call the same layers in the same order on every rank (those that are "
-            "dropped at random by one random state for the sp group)"
+            f"{number} ({seen}), and what they have computed since is wrong; call the same layers "
+            "in the same order on every rank (those that are dropped at random by one random state "
+            "for the sp group)"
         )
 
 

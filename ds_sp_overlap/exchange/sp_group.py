@@ -14,7 +14,7 @@ from ..warn import warn_once
 from .calls import Calls
 from .copy_engines import CopyEngine
 from .modes import outside_modes
-from .streams import HostStream, SideStream, accelerator
+from .streams import HostStream, SideStream, accelerator, refuse_captured
 from .transport import C10d, Named, OneRank, Transport, backend_of
 
 
@@ -186,8 +186,14 @@ class SPGroup:
         """Return ``what`` of every rank, in rank order; slow, since it pickles. Collective.
 
         Raises:
-            RuntimeError: on each rank on which the collective fails.
+            RuntimeError: on each rank on which the collective fails; or while a CUDA graph is
+                captured.
         """
+        refuse_captured(
+            where,
+            "the ranks can't be compared (in a layer's first call, in each one with "
+            'sp_overlap.check, for head_groups "auto" until it has chosen); run such steps before',
+        )
         every = [what] * self.size
         if self.size > 1:
             try:

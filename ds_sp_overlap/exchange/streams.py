@@ -47,6 +47,23 @@ def one_queue() -> str:
     )
 
 
+def is_captured() -> bool:
+    """Return whether the current stream is captured as a CUDA graph."""
+    # Before CUDA is initialised, torch can't say.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_captured(where: str, what: str) -> None:
+    """Raise RuntimeError, on this rank, while a CUDA graph is captured.
+
+    Args:
+        where: Name of the layer or of the model.
+        what: What no graph can hold, and what to do, in words.
+    """
+    if is_captured():  # guard: no graph of what it can't hold
+        raise RuntimeError(f"{where}: while a CUDA graph is captured, {what}")
+
+
 class HostStream:
     """A null object in place of `SideStream`, where waiting blocks the host (CPU; gloo anywhere).
 
@@ -59,7 +76,11 @@ class HostStream:
     overlaps = True
 
     def begin(self) -> Any:
-        pass
+        refuse_captured(
+            "sp_overlap",
+            "the host would wait for an exchange (of tensors on the CPU, or by gloo); capture "
+            "layers over NCCL",
+        )
 
     def end(self, mark: Any) -> None:
         pass
@@ -106,7 +127,8 @@ class SideStream:
         self.index = device.index or 0
         transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
-        # Events that nobody needs any more, to be recorded again.
+        # Events that nobody needs any more. Each is recorded again before anybody waits for it, so
+        # that an event of a captured call may serve another call, and the other way round.
         self.events: list[Any] = []
 
     def begin(self) -> Mark:

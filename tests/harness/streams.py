@@ -7,6 +7,7 @@ GPU: what is current there is the stream on which forward ran, whoever calls bac
 """
 
 import contextlib
+import itertools
 import threading
 from unittest import mock
 
@@ -18,9 +19,10 @@ class Event:
 
     says = "nothing"
     clock: dict = {}  # one that was never recorded is waited for by nobody, as in CUDA
+    capture = None  # in which it was recorded last
 
     def synchronize(self):
-        pass
+        assert self.capture is None, "the host waits for an event of a capture"
 
 
 class Stream:
@@ -29,15 +31,27 @@ class Stream:
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
         self.clock = {self: 0}
+        self.capture = None  # that it takes part in
 
     def record_event(self, event):
         self.backend.recorded += 1
-        event.says, event.clock = " ".join(self.queued) or self.name, dict(self.clock)
+        event.says, event.clock, event.capture = " ".join(self.queued) or self.name, dict(self.clock), self.capture
 
     def wait_event(self, event):
         self.backend.log.append(f"{self.name} waits for {event.says}")
+        if event.clock:
+            self._take_part(event.capture)
         for stream, time in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def _take_part(self, capture):
+        """A stream that waits for an event of a capture takes part in it, and waits for no other events from then on."""
+        assert capture is None or capture == self.backend.capture, f"{self.name} waits for an event of a capture that is over"
+        assert self.capture in (None, capture), f"{self.name} is captured, and waits for an event that is not"
+        if capture is not None:
+            self.capture = capture
+            self.tick()  # so that it must be joined, whether or not it does anything
+            self.backend.forked.add(self)
 
     def tick(self):
         """Something is done on it; the time of that."""
@@ -60,6 +74,7 @@ class Backend:
         self.current = self.compute = Stream(self, "compute")
         self.nodes_run_on = self.compute  # where forward ran
         self.backwards = 0  # that ran in the device's thread
+        self.capture, self.forked, self._captures = None, set(), itertools.count()
 
     @property
     def current(self):
@@ -83,6 +98,22 @@ class Backend:
 
     def set_stream(self, stream):
         self.current = stream
+
+    @contextlib.contextmanager
+    def captured(self):
+        """Capture a graph from the current stream; AssertionError where CUDA would refuse it, or a fork is not joined."""
+        origin, self.capture, self.forked = self.current, next(self._captures), set()
+        origin.capture = self.capture
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: self.current.capture is not None),
+        ):
+            yield self.forked
+        unjoined = [stream.name for stream in self.forked if not origin.is_after(stream, stream.clock[stream])]
+        for stream in {origin, *self.forked}:
+            stream.capture = None
+        self.capture = None
+        assert not unjoined, f"not joined to {origin.name}: {', '.join(unjoined)}"
 
     @contextlib.contextmanager
     def stream(self, stream):

@@ -10,10 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import ds_sp_overlap
 from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.streams import SideStream
-from tests.harness import dropin, layers
+from tests.harness import dropin
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, must_notice
-from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.streams import Backend
 
@@ -150,24 +149,26 @@ def test_a_comparison_that_fails_names_the_layer(collective):
         assert "look for the first error on the other ranks: connection reset by peer" in refused[2]
 
 
-def captured():
-    """A layer's call while its stream captures a CUDA graph."""
-    shape = Shape(lengths=(3,))
-    attend = layers.block(shape, layers.projections(shape), None)
-    x, _ = layers.whole_inputs(shape)
-    with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
-        for capturing in (False, True):
-            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
-                seen = refusal(layers.call_block, shape, attend, 0, x)
-            if capturing != (
-                seen is not None and seen[0] == "RuntimeError" and "layer: called while a CUDA graph is captured" in seen[1]
-            ):
-                return [f"{capturing}: {seen}"]
-    return []
+def captured_calls(rank):
+    """As `later_calls`, where those that follow the fifth are captured."""
+    backend = Backend()
+    call = layers_over(dist.new_group([0, 1]), ["layer.0", "layer.1", "layer.2"], backend, head_groups=1)
+    with torch.no_grad():
+        assert refused_at(call, [0, 1, 2, 0, 1 + rank]) is None
+        with backend.captured():
+            assert refused_at(call, [0, 1, 2] * Calls.EVERY) is None
+        return refused_at(call, [0, 1, 2] * Calls.EVERY)
 
 
-def test_a_call_in_a_cuda_graph_is_refused_by_name():
-    assert captured() == []
+def captured_calls_unnoticed(rank):
+    refused = captured_calls(rank)
+    return [] if refused else ["not refused"]
+
+
+def test_calls_of_a_capture_are_compared_behind_it():
+    """Guard: nothing is compared while a graph is captured."""
+    for number, kind, message in on_ranks(2, captured_calls, timeout_s=60):
+        assert (number, kind) == (1 + Calls.EVERY, "RuntimeError") and "first in call 5 (" in message
 
 
 # Guards.
@@ -177,7 +178,7 @@ WATCHED = [
         Guard("same layer, same call", without='return f"local sequence {lengths}, batch {geometry.batch}, {types()}"'),
         first_calls_unnoticed,
     ),
-    Watched(Guard("no graph of a call", without="if False:"), captured, ranks=0),
+    Watched(Guard("nobody waits in a graph", without="if len(self.names) < self.EVERY:"), captured_calls_unnoticed),
     Watched(Guard("calls are told by name", without='self.names.append("")'), later_calls_unnoticed),
 ]
 

@@ -37,6 +37,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...exchange.exchange import Node, refuse_second_derivatives
+from ...exchange.streams import refuse_captured
 from ...profiling.ranges import is_profiled
 from ...schedule import O, Op, Part, Program, Schedule, Step, Windowed, without_o
 from ...schedule.steps import section_of
@@ -129,6 +130,11 @@ class Piece:
         key = (call.variant or call.form, names, needs, profiled, *kinds)
         variant = self._variants.get(key)
         if variant is None:
+            refuse_captured(
+                call.where,
+                "a call is the first of its kind (shapes, dtypes, gradients); run the same step "
+                "before",
+            )
             if len(self._variants) >= _MOST:
                 self._variants.clear()
             variant = self._variants[key] = _compiled(self, call, names, needs, kinds, profiled)

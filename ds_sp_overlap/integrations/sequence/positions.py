@@ -21,6 +21,7 @@ from torch import Tensor
 from ...exchange.layout import Range
 from ...exchange.shares import QueryChunks
 from ...exchange.sp_group import SPGroup
+from ...exchange.streams import refuse_captured
 from ...warn import by_rank
 from .balance import balanced
 from .documents import Documents, to_device
@@ -38,6 +39,8 @@ from .documents import Documents, to_device
 # reads is copied to the device once in each forward, and cached in `GlobalSequence`. A layer
 # never waits.
 
+# Positions that a graph holds would be those of the forward that was captured.
+NO_GRAPH = "positions of all ranks can't be read; capture what lies around the attention layers"
 # The arguments of a model's forward that hold the sequence, of which it takes one.
 TOKENS = ("input_ids", "inputs_embeds")
 # Those that tell documents beside position_ids: edges of the rows joined, or each token's number.
@@ -477,6 +480,7 @@ class Positions:
                 sequence.
             RuntimeError: for a KV cache that is in use.
         """
+        refuse_captured(where, NO_GRAPH)
         self.sp_group.refuse_destroyed(where)
         # A rank with a fault sends a header all the same, so that no other rank waits for it.
         header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))

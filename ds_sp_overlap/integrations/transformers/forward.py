@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ...attention.runtime import sharded
 from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
+from ...exchange.streams import refuse_captured
 from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
-from ..sequence.positions import DOCUMENTS, TOKENS, GlobalSequence, Positions
+from ..sequence.positions import DOCUMENTS, NO_GRAPH, TOKENS, GlobalSequence, Positions
 from .checkpoints import Checkpoints
 from .modules import Watched, first_of, off_in_eval, pretrained
 
@@ -75,6 +76,7 @@ class Forwards:
         Args:
             where: The name of the layer, or rotary embedding, that asks for the tokens of all ranks.
         """
+        refuse_captured(where, NO_GRAPH)
         if self.running is None:
             return None
         self.running.attended.add(where)

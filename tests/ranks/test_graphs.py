@@ -1,0 +1,254 @@
+"""A CUDA graph of a layer: calls of a kind that ran before are captured, and whatever no graph can hold is refused by name.
+
+Nothing is captured on a CPU. A stand-in for streams (`Backend.captured`) refuses what CUDA would: to wait for events across the
+border of a capture, and to end a capture with a fork that is not joined. What the host would wait for is counted (`syncs`).
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_sp_overlap
+from ds_sp_overlap.attention.runtime import plan
+from ds_sp_overlap.exchange.calls import Calls
+from ds_sp_overlap.exchange.copy_engines import CopyEngine
+from ds_sp_overlap.exchange.streams import SideStream
+from tests.harness import dropin, layers, models
+from tests.harness.dropin import Case
+from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.layers import Shape
+from tests.harness.ranks import on_ranks, refusal
+from tests.harness.streams import Backend, Stream, device_thread
+from tests.harness.syncs import waits
+
+CPU = torch.device("cpu")
+CASE = Case(heads=4, kv_heads=2, head_dim=4, value_dim=4, batch=1, lengths=(4, 4))
+
+
+def on_streams(layer, backend=None):
+    """Have a layer exchange on streams; return their stand-in."""
+    backend = backend or Backend()
+    layer.sp_group._sides[CPU] = SideStream(backend, CPU)
+    return backend
+
+
+def self_attention(rank, **config):
+    """A step of a `SelfAttention`, and its layer."""
+    shape = Shape(heads=6, kv_heads=3, config={"head_groups": 1, **config})  # k and v are indexed
+    modules = layers.projections(shape)
+    attend = layers.block(shape, modules, dist.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+
+    def step(x=x):
+        y = layers.call_block(shape, attend, rank, x.requires_grad_())
+        return [y, *torch.autograd.grad(y, [x, *modules.parameters()], dy)]
+
+    return step, attend.layer
+
+
+def drop_in(rank, **config):
+    """The same of the drop-in, with a rotary embedding on arrival."""
+    attend = ds_sp_overlap.DistributedAttention(
+        dropin.local_attention(CASE), dist.group.WORLD, gather_idx=1, config={"head_groups": 1, **config}, heads_alike=True
+    )
+    q, k, v = (t[:, 4 * rank : 4 * rank + 4].contiguous().requires_grad_() for t in dropin.whole_inputs(CASE)[:3])
+
+    def step(q=q):
+        o = attend(q, k, v, 0)
+        return [o, *torch.autograd.grad(o, [q, k, v], torch.ones_like(o))]
+
+    return step, attend._attend.layer
+
+
+def captured_step(rank, make, groups):
+    """Steps in and behind a capture are as before it, and in it there are no waits of the host and no collectives beside exchanges."""
+    step, layer = make(rank, head_groups=groups)
+    backend = on_streams(layer)
+    refused = mock.Mock(side_effect=AssertionError("a collective of ours"))
+    with device_thread(backend):
+        expected = step()
+        for _ in range(2):
+            exchanges = mock.Mock(wraps=layer.sp_group.transport.launch)
+            with (
+                backend.captured() as forked,
+                waits() as seen,
+                mock.patch.object(layer.sp_group.transport, "launch", exchanges),
+                mock.patch.multiple(dist, all_gather_object=refused, all_reduce=refused, all_gather=refused),
+            ):
+                for _ in range(Calls.EVERY):
+                    found = step()
+            assert not seen, seen
+            assert {stream.name for stream in forked} == {"compute", "transfer", "gate"}
+            assert exchanges.call_count == Calls.EVERY * (4 + 4 * groups), exchanges.call_count
+            for _ in range(2 * Calls.EVERY):
+                again = step()
+            assert all(map(torch.equal, expected, found)) and all(map(torch.equal, expected, again))
+    return []
+
+
+@pytest.mark.parametrize("make, groups", [(self_attention, 1), (drop_in, 1), (drop_in, 2)])
+def test_a_call_of_a_known_kind_is_captured(make, groups):
+    assert on_ranks(2, captured_step, make, groups, timeout_s=60) == [[], []]
+
+
+def forward_and_backward_apart(rank):
+    """As ``make_graphed_callables`` captures them."""
+    shape = Shape(config={"head_groups": 2})
+    modules = layers.projections(shape)
+    attend = layers.block(shape, modules, dist.group.WORLD)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    backend, found = on_streams(attend.layer), []
+    with device_thread(backend):
+        for capture in (contextlib.nullcontext, backend.captured):
+            with capture():
+                y = layers.call_block(shape, attend, rank, x.detach().requires_grad_())
+            with capture():
+                y.backward(dy)
+            found.append([y, *(p.grad for p in modules.parameters())])
+            modules.zero_grad()
+    assert all(map(torch.equal, *found))
+    return []
+
+
+def test_forward_and_backward_may_be_captured_apart():
+    assert on_ranks(2, forward_and_backward_apart, timeout_s=60) == [[], []]
+
+
+# What is refused.
+
+
+def outcome(rank, config, warm, streams):
+    """What a step in a capture raises, behind those that ``warm`` makes."""
+    plan._pieces.clear()  # lists that another layer compiled
+    config = dict(config)
+    transport = CopyEngine() if config.pop("transport", None) else None
+    shape = Shape(config={"head_groups": 1, **config})
+    modules = layers.projections(shape)
+    attend = layers.block(shape, modules, dist.group.WORLD, transport)
+    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    backend = on_streams(attend.layer) if streams else Backend()
+
+    def forward():
+        return layers.call_block(shape, attend, rank, x.requires_grad_())
+
+    with device_thread(backend):
+        if warm == "step":
+            expected = forward()
+            expected.backward(dy)
+        elif warm == "no_grad":
+            with torch.no_grad():
+                expected = forward()
+        with backend.captured():
+            kind, message = refusal(forward)
+        if warm:  # the layer runs on
+            assert torch.equal(forward(), expected)
+    return kind, message
+
+
+FIRST, NO = "the ranks can't be compared (in a layer's first call", "can't work; leave"
+REFUSED = {
+    "first call": ({}, None, True, f"layer: while a CUDA graph is captured, {FIRST}"),
+    "check": ({"check": True}, "step", True, f"layer: while a CUDA graph is captured, {FIRST}"),
+    "kind": ({}, "no_grad", True, "layer: while a CUDA graph is captured, a call is the first of its kind"),
+    "trial": ({"head_groups": "auto"}, "no_grad", True, 'sp_overlap.head_groups "auto": while a CUDA graph is captured, G can'),
+    "comparison of a trial": ({"head_groups": "auto"}, "step", True, f"sp_overlap: while a CUDA graph is captured, {FIRST}"),
+    "window": ({"head_groups": 2, "window": 1}, "step", True, f"captured, sp_overlap.window and checkpointing {NO} them out"),
+    "timeline": ({"timeline": {}}, "step", True, f"layer: while a CUDA graph is captured, sp_overlap.timeline {NO} it out"),
+    "nodes": ({"kv_once_per_node": True}, "step", True, f"captured, sp_overlap.kv_once_per_node {NO} it out"),
+    "copy engines": ({"transport": True}, None, True, f'captured, sp_overlap.transport "copy_engine" {NO} it out'),
+    "gloo": ({}, "step", False, "captured, the host would wait for an exchange"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_graph_can_hold_is_refused_by_name(case, tmp_path):
+    config, warm, streams, message = REFUSED[case]
+    if "timeline" in config:
+        config = {"timeline": {"path": str(tmp_path), "steps": [5, 6]}}
+    for kind, said in on_ranks(2, outcome, config, warm, streams, timeout_s=60):
+        assert kind == "RuntimeError" and message in said, said
+
+
+def of_a_model(rank):
+    """What a transformers model raises in a capture, and one whose layer alone is captured."""
+    model = models.tiny()
+    ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
+    inputs = models.cut(models.batches(1)[0], rank, 2)
+    inputs.pop("labels", None)
+
+    def forward():
+        return model(**inputs, use_cache=False)
+
+    forward()
+    said, backend, original = [], Backend(), model.model.layers[0].self_attn.forward
+    with backend.captured():
+        said.append(refusal(forward))
+
+    def captured(*args, **kwargs):
+        with backend.captured():
+            return original(*args, **kwargs)
+
+    with mock.patch.object(model.model.layers[0].self_attn, "forward", captured):
+        said.append(refusal(forward))
+    return said
+
+
+def test_a_transformers_model_is_refused_since_positions_are_those_of_one_forward():
+    for model, layer in on_ranks(2, of_a_model, timeout_s=120):
+        expected = "while a CUDA graph is captured, positions of all ranks can't be read"
+        assert model == ("RuntimeError", mock.ANY) and model[1].startswith(f"LlamaForCausalLM: {expected}"), model
+        assert layer == ("RuntimeError", mock.ANY) and layer[1].startswith(f"model.layers.0.self_attn: {expected}"), layer
+
+
+# The instrument.
+
+
+def wait_behind(backend, side):
+    event = backend.Event()
+    with backend.captured():
+        side.record_event(event)
+        backend.compute.record_event(event)
+    backend.compute.wait_event(event)
+
+
+def wait_for_earlier(backend, side):
+    event = backend.Event()
+    side.record_event(event)
+    with backend.captured():
+        backend.compute.wait_event(event)
+
+
+def fork(backend, side):
+    event = backend.Event()
+    with backend.captured():
+        backend.compute.record_event(event)
+        side.wait_event(event)
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [(wait_behind, "a capture that is over"), (wait_for_earlier, "that is not"), (fork, "not joined to compute: side")],
+)
+def test_the_instrument_sees(fault, says):
+    backend = Backend()
+    with pytest.raises(AssertionError, match=says):
+        fault(backend, Stream(backend, "side"))
+
+
+# Guards.
+
+
+def captured_in_silence(rank):
+    said = outcome(rank, {}, "no_grad", True)
+    return [] if said else ["not refused"]
+
+
+WATCHED = [Watched(Guard("no graph of what it can't hold", without="if False:"), captured_in_silence, raises=True)]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_suite_notices_without_the_guard(watched):
+    must_notice(watched)

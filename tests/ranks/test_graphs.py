@@ -31,7 +31,7 @@ CASE = Case(heads=4, kv_heads=2, head_dim=4, value_dim=4, batch=1, lengths=(4, 4
 def on_streams(layer, backend=None):
     """Have a layer exchange on streams; return their stand-in."""
     backend = backend or Backend()
-    layer.sp_group._sides[CPU] = SideStream(backend, CPU)
+    layer.sp_group.sides[CPU] = SideStream(backend, CPU)
     return backend
 
 

@@ -209,11 +209,11 @@ def _blocks_in_wire(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
     # the block (``done``).
     place = 0
     for peer, size in enumerate(sides.sizes):
+        shapes = [side.part_shape(peer) for side in sides.each]
         # Elements between two tokens in the wire, if parts of several tensors alternate.
-        of_all = sum(math.prod(side.part_shape(peer)[2:]) for side in sides.each)
+        of_all = sum([math.prod(shape[2:]) for shape in shapes])
         before = 0
-        for tensor, side in enumerate(sides.each):
-            shape = side.part_shape(peer)
+        for tensor, (side, shape) in enumerate(zip(sides.each, shapes)):
             own = math.prod(shape[2:])
             width = own if sides.apart else of_all
             # Strides in the wire: from token to token a ``width``; inside of a token as packed.

@@ -1,4 +1,4 @@
-"""Runs a layer by lists of operations that are compiled from its schedule once.
+"""Runs a layer by functions that are compiled from its schedule once.
 
     piece         consecutive steps that one node of autograd runs, in forward and in backward
     variant       a piece compiled for what needs a gradient: a function for each direction

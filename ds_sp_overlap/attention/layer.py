@@ -149,8 +149,10 @@ class LayerRuntime:
                 `Calls.count` does.
             ValueError: as `call` does.
         """
-        if self._no_graph:
-            refuse_captured(self.where, f"{self._no_graph} can't work; leave it out")
+        side = self.sp_group.sides.get(inputs[0].device)
+        if self._no_graph or side is not None and side.blocks:
+            what = self._no_graph or "exchanges by gloo"
+            refuse_captured(self.where, f"{what} can't work; capture without")
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)

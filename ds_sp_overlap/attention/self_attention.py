@@ -279,7 +279,7 @@ class SelfAttention:
         if isinstance(call.schedule, Windowed):
             # The host reads the states of random generators, and may hold attention.
             refuse_captured(
-                self.layer.where, "sp_overlap.window and checkpointing can't work; leave them out"
+                self.layer.where, "sp_overlap.window and checkpointing can't work; capture without"
             )
             if not can_window:
                 raise ValueError(

@@ -148,18 +148,18 @@ def outcome(rank, config, warm, streams):
     return kind, message
 
 
-FIRST, NO = "the ranks can't be compared (in a layer's first call", "can't work; leave"
+FIRST, NO = "the ranks can't be compared (in a layer's first call", "can't work; capture without"
 REFUSED = {
     "first call": ({}, None, True, f"layer: while a CUDA graph is captured, {FIRST}"),
     "check": ({"check": True}, "step", True, f"layer: while a CUDA graph is captured, {FIRST}"),
     "kind": ({}, "no_grad", True, "layer: while a CUDA graph is captured, a call is the first of its kind"),
     "trial": ({"head_groups": "auto"}, "no_grad", True, 'sp_overlap.head_groups "auto": while a CUDA graph is captured, G can'),
     "comparison of a trial": ({"head_groups": "auto"}, "step", True, f"sp_overlap: while a CUDA graph is captured, {FIRST}"),
-    "window": ({"head_groups": 2, "window": 1}, "step", True, f"captured, sp_overlap.window and checkpointing {NO} them out"),
-    "timeline": ({"timeline": {}}, "step", True, f"layer: while a CUDA graph is captured, sp_overlap.timeline {NO} it out"),
-    "nodes": ({"kv_once_per_node": True}, "step", True, f"captured, sp_overlap.kv_once_per_node {NO} it out"),
-    "copy engines": ({"transport": True}, None, True, f'captured, sp_overlap.transport "copy_engine" {NO} it out'),
-    "gloo": ({}, "step", False, "captured, the host would wait for an exchange"),
+    "window": ({"head_groups": 2, "window": 1}, "step", True, f"captured, sp_overlap.window and checkpointing {NO}"),
+    "timeline": ({"timeline": {}}, "step", True, f"layer: while a CUDA graph is captured, sp_overlap.timeline {NO}"),
+    "nodes": ({"kv_once_per_node": True}, "step", True, f"captured, sp_overlap.kv_once_per_node {NO}"),
+    "copy engines": ({"transport": True}, None, True, f'captured, sp_overlap.transport "copy_engine" {NO}'),
+    "gloo": ({}, "step", False, f"layer: while a CUDA graph is captured, exchanges by gloo {NO}"),
 }
 
 

@@ -41,6 +41,8 @@ MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
 # ranks: dtypes, head dims, which gradients are needed.
 Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
 
+_NO = "can't work; capture without"  # what no graph can hold
+
 
 @lru_cache(maxsize=256)
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
@@ -149,12 +151,14 @@ class LayerRuntime:
                 `Calls.count` does.
             ValueError: as `call` does.
         """
-        side = self.sp_group.sides.get(inputs[0].device)
-        if self._no_graph or side is not None and side.blocks:
-            what = self._no_graph or "exchanges by gloo"
-            refuse_captured(self.where, f"{what} can't work; capture without")
+        if self._no_graph:
+            refuse_captured(self.where, f"{self._no_graph} {_NO}")
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
+        # Only here: one rank's input may be no tensor, of which all learn in the first call.
+        side = self.sp_group.sides.get(inputs[0].device)
+        if side is not None and side.blocks:
+            refuse_captured(self.where, f"exchanges by gloo {_NO}")
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size

@@ -22,6 +22,7 @@ from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.ranks import on_ranks, refusal
+from tests.harness.whole import training
 
 # And in backward those of their gradients.
 EXCHANGES = {1: ("q", "k", "v", "o"), 2: ("q0", "k0", "v0", "qkv1", "o0", "o1")}
@@ -57,6 +58,27 @@ def test_every_exchange_of_the_steps_is_in_the_table_of_every_rank(stage, tmp_pa
     assert len(lines) == len(expected) and {line["calls"] for line in lines} == {"2"}, "two microbatches"
     assert all(float(line["transfer_ms"]) > 0 and float(line["exposed_ms"]) > 0 for line in lines)
     assert (folder / "timeline.png").read_bytes()[1:4] == b"PNG"
+
+
+def hybrid_trained(rank, kind, folder):
+    training(rank, kind, 0, {"head_groups": 1, "timeline": {"path": folder, "steps": [1, 1]}}, steps=2)
+
+
+HYBRIDS = {
+    "nemotron_h": {"model.layers.0.mixer": ("x", "s"), "model.layers.2.mixer": EXCHANGES[1]},
+    "jamba": {"model.layers.0.mamba": ("x", *EXCHANGES[1]), "model.layers.1.self_attn": EXCHANGES[1]},
+}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_exchanges_of_a_hybrids_mixers_are_beside_those_of_attention(kind, tmp_path):
+    on_ranks(2, hybrid_trained, kind, str(tmp_path))
+    assert cli.main(["timeline", str(tmp_path)]) == 0
+    counted = {(line["rank"], line["layer"], line["exchange"]): line["calls"] for line in table(tmp_path)}
+    assert counted == {
+        (rank, layer, d + what): "1"
+        for rank in "01" for layer, exchanges in HYBRIDS[kind].items() for what in exchanges for d in ("", "d")
+    }  # fmt: skip
 
 
 def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tmp_path):

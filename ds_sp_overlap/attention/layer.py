@@ -41,8 +41,6 @@ MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
 # ranks: dtypes, head dims, which gradients are needed.
 Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
 
-_NO = "can't work; capture without"  # what no graph can hold
-
 
 @lru_cache(maxsize=256)
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
@@ -152,13 +150,13 @@ class LayerRuntime:
             ValueError: as `call` does.
         """
         if self._no_graph:
-            refuse_captured(self.where, f"{self._no_graph} {_NO}")
+            self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(describe)
         # Only here: one rank's input may be no tensor, of which all learn in the first call.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
-            refuse_captured(self.where, f"exchanges by gloo {_NO}")
+            self.refuse_graph("exchanges by gloo")
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
@@ -182,6 +180,10 @@ class LayerRuntime:
         call.window = self.config.window_of(candidate)
         call.begin(inputs[0])
         return run, call
+
+    def refuse_graph(self, what: str) -> None:
+        """Raise RuntimeError, on this rank, while a CUDA graph is captured; none can hold ``what``."""
+        refuse_captured(self.where, f"{what} can't work; capture without")
 
     def warn_if_window_is_ignored(self) -> None:
         """Warn once if the section asks for a window, in a layer that can't recompute q, k, v."""

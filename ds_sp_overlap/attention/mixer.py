@@ -112,7 +112,7 @@ Sections = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True)
 class ByHeads:
-    """What meets in whole sequences of some heads; channels count as heads.
+    """Say what meets in whole sequences of some heads; channels count as heads.
 
     Attributes:
         what: What mixes, in words.

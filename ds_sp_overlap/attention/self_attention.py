@@ -25,7 +25,6 @@ from ..config import SpOverlapConfig
 from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
-from ..exchange.streams import refuse_captured
 from ..exchange.transport import Transport
 from ..schedule import Windowed, by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
@@ -278,9 +277,7 @@ class SelfAttention:
             call.schedule = schedule_of(call.geometry, call.window, self.layer.config.wgrad)
         if isinstance(call.schedule, Windowed):
             # The host reads the states of random generators, and may hold attention.
-            refuse_captured(
-                self.layer.where, "sp_overlap.window and checkpointing can't work; capture without"
-            )
+            self.layer.refuse_graph("sp_overlap.window and checkpointing")
             if not can_window:
                 raise ValueError(
                     f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k "
@@ -316,10 +313,7 @@ class SelfAttention:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
         projections = call.projections
         names = projections.cuts.names(len(tables))
-        tensors = projections.parameters
-        if tables:
-            tensors = lambda: [*projections.parameters(), *tables]  # noqa: E731
-        return End(projections.called, names, tensors)
+        return End(projections.called, names, lambda: [*projections.parameters(), *tables])
 
     def _output(self, call: Call) -> End:
         """Return the output projection as an end."""

@@ -90,7 +90,7 @@ def test_loss_and_every_gradient_equal_the_whole_sequences(size):
 
 
 def edges(rank, kinds=("qwen3_next",)):
-    """Of each way to tell documents beside position_ids: what was said; of each kind of layer."""
+    """Return what was said of each way to tell documents beside position_ids, for each kind of layer."""
     said, tokens = {}, tokens_of(32, rows=1)
     two = packed([[20, 12]])
     given = {

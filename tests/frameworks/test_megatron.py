@@ -308,7 +308,7 @@ def test_a_projection_that_is_called_whole():
 
 
 def clamped_by_a_fork(rank):
-    """How far off a layer is whose output projection is a fork's, of the name of Megatron's."""
+    """Return how far off a layer is whose output projection is a fork's, of the name of Megatron's."""
     shape, outputs = Shape(config={"head_groups": 2}), []
     for ours in (True, False):
         model, (x, _, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)

@@ -32,7 +32,7 @@ def test_an_attention_of_a_fork_is_right_and_what_is_not_known_of_it_is_named():
 
 
 def refused(rank, change):
-    """What a step with large weights says, behind one of small weights and a ``change``."""
+    """Return what a step with large weights says, behind one of small weights and a ``change``."""
     shape = Shape()
     model = made(shape, Patched)
     x, dy, mask, tables = megatron_layers.inputs(shape)

@@ -75,7 +75,7 @@ class Call:
 
     @property
     def form(self) -> tuple:
-        """What operations are compiled for, beside the inputs of a node."""
+        """Return what operations are compiled for, beside the inputs of a node."""
         cuts = None if self.projections is None else self.projections.cuts
         folds, casts = self.rope_tables is not None, self.autocast["enabled"]
         return self.geometry, self.schedule, self.by_rank, folds, casts, cuts

@@ -11,11 +11,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
-
-from .warn import warn_once
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -78,7 +75,7 @@ class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``.
 
     Each switch works alone, so that each gain can be measured alone. null is the default of every
-    key, and so is "auto". Keys of earlier releases are accepted until 0.4 (`_RETIRED`).
+    key, and so is "auto".
 
     Attributes:
         enabled: False: as if the section were not there.
@@ -92,7 +89,6 @@ class SpOverlapConfig(_Section):
         window: W, the most head groups that are live at a time; for less memory, backward
             recomputes q, k and v. null: all groups. Alone it also chooses the largest G, "tiles":
             "auto", and to keep attention over checkpoints where that is possible.
-        memory: Retired; "auto" still saves attention over transformers' gradient checkpoints.
         checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
             o and the log-sum-exp, so that neither attention nor its exchanges run again before
             backward; "offload" keeps them in host memory.
@@ -103,10 +99,9 @@ class SpOverlapConfig(_Section):
             False: call them whole.
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
             its dgrad.
-        kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled" (once
-            called "cuda"): the CUDA kernels and no others. "auto": the compiled ones where NCCL
-            carries the sp group and all ranks have them, built once where nvcc is; elsewhere
-            PyTorch's.
+        kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled": the
+            CUDA kernels and no others. "auto": the compiled ones where NCCL carries the sp group
+            and all ranks have them, built once where nvcc is; elsewhere PyTorch's.
         transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
             over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
             copy engines, in one node.
@@ -130,7 +125,6 @@ class SpOverlapConfig(_Section):
     shares: Literal["auto"] | Count = "auto"
     kv_once_per_node: bool = False
     window: Count | None = None
-    memory: Literal["auto"] | None = None
     checkpointing: Literal["recompute", "keep", "offload"] = "recompute"
     tiles: Literal["auto"] | Count | None = None
     projections: bool = True
@@ -146,28 +140,6 @@ class SpOverlapConfig(_Section):
     policy: PolicyConfig = PolicyConfig()
     timeline: TimelineConfig | None = None
     check: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _retire(cls, section: Any) -> Any:
-        """Drop keys of earlier releases, and warn once of each that asked for something."""
-        if not isinstance(section, dict):
-            return section
-        kept = dict(section)
-        for key, (defaults, remedy) in _RETIRED.items():
-            value = kept.pop(key, None)
-            if value is None or value in defaults:
-                continue
-            warn_once(f"sp_overlap.{key} is retired and will be refused from 0.4 on; {remedy}")
-            if (key, value) == ("memory", "auto"):
-                kept[key] = value
-        return kept
-
-    @field_validator("kernels", mode="before")
-    @classmethod
-    def _once_called(cls, name: Any) -> Any:
-        """Take the value that "compiled" was once called by."""
-        return "compiled" if name == "cuda" else name
 
     @property
     def of_sp_group(self) -> dict[str, Any]:
@@ -188,12 +160,7 @@ class SpOverlapConfig(_Section):
         if self.enabled:
             return self
         off = dict(head_groups=1, window=None, checkpointing="recompute", projections=False)
-        return self.model_copy(update={**off, "memory": None, "wgrad": False})
-
-    @property
-    def keeps_over_checkpoints(self) -> bool:
-        """Return whether ``"memory": "auto"`` saves attention over transformers' checkpoints."""
-        return self.memory == "auto" and "checkpointing" not in self.model_fields_set
+        return self.model_copy(update={**off, "wgrad": False})
 
     @property
     def keeps_where_possible(self) -> bool:
@@ -292,7 +259,7 @@ class SpOverlapConfig(_Section):
         name = f"{first}.{key}" if nested else key
         path = f"sp_overlap.{name}"
         fields = (_SECTIONS[first] if nested else cls).model_fields
-        keys = [key for key in fields if key not in _RETIRED]
+        keys = list(fields)
         if fault["type"] == "extra_forbidden":
             # The key may belong into another section.
             places = {name.rpartition(".")[2]: name for name in _VALID} | {key: key for key in keys}
@@ -306,18 +273,6 @@ class SpOverlapConfig(_Section):
         return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
 
 
-# Keys of earlier releases, each with the values that asked for nothing, and what to do instead.
-_RETIRED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "scope": (("layer",), 'layers run one by one, as with "layer": leave it out'),
-    "token_chunks": (("auto",), "layers run one by one: leave it out"),
-    "memory": (
-        (),
-        'give "window" (1 holds least; 2 also hides every exchange) and, for "head_groups", as '
-        "many as a rank has query heads. Attention is still saved over transformers' gradient "
-        'checkpoints: say "checkpointing": "keep" for that',
-    ),
-    "sm_carveout": ((0, "auto"), "it brought nothing on an H100: leave it out"),
-}
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
 _VALID = {
     **dict.fromkeys(

@@ -29,7 +29,6 @@ from ..attention.self_attention import SelfAttention
 from ..exchange.launch_order import LAUNCH_ORDER
 from ..exchange.streams import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
-from ..integrations.deepspeed import op_builds
 from ..relayout import kernels
 from .shared_gpu import lacks, nccl_version, sharing
 
@@ -50,8 +49,6 @@ def versions() -> str:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows.append(("devices", ", ".join(devices) or f"CPU, {os.cpu_count()} cores"))
     rows.append(("compiled kernels", str(kernels.library())))
-    found = [op_builds.remedy(lock) for lock in op_builds.locks()]
-    rows += [("op builds", line) for line in found or ["no lock"]]
     rows.append((CONNECTIONS, one_queue() or os.environ.get(CONNECTIONS, "not set")))
     if dist.is_nccl_available():
         rows.append(("NCCL", ".".join(map(str, nccl_version()))))

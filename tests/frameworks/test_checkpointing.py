@@ -120,31 +120,6 @@ def test_flash_attention_is_kept_too():
     assert error < FP64 and kept == stored
 
 
-FRUGAL = {"memory": "auto", "policy": {"warmup_steps": 0}}  # retired, but for this
-
-
-@pytest.mark.parametrize("section, how", [(FRUGAL, "before"), ({**FRUGAL, "checkpointing": "recompute"}, "before"), (FRUGAL, "")])
-def test_where_memory_counts_a_checkpointed_model_keeps_its_attention_unless_told_otherwise(section, how):
-    keeps = how == "before" and "checkpointing" not in section
-    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, {**section, "checkpointing": "keep"}, "")
-    for error, counted, report in on_ranks(2, exact, "sdpa", {}, section, how):
-        assert error < FP64 and ("kept over checkpoints" in report) == keeps
-        assert not keeps or counted == stored
-
-
-def reentrant(rank):
-    tokens, group, model = batches(1)[0], torch.distributed.group.WORLD, tiny(**WIDE, **EXACT).train()
-    expected = outcome(tiny(**WIDE, **EXACT).train(), tokens, 0, 1, None)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    report = ds_sp_overlap.enable(model, FRUGAL, group)
-    return worst(outcome(model, tokens, rank, 2, group), expected), " ".join(str(report).split())
-
-
-def test_where_nothing_can_be_kept_it_asks_for_nothing():
-    for error, report in on_ranks(2, reentrant):
-        assert error < FP64 and "kept over checkpoints" not in report
-
-
 def of_transformers_5(rank, options):
     tokens, group = batches(1)[0], torch.distributed.group.WORLD
     expected = outcome(tiny(layers=3, **WIDE, **EXACT), tokens, 0, 1, None)

@@ -399,18 +399,6 @@ def test_the_environment_variable(case, monkeypatch):
     )
 
 
-RETIRED = {"scope": "block", "token_chunks": 4, "memory": "auto", "sm_carveout": 8}
-
-
-@pytest.mark.parametrize("by", ["section", "variable", "run"])
-def test_retired_keys_are_accepted_with_one_warning_each_from_wherever_they_come(by, monkeypatch):
-    variable = json.dumps(RETIRED) if by == "variable" else ""
-    command_line = {"timeline": {"path": "x"}} if by == "run" else None
-    config, messages = asked_for(monkeypatch, variable, None if by == "variable" else RETIRED, command_line)
-    assert config.enabled and config.keeps_over_checkpoints
-    assert sorted(message.split()[0] for message in messages) == sorted(f"sp_overlap.{key}" for key in RETIRED)
-
-
 def test_the_command_line_goes_before_the_environment_variable(monkeypatch):
     asked = {"timeline": {"path": "of the command"}}
     config, _ = asked_for(monkeypatch, '{"timeline": {"path": "of the variable"}, "head_groups": 2}', None, asked)
@@ -459,7 +447,6 @@ def by_the_variable(rank, values):
 def test_the_environment_variable_switches_it_on_where_there_is_no_section():
     layers = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert on_ranks(2, by_the_variable, ['{"head_groups": 2}'] * 2) == [(None, layers)] * 2
-    assert on_ranks(2, by_the_variable, [json.dumps(RETIRED)] * 2) == [(None, layers)] * 2
     assert on_ranks(2, by_the_variable, ["0"] * 2) == [(None, [])] * 2
 
 

@@ -533,7 +533,7 @@ def test_good_configs_are_read():
 
 @pytest.mark.parametrize("unsaid", [None, "auto"])
 def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
-    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"memory": None, "tiles": None}
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"tiles": None}
     assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
     nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
     assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})

@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -15,7 +14,6 @@ from pydantic import BaseModel
 
 from benchmarks.convergence.training import variants
 from ds_sp_overlap import SpOverlapConfig
-from ds_sp_overlap.config import _RETIRED
 from tests.harness import sweep_page
 from tests.harness.pages import PAGES, ROOT, code, read
 
@@ -93,12 +91,7 @@ def test_the_table_of_keys_has_every_key_with_its_default_and_its_words():
         (code(key)[0], (code(default) or [default.content])[0], sorted(value for value in code(kind) if value.startswith('"')))
         for key, kind, default, *_ in table[1:]
     ]
-    assert found == [key for key in keys() if key[0] not in _RETIRED]
-
-
-def test_the_table_of_retired_keys_has_every_one():
-    table = [rows for _, rows in read(ROOT / "docs/configuration.md").tables if rows[0][0].content == "key"][1]
-    assert sorted(itertools.chain(*(code(key) for key, _ in table[1:]))) == sorted(_RETIRED)
+    assert found == list(keys())
 
 
 def test_a_message_that_is_explained_is_one_of_the_packages():

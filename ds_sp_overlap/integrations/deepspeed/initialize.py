@@ -39,7 +39,7 @@ from ..distributed_attention import has_drop_in
 from ..megatron import bridge as megatron_bridge
 from ..registry import NO_LAYERS, Report, disable, enable, find_group, is_overlapped
 from ..transformers import registration
-from . import accelerate, op_builds
+from . import accelerate
 
 # Note [Two ways to an engine]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -110,7 +110,6 @@ def install() -> None:
 
     initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
-    op_builds.install()
     registration.install()
 
 

@@ -132,19 +132,6 @@ def is_checkpointed(module: nn.Module) -> bool:
     return bool(getattr(module, SWITCH, False))
 
 
-def can_keep(model: nn.Module) -> bool:
-    """Return whether all checkpoints that ``model`` has now can save attention.
-
-    False for a model without checkpoints. `enable` asks where a retired key of the section wants
-    attention to be kept.
-    """
-    functions = []
-    for module in model.modules():
-        if is_checkpointed(module) and FUNCTION in vars(module):
-            functions.append(vars(module)[FUNCTION])
-    return bool(functions) and not any(map(_why_not, functions))
-
-
 def _why_not(function: Any) -> str:
     """Explain why a checkpoint function can't save attention; empty if it can.
 

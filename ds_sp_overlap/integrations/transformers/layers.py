@@ -26,7 +26,7 @@ from ..rebinding import rebind
 from ..sequence.masks import RECURRENT
 from . import latent, mixers
 from .attention_function import Dispatch, attention_of, bind_function, function_of
-from .checkpoints import Checkpoints, can_keep
+from .checkpoints import Checkpoints
 from .driven import Driven
 from .forward import Forwards, Host, stretched
 from .modules import (
@@ -110,10 +110,6 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundL
     if attention_functions() is None:
         return [], {}
     refuse_prompts(model)
-    # A retired key asks for it.
-    if overlap.config.keeps_over_checkpoints and can_keep(model):
-        config = overlap.config.model_copy(update={"checkpointing": "keep"})
-        overlap = overlap._replace(config=config)
     search = _Search(model, overlap)
     refuse_unexchanged(search.modules, search.mixers)
     for name, module in search.modules.items():

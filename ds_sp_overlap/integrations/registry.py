@@ -184,7 +184,7 @@ def enable(
 def find_group(model: nn.Module) -> Any:
     """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one.
 
-    `enable` and the wrapped ``deepspeed.initialize`` ask where nobody passed a group.
+    `enable` and the wrapped constructor of DeepSpeed's engine ask where nobody passed a group.
     """
     return transformers.find_group(model) or distributed_attention.find_group(model)
 

@@ -16,6 +16,7 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.sequence.layer import DistributedAttention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -311,28 +312,23 @@ def test_without_the_section_or_with_enabled_false_nothing_changes():
 
 
 def refused_config(rank, more):
-    """What `deepspeed.initialize` says to a config, and whether DeepSpeed had started by then."""
-    started, config_class = [], deepspeed.DeepSpeedConfig
-
-    def begin(*args, **kwargs):
-        started.append("DeepSpeed")
-        return config_class(*args, **kwargs)
-
-    deepspeed.DeepSpeedConfig = begin
+    """What `deepspeed.initialize` says to a config, and whether the engine was begun by then."""
+    begun, begin = [], DeepSpeedEngine._configure_with_arguments
+    DeepSpeedEngine._configure_with_arguments = lambda *args: begun.append("engine") or begin(*args)
     try:
         model = tiny()
         mpu = sequence_parallel(model, 2)
         said = refusal(deepspeed.initialize, model=model, config=ds_config(0, **more), mpu=mpu)
-        return said, started, overlapped_layers(model)
+        return said, begun, overlapped_layers(model)
     finally:
-        deepspeed.DeepSpeedConfig = config_class
+        DeepSpeedEngine._configure_with_arguments = begin
         forget_sequence_parallel()
 
 
-def test_an_invalid_section_is_refused_before_deepspeed_starts():
-    for said, started, bound in on_ranks(2, refused_config, {"sp_overlap": {"head_group": 2}}):
+def test_an_invalid_section_is_refused_before_the_engine_is_begun():
+    for said, begun, bound in on_ranks(2, refused_config, {"sp_overlap": {"head_group": 2}}):
         assert said[0] == "ValueError" and "did you mean 'head_groups'" in said[1], said
-        assert started == [] and bound == []
+        assert begun == [] and bound == []
 
 
 MISPLACED = {
@@ -340,16 +336,21 @@ MISPLACED = {
     "sp-overlap": {"sp-overlap": {}},
     "spOverlap": {"spOverlap": {}, "sp_overlap": {}},
     "sequence_parallel_overlap": {"sequence_parallel_overlap": {}},
-    "zero_optimization.sp_overlap": {"zero_optimization": {"stage": 0, "sp_overlap": {}}},
-    "bf16.sp_overlaps": {"bf16": {"enabled": False, "sp_overlaps": {}}},
+    "scheduler.sp_overlap": {"scheduler": {"sp_overlap": {}}},
+    "activation_checkpointing.sp_overlaps": {"activation_checkpointing": {"sp_overlaps": {}}},
 }
 
 
 @pytest.mark.parametrize("place", MISPLACED)
-def test_a_section_under_another_name_or_at_another_place_is_refused_before_deepspeed_starts(place):
-    for said, started, bound in on_ranks(2, refused_config, MISPLACED[place]):
+def test_a_section_under_another_name_or_at_another_place_is_refused_before_the_engine_is_begun(place):
+    for said, begun, bound in on_ranks(2, refused_config, MISPLACED[place]):
         assert said[0] == "ValueError" and f'nobody reads "{place}"; the section is called "sp_overlap"' in said[1], said
-        assert started == [] and bound == []
+        assert begun == [] and bound == []
+
+
+def test_a_section_in_one_of_which_deepspeed_knows_all_keys_is_refused_by_deepspeed():
+    for said, begun, bound in on_ranks(2, refused_config, {"zero_optimization": {"stage": 0, "sp_overlap": {}}}):
+        assert said[0] == "ValidationError" and "sp_overlap" in said[1] and begun == bound == [], said
 
 
 def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_sections():
@@ -370,7 +371,7 @@ def asked_for(monkeypatch, variable, section=None, command_line=None):
     monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed.initialize, "from_command_line", command_line or {})
     config = {} if section is None else {"sp_overlap": section}
     with listening(logging.WARNING) as messages:
-        return ds_sp_overlap.integrations.deepspeed.initialize._asked_for({"config": config}), messages
+        return ds_sp_overlap.integrations.deepspeed.initialize._asked_for(config), messages
 
 
 Config = ds_sp_overlap.SpOverlapConfig
@@ -570,28 +571,6 @@ def test_zero3_with_reduce_scatter_in_a_loop_of_ones_own_is_said_once_to_scale_g
     assert not any(other.values())
 
 
-def bound_by_name_before(rank, more):
-    """`from deepspeed import initialize` before the import of this package: DeepSpeed's own function."""
-    initialize = deepspeed.initialize.__wrapped__
-    model = tiny()
-    try:
-        mpu = sequence_parallel(model, 2)
-        said = refusal(lambda: initialize(model=model, config=ds_config(0, **more), mpu=mpu)[0].destroy())
-        return said, overlapped_layers(model)
-    finally:
-        ds_sp_overlap.disable(model)
-        forget_sequence_parallel()
-
-
-def test_an_initialize_that_was_imported_by_name_before_the_package_honours_the_section():
-    assert (
-        on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_groups": 2}})
-        == [(None, ["model.layers.0.self_attn", "model.layers.1.self_attn"])] * 2
-    )
-    for said, bound in on_ranks(2, bound_by_name_before, {"sp_overlap": {"head_group": 2}}):
-        assert said[0] == "ValueError" and "did you mean 'head_groups'" in said[1] and bound == []
-
-
 def test_the_report_counts_the_layers_that_are_overlapped():
     layer = ds_sp_overlap.integrations.layers.FoundLayer
     report = ds_sp_overlap.Report([layer("a", None, "", "unknown"), layer("b", None, "", "unknown")], 2)
@@ -619,9 +598,9 @@ def test_a_deepspeed_with_wrong_gradients_is_refused_with_the_reason(monkeypatch
 @pytest.mark.parametrize("version", ["0.19.7", "0.19.8+unknown", "0.20.0.dev1"])
 def test_a_right_deepspeed_is_accepted_and_wrapped_once(monkeypatch, version):
     monkeypatch.setattr(deepspeed, "__version__", version)
-    before = deepspeed.initialize
+    before = DeepSpeedEngine.__init__
     ds_sp_overlap.integrations.deepspeed.initialize.install()
-    assert deepspeed.initialize is before and hasattr(before, "__sp_overlap__")
+    assert DeepSpeedEngine.__init__ is before and hasattr(before, "__sp_overlap__")
 
 
 # The sp group out of DeepSpeed's own mesh.

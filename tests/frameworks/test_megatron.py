@@ -430,10 +430,10 @@ def test_a_sequence_that_is_shorter_than_its_tables():
 
 def test_flags_of_pull_request_415_stand_for_the_section():
     flags = types.SimpleNamespace(ds_sequence_parallel_overlap_comm=True, split_qkv_linear=True)
-    assert integration._section({"args": flags, "config": {"train_batch_size": 1}}) == {"enabled": True}
-    assert integration._section({"args": flags, "config": {"sp_overlap": {"wgrad": False}}}) == {"wgrad": False}
+    assert integration._section({"train_batch_size": 1}, flags) == {"enabled": True}
+    assert integration._section({"sp_overlap": {"wgrad": False}}, flags) == {"wgrad": False}
     unset = types.SimpleNamespace(ds_sequence_parallel_overlap_comm=False)
-    assert integration._section({"args": unset, "config": {"train_batch_size": 1}}) is None
+    assert integration._section({"train_batch_size": 1}, unset) is None
 
 
 def in_a_new_process(code):

@@ -1,8 +1,9 @@
 """The ``sp_overlap`` section of a DeepSpeed config.
 
-DeepSpeed ignores a section that it doesn't know. Loading this file wraps ``deepspeed.initialize``,
-so that a config with the section overlaps the model of the new engine, without a change to the
-training script; the package loads the file once DeepSpeed is imported. A misspelt section, which
+DeepSpeed ignores a section that it doesn't know. Loading this file wraps the constructor of
+DeepSpeed's engine, so that a config with the section overlaps the model of the new engine, whoever
+makes the engine: ``deepspeed.initialize``, which a script may have imported by name before, or a
+framework itself. The package loads the file once DeepSpeed is imported. A misspelt section, which
 DeepSpeed would ignore as well, is an error.
 """
 
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_group,
@@ -41,15 +41,6 @@ from ..registry import NO_LAYERS, Report, disable, enable, find_group, is_overla
 from ..transformers import registration
 from . import accelerate
 
-# Note [Two ways to an engine]
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Most scripts call ``deepspeed.initialize``. A script that imported the function by name before
-# this package was imported holds the unwrapped function, and some frameworks construct the engine
-# themselves. So the constructor of the engine is wrapped, too. An engine that the wrapped
-# function makes must be overlapped once, and with the arguments of the function, since the
-# constructor does not see all of them. The wrapped constructor therefore adds nothing while the
-# wrapped `initialize` runs.
-
 OLDEST = "0.19.7"
 # Environment variable for scripts whose JSON can't be edited: a section as JSON, 1 to switch the
 # overlap on, or 0 to switch it off. Its keys take precedence over those of the section. A section
@@ -60,9 +51,9 @@ from_command_line: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section.
+    """Make DeepSpeed's engine honour the ``sp_overlap`` section.
 
-    Nothing changes for a config without the section. See Note [Two ways to an engine].
+    Nothing changes for a config without the section.
 
     Raises:
         ImportError: for a DeepSpeed whose own sequence parallelism has wrong gradients.
@@ -73,43 +64,25 @@ def install() -> None:
             "the gradients of query and key under sequence-parallel overlap are wrong (DeepSpeed "
             f"PR 5691 as merged); pip install 'deepspeed>={OLDEST}'"
         )
-    if hasattr(deepspeed.initialize, "__sp_overlap__"):
+    original = DeepSpeedEngine.__init__
+    if hasattr(original, "__sp_overlap__"):
         return
     # A module with hooks of DeepSpeed can still be overlapped: ZeRO-3 gathers weights in them.
     linear.harmless.add("deepspeed.")
     transport.log = transport.Log(comms_logger, _all_to_all)
-    original_initialize, original_init = deepspeed.initialize, DeepSpeedEngine.__init__
-    initialize_signature = inspect.signature(original_initialize)
-    init_signature = inspect.signature(original_init)
-    # How many wrapped `initialize` are running, see Note [Two ways to an engine].
-    running_calls = 0
+    signature = inspect.signature(original)
 
-    @functools.wraps(original_initialize)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        """Make an engine as DeepSpeed does, then overlap its model. Collective."""
-        nonlocal running_calls
-        # Errors in the section are raised before DeepSpeed starts anything.
-        config = _asked_for(initialize_signature.bind(*args, **kwargs).arguments)
-        running_calls += 1
-        try:
-            result = original_initialize(*args, **kwargs)
-        finally:
-            running_calls -= 1
-        _honour(config, result[0])
-        return result
-
-    @functools.wraps(original_init)
+    @functools.wraps(original)
     def __init__(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-        """Make an engine; overlap its model unless `initialize`, which is running, will do so."""
-        if running_calls:
-            return original_init(engine, *args, **kwargs)
-        arguments = init_signature.bind(engine, *args, **kwargs).arguments
-        config = _asked_for({**arguments, "config": arguments["config_class"]._param_dict})
-        original_init(engine, *args, **kwargs)
+        """Make an engine as DeepSpeed does, then overlap its model. Collective."""
+        given = signature.bind(engine, *args, **kwargs).arguments
+        # Errors in the section are raised before the engine is made.
+        config = _asked_for(given["config_class"]._param_dict, given["args"])
+        original(engine, *args, **kwargs)
         _honour(config, engine)
 
-    initialize.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
-    deepspeed.initialize, DeepSpeedEngine.__init__ = initialize, __init__
+    __init__.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
+    DeepSpeedEngine.__init__ = __init__
     registration.install()
 
 
@@ -124,23 +97,23 @@ def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
     )
 
 
-def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
+def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
     """Merge the section, the environment variable and the command line.
 
     Args:
-        arguments: Those of ``deepspeed.initialize``, or of the engine's constructor, by name. The
-            DeepSpeed config is among them.
+        ds_config: The DeepSpeed config.
+        args: The script's arguments, if ``deepspeed.initialize`` was given any.
 
     Returns:
         The merged section, which may have ``enabled`` false; None if there is neither a section nor
         the variable.
 
     Raises:
-        ValueError: on this rank, before DeepSpeed starts anything: if the section, the variable or
-            their combination is not valid; if ``run`` was given options without either; or if
-            DeepSpeed's AutoSP is to exchange as well.
+        ValueError: on this rank: if the section, the variable or their combination is not valid;
+            if ``run`` was given options without either; or if DeepSpeed's AutoSP is to exchange as
+            well.
     """
-    section, variable = _section(arguments), _variable()
+    section, variable = _section(ds_config, args), _variable()
     if section is None and variable is None:
         if from_command_line:
             raise ValueError(
@@ -155,7 +128,7 @@ def _asked_for(arguments: dict[str, Any]) -> SpOverlapConfig | None:
         )
     keys = SpOverlapConfig.parse({} if section is None else section).model_dump(exclude_unset=True)
     config = SpOverlapConfig.parse({**keys, **(variable or {}), **from_command_line})
-    compile_section = _config(arguments).get("compile") or {}
+    compile_section = ds_config.get("compile") or {}
     if config.enabled and "autosp" in (compile_section.get("passes") or []):
         raise ValueError(
             'sp_overlap: compile.passes has "autosp", which exchanges by itself; '
@@ -191,48 +164,26 @@ def _variable() -> dict[str, Any] | None:
     return {"enabled": True, **section}
 
 
-def _config(arguments: dict[str, Any]) -> dict:
-    """Return the DeepSpeed config, as a dict; reads it where it is a file or base64.
-
-    Empty if no argument has it.
-
-    Args:
-        arguments: As for `_asked_for`.
-    """
-    args = arguments.get("args")
-    config = (
-        arguments.get("config")
-        or arguments.get("config_params")
-        or getattr(args, "deepspeed_config", None)
-        or getattr(args, "deepscale_config", None)  # its old name, which DeepSpeed still takes
-    )
-    # DeepSpeed refuses a call without a config by itself.
-    if config is None:
-        return {}
-    return config if isinstance(config, dict) else load_ds_config(config)
-
-
-def _section(arguments: dict[str, Any]) -> Any:
+def _section(ds_config: dict, args: Any) -> Any:
     """Return the ``sp_overlap`` section, unchecked; None if there is none.
 
     Raises:
         ValueError: if the section is in a place where nobody reads it, or under another name.
     """
-    config = _config(arguments)
     if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
         raise ValueError(
             f'Accelerate YAML: "{lost}" goes no further than the launcher, which passes on keys of '
             f"its own alone; take it out and set {VARIABLE} in the environment to the section (or "
             "to 1), or put the section into the file of deepspeed_config_file"
         )
-    if misplaced := next(_misplaced(config), None):
+    if misplaced := next(_misplaced(ds_config), None):
         raise ValueError(
             f'DeepSpeed config: nobody reads "{misplaced}"; the section is called "sp_overlap" and '
             "belongs at the top level of the config (to switch it off give it "
             '"enabled": false)'
         )
     # A flag of Megatron-DeepSpeed stands for a section where the config has none.
-    return config.get("sp_overlap", megatron_bridge.section(arguments.get("args")))
+    return ds_config.get("sp_overlap", megatron_bridge.section(args))
 
 
 def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:

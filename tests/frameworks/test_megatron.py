@@ -56,6 +56,49 @@ def test_separate_projections_of_pull_request_415():
     no_faults(2, megatron_layers.faults_of_all, [Shape(split=True), Shape("core", 8, 2, split=True)])
 
 
+# Forks of Megatron that nearly look the same.
+
+
+class Clamped(ParallelAttention):
+    def heads_of(self, hidden_states):
+        return [x.clamp(-0.5, 0.5) for x in super().heads_of(hidden_states)]
+
+
+def capping(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        output, bias = forward(self, *args, **kwargs)
+        return output.clamp(-0.5, 0.5), bias
+
+    return wrapper
+
+
+class Decorated(ParallelAttention):
+    forward = capping(ParallelAttention.forward)
+
+
+class OwnCall(ParallelAttention):
+    def __call__(self, *args, **kwargs):
+        output, bias = super().__call__(*args, **kwargs)
+        return output.clamp(-0.5, 0.5), bias
+
+
+class ClampedExchange(megatron_layers.DistributedAttention):
+    def forward(self, query, *args, **kwargs):
+        return super().forward(query.clamp(-0.5, 0.5), *args, **kwargs)
+
+
+def of_class(kind, layer):
+    layer.__class__ = kind
+
+
+def forked_exchange(layer):
+    layer.dist_attn.__class__ = ClampedExchange
+
+
+# What changes a layer between two of its calls.
+
+
 def replace_by_copy(name, layer):
     setattr(layer, name, copy.deepcopy(getattr(layer, name)))
 
@@ -69,12 +112,13 @@ def patch_dist_attn(layer):
     layer.dist_attn.forward = lambda *args, **more: 2 * forward(*args, **more)
 
 
-# What changes a layer between two of its calls, and how the refusal names it.
-LATER = [
+LATER = [  # and how the refusal names it
     (functools.partial(replace_by_copy, "query_key_value"), "query_key_value"),
     (functools.partial(replace_by_copy, "dense"), "dense"),
     (hook_dist_attn, "dist_attn"),
     (patch_dist_attn, "dist_attn"),
+    (functools.partial(of_class, Decorated), "__class__.forward"),
+    (functools.partial(of_class, Clamped), "__class__.heads_of"),
 ]
 
 
@@ -99,7 +143,7 @@ def changed_later(rank, change):
 
 
 @pytest.mark.parametrize("change, name", LATER)
-def test_projections_and_dist_attn_that_change_after_enable_are_refused_by_name(change, name):
+def test_what_changes_after_enable_is_refused_by_name(change, name):
     for said, error in on_ranks(2, changed_later, change):
         assert said == (
             f"self_attention: {name} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
@@ -266,19 +310,27 @@ def forked(attention):
     attention.dense.__class__ = RowParallelLinear
 
 
-@pytest.mark.parametrize(
-    "changes, reason, bound",
-    [
-        (cross_attention, "cross attention", []),
-        (tensor_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
-        (megatron_sequence_parallel, "tensor parallelism; the projections belong to it", ["self_attention.dist_attn"]),
-        (somebody_elses_projection, "its projections are not Megatron's", ["self_attention.dist_attn"]),
-        (another_version, "the source of its forward is not known here", ["self_attention.dist_attn"]),
-        (adapted, "called whole: dense (LoRA)", ["self_attention"]),
-        (forked, "called whole: dense (RowParallelLinear)", ["self_attention"]),
-    ],
-    ids=lambda x: getattr(x, "__name__", None),
-)
+UNKNOWN, TENSOR_PARALLEL = "the source of its forward is not known here", "tensor parallelism; the projections belong to it"
+EXCHANGES = ["self_attention.dist_attn"]
+RUNNING = [
+    (tensor_parallel, TENSOR_PARALLEL, EXCHANGES),
+    (megatron_sequence_parallel, TENSOR_PARALLEL, EXCHANGES),
+    (adapted, "called whole: dense (LoRA)", ["self_attention"]),
+    (forked, "called whole: dense (RowParallelLinear)", ["self_attention"]),
+    (functools.partial(of_class, Clamped), UNKNOWN, EXCHANGES),
+    (functools.partial(of_class, Decorated), UNKNOWN, EXCHANGES),
+    (functools.partial(of_class, OwnCall), "it has a __call__ of its own", EXCHANGES),
+    (hook_dist_attn, "dist_attn has a hook of its own", EXCHANGES),
+    (forked_exchange, "dist_attn (ClampedExchange): its forward is not DeepSpeed's", []),
+]
+STOPPED = [  # what the stand-in can't run
+    (cross_attention, "cross attention", []),
+    (somebody_elses_projection, "its projections are not Megatron's", EXCHANGES),
+    (another_version, UNKNOWN, EXCHANGES),
+]
+
+
+@pytest.mark.parametrize("changes, reason, bound", RUNNING + STOPPED)
 def test_what_is_not_driven_says_why(changes, reason, bound):
     for layers, rebound, said in on_ranks(2, reasons, changes):
         ((name, got, lacks),) = layers
@@ -286,42 +338,25 @@ def test_what_is_not_driven_says_why(changes, reason, bound):
         assert (got == "") == (bound == []) == bool(said)
 
 
-def adapted_faults(rank):
-    """A projection that is called whole, because it isn't known."""
-    shape = Shape("core", 8, 2)
-    original = megatron_layers.layer
-
-    def changed(*args):
-        made = original(*args)
-        adapted(made.self_attention)
-        return made
-
-    megatron_layers.layer = changed
-    try:
-        return megatron_layers.layer_faults(rank, shape)
-    finally:
-        megatron_layers.layer = original
-
-
-def test_a_projection_that_is_called_whole():
-    no_faults(2, adapted_faults)
-
-
-def clamped_by_a_fork(rank):
-    """Return how far off a layer is whose output projection is a fork's, of the name of Megatron's."""
+def unlike_itself(rank, changes):
+    """How far a layer that was changed is off, once overlapped."""
     shape, outputs = Shape(config={"head_groups": 2}), []
     for ours in (True, False):
-        model, (x, _, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
-        forked(model.self_attention)
+        model, (x, dy, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
+        changes(model.self_attention)
         if ours:
             ds_sp_overlap.enable(model, shape.config)
-        outputs.append(model(x.chunk(2)[rank].contiguous(), mask, tables))
-    error = relative_error(*outputs)
+        x = x.chunk(2)[rank].contiguous().requires_grad_()
+        y = model(x, mask, tables)
+        y.backward(dy.chunk(2)[rank])
+        outputs.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    error = max(relative_error(*pair) for pair in zip(*outputs, strict=True))
     return [] if error < 1e-12 else [f"off by {error}"]
 
 
-def test_a_linear_layer_of_a_fork_is_not_taken_for_megatrons_by_its_name():
-    no_faults(2, clamped_by_a_fork)
+@pytest.mark.parametrize("changes", [changes for changes, *_ in RUNNING])
+def test_what_is_not_driven_whole_is_right(changes):
+    no_faults(2, unlike_itself, changes)
 
 
 # How it is called.
@@ -564,7 +599,28 @@ def test_run_adds_the_advice_to_the_error(tmp_path):
 
 # Guards.
 
-WATCHED = [Watched(Guard("linear by its source", without='if type(linear).__name__ != "RowParallelLinear":'), clamped_by_a_fork)]
+WATCHED = [
+    Watched(
+        Guard("linear by its source", without='if type(linear).__name__ != "RowParallelLinear":'),
+        functools.partial(unlike_itself, changes=forked),
+    ),
+    Watched(
+        Guard("a fork's exchange stays its own", without="return False"), functools.partial(unlike_itself, changes=forked_exchange)
+    ),
+    Watched(
+        Guard("known by its source", without="if False:"),
+        functools.partial(unlike_itself, changes=functools.partial(of_class, Clamped)),
+    ),
+    Watched(
+        Guard("what a decorator does is in no digest", without="pass"),
+        functools.partial(unlike_itself, changes=functools.partial(of_class, Decorated)),
+    ),
+    Watched(
+        Guard("a call of dist_attn that is hooked is made", without="pass"),
+        functools.partial(unlike_itself, changes=hook_dist_attn),
+        raises=True,  # each call looks again
+    ),
+]
 
 
 @pytest.mark.parametrize("watched", WATCHED, ids=str)

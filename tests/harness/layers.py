@@ -124,6 +124,21 @@ def faults(tolerance, **pairs):
     return [f"{name} differs by {error:.3g}" for name, error in errors.items() if not error <= tolerance]
 
 
+def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
+    """What differs of a module's gradients, summed over the ranks, and of this rank's tokens of the tensors ``got``, by name.
+
+    ``whole`` and ``expected`` are those of the whole sequence.
+    """
+    pairs = {name: (got[name].detach(), my_slice(shape, rank, x.detach())) for name, x in (expected or {}).items()}
+    of_whole = dict(whole.named_parameters())
+    for name, parameter in mine.named_parameters():
+        total = None if parameter.grad is None else parameter.grad.clone()
+        if total is not None and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(total)
+        pairs["d " + name] = total, of_whole[name].grad
+    return faults(tolerance, **pairs)
+
+
 def backward(call, layer, x, dy):
     """The plainest use of a layer: one forward, one backward."""
     y = call(x)
@@ -149,14 +164,7 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
     attend = block(shape, mine, torch.distributed.group.WORLD, transport, local_attention)
     local_x, local_dy = (my_slice(shape, rank, t) for t in (x, dy))
     got = use(lambda x: call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
-    pairs = {name: (got[name].detach(), my_slice(shape, rank, expected[name].detach())) for name in expected}
-    of_whole = dict(whole.named_parameters())
-    for name, parameter in mine.named_parameters():
-        total = None if parameter.grad is None else parameter.grad.clone()
-        if total is not None:
-            torch.distributed.all_reduce(total)
-        pairs["d " + name] = total, of_whole[name].grad
-    return faults(tolerance, **pairs)
+    return unlike(shape, rank, mine, whole, got, expected, tolerance)
 
 
 def faults_of_all(rank, shapes, transport=None):

@@ -91,9 +91,7 @@ def one_rank(rank, shapes):
         attend = layers.block(shape, layer, None)
         got = layers.backward(lambda x: layers.call_block(shape, attend, 0, x), layer, x.clone().requires_grad_(), dy)
         expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
-        pairs = {name: (got[name].detach(), expected[name].detach()) for name in expected}
-        pairs |= {name: (p.grad, whole.get_parameter(name).grad) for name, p in layer.named_parameters()}
-        every += layers.faults(1e-12, **pairs)
+        every += layers.unlike(shape, rank, layer, whole, got, expected)
     return every
 
 
@@ -288,9 +286,7 @@ def partly_rotated(rank, shape):
     local_x = layers.my_slice(shape, rank, x.detach()).requires_grad_()
     got = attend(local_x, position_embeddings=[t.chunk(2)[rank] for t in tables])
     got.backward(layers.my_slice(shape, rank, dy))
-    return layers.faults(
-        1e-12, y=(got.detach(), layers.my_slice(shape, rank, y.detach())), dx=(local_x.grad, layers.my_slice(shape, rank, x.grad))
-    )
+    return layers.unlike(shape, rank, mine, whole, {"y": got, "dx": local_x.grad}, {"y": y, "dx": x.grad})
 
 
 def test_partial_rotary_embedding_that_is_asked_for():

@@ -13,7 +13,7 @@ from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
-from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
 from tests.harness.ranks import no_faults, on_ranks
@@ -145,17 +145,12 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 # Guards.
 
 
-def replicas(rank):
-    return faults(rank, ("qkv",), [Shape(kv_heads=1), Shape(6, 3, lengths=(3, 2), config={"head_groups": 1})])
-
-
 def some_frozen(rank):
     found, _, _ = frozen(rank, "k", of_a_frozen_input)
     return found
 
 
 WATCHED = [
-    Watched(SEEN_BY_PROGRAMS["repeats are summed"], replicas),
     Watched(Guard("to those that need it", without="needed = step.parts"), some_frozen, raises=True),
 ]
 

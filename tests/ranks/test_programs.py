@@ -5,6 +5,7 @@
 
 import time
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.harness import programs
 from tests.harness.cases import everything
 from tests.harness.guards import SEEN_BY_PROGRAMS, removed
-from tests.harness.programs import Backward, Call, ChangeInput, Hook, InPlace, Mix, Raises, Step
+from tests.harness.programs import Backward, Call, ChangeInput, Raises, Step
 
 SEEDS = range(1000)
 RUN = SEEDS if everything() else SEEDS[:60]
@@ -36,148 +37,74 @@ def test_a_program_that_once_failed_is_right(seed):
     assert not reports, reports
 
 
-def layers_with(**wanted):
-    return lambda program: any(all(getattr(spec, k) == v for k, v in wanted.items()) for spec in program.layers)
-
-
-def layer(test):
-    return lambda program: any(test(spec, program) for spec in program.layers)
-
-
-def statement(kind, test=lambda s: True):
-    return lambda program: any(isinstance(s, kind) and test(s) for s in program.statements)
-
-
-def configured(key, *values):
-    return layer(lambda spec, _: dict(spec.config).get(key) in values)
-
-
-def term(test):
-    return statement(Backward, lambda s: any(map(test, s.terms)))
-
-
-def called(program):
-    return Counter(index for s in program.statements if isinstance(s, Call) for index in s.layers)
-
-
-FEATURES = {
-    "two ranks": lambda program: program.ranks == 2,
-    "three ranks": lambda program: program.ranks == 3,
-    "four ranks": lambda program: program.ranks == 4,
-    "a block": layers_with(block=True),
-    "a drop-in": layers_with(block=False),
-    "several layers": lambda program: len(program.layers) > 1,
-    "fewer KV heads": layer(lambda spec, _: spec.kv_heads < spec.heads),
-    "fewer KV heads than ranks": layer(lambda spec, program: spec.kv_heads < program.ranks),
-    "fewer heads than ranks": layer(lambda spec, program: spec.heads < program.ranks),
-    "ranks that share heads": configured("shares", 2, 3, 4),
-    "k and v once to each node": configured("kv_once_per_node", True),
-    "ranks that share heads, in groups": layer(
-        lambda spec, _: dict(spec.config).get("shares", 1) > 1 and dict(spec.config)["head_groups"] == 2
-    ),
-    "ranks that share heads, in a window": layer(
-        lambda spec, _: dict(spec.config).get("shares", 1) > 1 and "window" in dict(spec.config)
-    ),
-    "heads that the ranks don't divide": layer(lambda spec, program: spec.heads % program.ranks),
-    "an odd head dim": layer(lambda spec, _: spec.head_dim % 2),
-    "another head dim of the value": layer(lambda spec, _: spec.head_dim != spec.value_dim),
-    "unequal lengths": lambda program: any(len(set(lengths)) > 1 for lengths in program.shapes.values()),
-    "no token on a rank": lambda program: any(0 in lengths for lengths in program.shapes.values()),
-    "batches of two sizes": lambda program: len(program.shapes) > 1,
-    "batch 1": lambda program: 1 in program.shapes,
-    "batch 3": lambda program: 3 in program.shapes,
-    "sequence first": layers_with(batch_first=False),
-    "batch first": layers_with(batch_first=True),
-    "a transposed view": layers_with(batch_first=False, view=True),
-    "one group": configured("head_groups", 1),
-    "two groups": configured("head_groups", 2),
-    "three groups or four": configured("head_groups", 3, 4),
-    "automatic groups": configured("head_groups", "auto"),
-    "a window of one group": configured("window", 1),
-    "a window of more groups": configured("window", 2, 3),
-    "projections called whole": configured("projections", False),
-    "wgrad in place": configured("wgrad", False),
-    "check": configured("check", True),
-    "a norm of q alone": layers_with(block=True, norms="q"),
-    "norms of q and k": layers_with(block=True, norms="qk"),
-    "Rotary": layers_with(rope="Rotary"),
-    "RoPE as a function": layers_with(rope="function"),
-    "RoPE of the drop-in": layers_with(rope="tables"),
-    "partial RoPE": layer(lambda spec, _: 0 < spec.rotary_dims < spec.head_dim),
-    "learned tables": layers_with(rope="Rotary", learned=True),
-    "positions by row": layers_with(by_row=True),
-    "biases": layers_with(block=True, bias=True),
-    "a fused projection": layers_with(block=True, fused=True),
-    "full attention": layers_with(causal=False),
-    "a learned argument of attention": layers_with(gain="learned"),
-    "flat attention output": layers_with(output="flat"),
-    "attention output of another memory order": layers_with(output="strided"),
-    "one module for key and value": layers_with(block=True, same=True),
-    "one tensor for key and value": layers_with(block=False, same=True),
-    "a query used elsewhere": layers_with(query="elsewhere"),
-    "a query changed afterwards": layers_with(query="changed"),
-    "attention that changes its query": layers_with(in_place="query"),
-    "a drop-in's output changed": layers_with(in_place="output"),
-    "an input changed afterwards": statement(ChangeInput),
-    "heads known to be alike": layers_with(alike=True),
-    "heads not known to be alike": layers_with(alike=False),
-    **{
-        f"wrapped: {how}": layer(lambda spec, _, how=how: how in dict(spec.wrapped).values())
-        for how in ("LoRA", "subclass", "weight_norm")
-    },
-    **{
-        f"a hook that {how}": layer(lambda spec, _, how=how: how in dict(spec.hooks).values())
-        for how in ("sees output", "sees gradient", "scales output", "scales input", "deepspeed's")
-    },
-    "a hook on the drop-in": layer(lambda spec, _: "attention" in dict(spec.hooks)),
-    "frozen projections": layer(lambda spec, _: spec.block and "q_proj" in spec.frozen),
-    "everything frozen": layers_with(frozen=("",)),
-    "modules of two layers": layer(lambda spec, _: "modules" in spec.shares),
-    "weights of two layers": layer(lambda spec, _: "weights" in spec.shares),
-    "an input without a gradient": lambda program: any(getattr(s, "trains", True) is False for s in program.statements),
-    "a layer called twice": lambda program: max(called(program).values()) > 1,
-    "layers in a row": statement(Call, lambda s: len(s.layers) > 1),
-    **{
-        f"a call that is {how}": statement(Call, lambda s, how=how: s.how == how)
-        for how in ("plain", "reentrant", "non-reentrant", "saved", "no_grad", "inference")
-    },
-    "a gate": statement(Mix, lambda s: s.how == "gate"),
-    "a detached value": statement(Mix, lambda s: s.how == "detach"),
-    "an output changed in place": statement(InPlace),
-    **{f"a tensor hook that {how}": statement(Hook, lambda s, how=how: s.how == how) for how in ("halves", "sees", "retains")},
-    "attention that raises": statement(Raises, lambda s: s.where == "attention"),
-    "attention that raises in its second group": statement(Raises, lambda s: s.where == "attention" and s.group),
-    "a backward that raises": statement(Raises, lambda s: s.where == "backward"),
-    "an optimizer step": statement(Step),
-    "accumulation": lambda program: sum(isinstance(s, Backward) for s in program.statements) > 1,
-    "a kept graph": statement(Backward, lambda s: s.retain),
-    "a backward that is repeated": lambda program: any(
-        isinstance(a, Backward) and isinstance(b, Backward) and a.terms == b.terms
-        for a, b in zip(program.statements, program.statements[1:])
-    ),
-    "autograd.grad of a subset": statement(Backward, lambda s: s.via == "grad"),
-    "backward to a subset": statement(Backward, lambda s: s.via == "inputs"),
-    **{
-        f"a loss that is a {form}": term(lambda t, form=form: t.form == form)
-        for form in ("dot", "slice", "sum", "square", "direct", "strided")
-    },
-    "no loss on one rank": term(lambda t: sum(start < stop for start, stop in t.windows) == len(t.windows) - 1),
-    "a loss on one rank only": term(lambda t: sum(start < stop for start, stop in t.windows) == 1),
-    "no loss at all": term(lambda t: all(start == stop for start, stop in t.windows)),
-    "late transport": lambda program: program.transport == "late",
-    "delayed transport": lambda program: program.transport == "delayed",
-    "rank-major projections": lambda program: program.rank_major,
-    "rotation in the kernels": lambda program: program.folds and layers_with(rope="Rotary")(program),
-    "fp64 under autocast": lambda program: program.autocast and not program.half,
-    "bf16": lambda program: program.half,
-    "counted deliveries": lambda program: program.counts,
+FLAGS = (
+    "autocast", "half", "rank_major", "folds", "counts", "block", "batch_first", "view", "fused", "bias", "learned", "by_row", "causal",
+    "same", "alike", "trains", "retain",
+)  # fmt: skip
+VALUES = {  # of what a program says of itself, its layers and its statements, each of which some programs have
+    **dict.fromkeys(FLAGS, (True, False)), "ranks": (2, 3, 4), "transport": ("plain", "late", "delayed"), "batch": (1, 2, 3),
+    "norms": ("", "q", "k", "qk"), "rope": ("", "Rotary", "function", "tables"), "gain": ("constant", "learned"),
+    "output": ("4-D", "flat", "strided"), "query": ("elsewhere", "changed"), "in_place": ("query", "output"),
+    "wrapped": ("LoRA", "subclass", "weight_norm"), "frozen": ("", "q_proj", "o_proj"), "shares": ("modules", "weights"),
+    "hooks": ("attention", "sees output", "sees gradient", "scales output", "scales input", "deepspeed's"),
+    "config": ("projections", "wgrad", "check", "kv_once_per_node", "window", "shares", "auto", 1, 2, 3, 4),
+    "type": (Step, Raises, ChangeInput), "where": ("attention", "backward"), "via": ("backward", "grad", "inputs"),
+    "how": ("plain", "reentrant", "non-reentrant", "saved", "no_grad", "inference", "gate", "detach", "mul_", "halves", "sees", "retains"),
+    "form": ("dot", "slice", "sum", "square", "direct", "strided"),
+}  # fmt: skip
+OF_LAYERS = {  # of a layer and how many ranks it has
+    "fewer KV heads than ranks": lambda spec, ranks: spec.kv_heads < ranks < spec.heads,
+    "fewer heads than ranks": lambda spec, ranks: spec.heads < ranks,
+    "heads that the ranks don't divide": lambda spec, ranks: spec.heads % ranks,
+    "another head dim of the value": lambda spec, ranks: spec.head_dim != spec.value_dim,
+    "partial RoPE": lambda spec, ranks: 0 < spec.rotary_dims < spec.head_dim,
+    "shared heads in groups": lambda spec, ranks: dict(spec.config).get("shares", 1) > 1 and dict(spec.config)["head_groups"] == 2,
+    "shared heads in a window": lambda spec, ranks: dict(spec.config).get("shares", 1) > 1 and "window" in dict(spec.config),
 }
 
 
+def held(part, field=""):
+    """What a program, or a part of it, says: pairs of a field and a value."""
+    if is_dataclass(part):
+        yield "type", type(part)
+        for each in fields(part):
+            yield from held(getattr(part, each.name), each.name)
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from held(each, field)
+    elif isinstance(part, (str, int)):
+        yield field, part
+
+
+def relations(program):
+    """What holds between the parts of a program, by name."""
+    lengths = program.shapes.values()
+    windows = [[stop - start for start, stop in t.windows] for s in program.statements if isinstance(s, Backward) for t in s.terms]
+    calls = Counter(index for s in program.statements if isinstance(s, Call) for index in s.layers)
+    backwards = [s for s in program.statements if isinstance(s, Backward)]
+    return {
+        **{name: any(has(spec, program.ranks) for spec in program.layers) for name, has in OF_LAYERS.items()},
+        "unequal lengths": any(len(set(each)) > 1 for each in lengths),
+        "no token on a rank": any(0 in each for each in lengths),
+        "batches of two sizes": len(program.shapes) > 1,
+        "a layer called twice": max(calls.values()) > 1,
+        "accumulation": len(backwards) > 1,
+        "a backward that is repeated": any(a.terms == b.terms for a, b in zip(backwards, backwards[1:])),
+        "no loss on one rank": any(each.count(0) == 1 for each in windows),
+        "a loss on one rank only": any(len(each) - each.count(0) == 1 for each in windows),
+        "no loss at all": any(not any(each) for each in windows),
+    }
+
+
 def test_all_that_can_be_drawn_is_drawn():
-    drawn = [programs.draw(seed) for seed in SEEDS]
-    rare = {name: count for name, has in FEATURES.items() if (count := sum(map(bool, map(has, drawn)))) < 10}
-    assert not rare
+    said, related = Counter(), Counter()
+    for program in map(programs.draw, SEEDS):
+        said.update(set(held(program)))
+        related.update(name for name, holds in relations(program).items() if holds)
+    expected = {(field, value) for field, values in VALUES.items() for value in values}
+    rare = {each: said[each] for each in expected if said[each] < 10}
+    rare |= {name: related[name] for name in relations(programs.draw(0)) if related[name] < 10}
+    assert not rare, f"fewer than 10 of {len(SEEDS)} programs have these: {rare}"
 
 
 def test_a_seed_draws_the_same_program_again():

@@ -3,7 +3,6 @@
 Each use (`harness.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
-import functools
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from tests.harness import dropin, layers
 from tests.harness.cases import singles
 from tests.harness.dropin import Case
-from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, must_notice
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -24,7 +23,6 @@ from tests.harness.uses import (
     SHAPES,
     USES,
     attention_that_changes_the_query_in_place,
-    key_is_value,
     only_input_trains,
     only_query_trains,
     selective,
@@ -98,12 +96,7 @@ def attention_without_keys(rank, rotary=False):
     if not rotary:
         attend.inputs.rope = lambda heads, tables: Once.apply(heads, [None])
     layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
-    pairs = {}
-    for name, parameter in mine.named_parameters():
-        total = parameter.grad.clone()
-        torch.distributed.all_reduce(total)
-        pairs[name] = total, whole.get_parameter(name).grad
-    return layers.faults(1e-12, **pairs)
+    return layers.unlike(shape, rank, mine, whole)
 
 
 @pytest.mark.parametrize("rotary", [True, False])
@@ -203,58 +196,6 @@ def test_backward_may_run_under_autocast_though_forward_did_not():
         assert 0 < error < 0.05  # bf16 has 8 bits
     for error in on_ranks(2, backward_under_autocast, 1):  # all of which is run as forward was
         assert error == 0
-
-
-def of_another_memory_order(rank, lengths):
-    """Faults where attention's output lies sequence first in memory, and there are as many tokens as ranks."""
-    shape = Shape(lengths=lengths, batch=2)
-    x, dy = layers.whole_inputs(shape)
-    whole, mine = layers.projections(shape), layers.projections(shape)
-    expected = layers.backward(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
-
-    def attention(q, k, v):
-        return layers.reference.attention(q, k, v).transpose(0, 1).contiguous().transpose(0, 1)
-
-    attend = layers.block(shape, mine, torch.distributed.group.WORLD, local_attention=attention)
-    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
-    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
-    return layers.faults(1e-12, **{n: (got[n].detach(), layers.my_slice(shape, rank, expected[n].detach())) for n in expected})
-
-
-@pytest.mark.parametrize("lengths", [(2, 0), (1, 1)], ids=str)
-def test_a_dimension_as_long_as_there_are_ranks_is_cut_where_the_lengths_say(lengths):
-    """Guard: a part is one slice only if it has one element."""
-    no_faults(2, of_another_memory_order, lengths)
-
-
-# Several layers.
-
-
-def two_models(rank):
-    """Different head counts, one process, calls interleaved in forward and backward."""
-    shapes = [Shape(heads=4, kv_heads=4), Shape(heads=6, kv_heads=3, batch_first=False, config={"head_groups": 3})]
-    pairs = {}
-    mine, whole = ([layers.projections(shape) for shape in shapes] for _ in range(2))
-    blocks = [layers.block(shape, layer, torch.distributed.group.WORLD) for shape, layer in zip(shapes, mine)]
-    inputs = [layers.whole_inputs(shape) for shape in shapes]
-    xs = [layers.my_slice(shape, rank, x).requires_grad_() for shape, (x, _) in zip(shapes, inputs)]
-    ys = [layers.call_block(shape, attend, rank, x) for shape, attend, x in zip(shapes, blocks, xs)]
-    sum((y * layers.my_slice(shape, rank, dy)).sum() for shape, y, (_, dy) in zip(shapes, ys, inputs)).backward()
-    for i, (shape, layer, reference_layer, (x, dy)) in enumerate(zip(shapes, mine, whole, inputs)):
-        expected = layers.backward(
-            lambda x: layers.reference_layer(shape, reference_layer, x), None, x.clone().requires_grad_(), dy
-        )  # noqa: B023
-        pairs[f"output {i}"] = ys[i].detach(), layers.my_slice(shape, rank, expected["output"].detach())
-        pairs[f"dx {i}"] = xs[i].grad, layers.my_slice(shape, rank, expected["dx"])
-        for name, parameter in layer.named_parameters():
-            total = parameter.grad.clone()
-            torch.distributed.all_reduce(total)
-            pairs[f"{name} {i}"] = total, reference_layer.get_parameter(name).grad
-    return layers.faults(1e-12, **pairs)
-
-
-def test_two_models_live_in_one_process():
-    no_faults(2, two_models)
 
 
 # The drop-in.
@@ -421,14 +362,6 @@ def tables_are_watched(rank):
 
 
 WATCHED = [
-    Watched(
-        SEEN_BY_PROGRAMS["lies as it travels"],
-        functools.partial(of_another_memory_order, lengths=(2, 0)),
-    ),
-    Watched(
-        SEEN_BY_PROGRAMS["shared rows are summed"],
-        functools.partial(faults_of, use=layers.backward, shapes=SHAPES[:1], change=key_is_value),
-    ),
     Watched(
         Guard(
             "unchanged",

@@ -227,11 +227,7 @@ def output_alone_trains(rank):
     attend = layers.block(shape, mine, torch.distributed.group.WORLD)
     y = layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x))
     y.backward(layers.my_slice(shape, rank, dy))
-    pairs = {}
-    for name, parameter in mine["o_proj"].named_parameters():
-        torch.distributed.all_reduce(parameter.grad)
-        pairs[name] = parameter.grad, whole["o_proj"].get_parameter(name).grad
-    return layers.faults(1e-12, **pairs)
+    return layers.unlike(shape, rank, mine, whole)
 
 
 def test_the_output_projection_alone_may_learn():
@@ -638,13 +634,7 @@ def normed(rank, window, last, kind, frozen):
     wanted = layers.backward(expected, whole, x.clone().requires_grad_(), dy)
     local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
     got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
-    pairs = {name: (got[name].detach(), layers.my_slice(shape, rank, wanted[name].detach())) for name in got}
-    for name, parameter in mine.named_parameters():
-        total = parameter.grad
-        if total is not None:
-            torch.distributed.all_reduce(total)
-        pairs[name] = total, whole.get_parameter(name).grad
-    return layers.faults(1e-12, **pairs)
+    return layers.unlike(shape, rank, mine, whole, got, wanted)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])

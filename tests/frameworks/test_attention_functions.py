@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
 
@@ -341,6 +341,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

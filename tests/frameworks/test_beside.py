@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 from tests.harness.cases import full
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import (
     EXACT,
     batches,
@@ -547,6 +547,4 @@ def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
 WATCHED = [Watched(Guard("no MoE drops sp ranks' tokens", without="if False:"), dropped_tokens, 4)]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -15,7 +15,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect import accounting, probe
 from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.whole import inputs_of
@@ -487,6 +487,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -15,7 +15,7 @@ from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_config, tiny_model
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -496,6 +496,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -18,7 +18,7 @@ from ds_sp_overlap.integrations.transformers.latent import is_latent, why_not
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import flash
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, packed, worst
 from tests.harness.ranks import on_ranks, refusal
@@ -436,6 +436,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -20,7 +20,7 @@ from ds_sp_overlap.integrations.sequence import masks
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.integrations.transformers.attention_function import _scaled_by_position
 from tests.harness.cases import full, since_transformers, singles
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import (
     BATCH,
     EXACT,
@@ -505,7 +505,4 @@ WATCHED = [
 ]
 
 
-@since_transformers("5.1")
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = since_transformers("5.1")(notices(WATCHED))

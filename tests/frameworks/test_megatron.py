@@ -21,7 +21,7 @@ from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations.deepspeed import initialize as integration
 from ds_sp_overlap.integrations.megatron import bridge
 from tests.harness import megatron_layers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
@@ -623,6 +623,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

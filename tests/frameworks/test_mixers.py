@@ -18,7 +18,7 @@ from ds_sp_overlap.integrations.transformers import mixers, mixers_by_states
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, packed, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
@@ -500,6 +500,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

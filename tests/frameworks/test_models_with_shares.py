@@ -19,7 +19,7 @@ from tests.harness import flash
 from tests.harness.cases import full, singles
 from tests.harness.clients import train
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import (
     EXACT,
     batches,
@@ -436,6 +436,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -17,7 +17,7 @@ from ds_sp_overlap.attention.runtime import execution
 from ds_sp_overlap.integrations.sequence.documents import to_device
 from tests.harness import flash
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
 from tests.harness.ranks import on_ranks
 from tests.harness.syncs import waits
@@ -288,6 +288,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

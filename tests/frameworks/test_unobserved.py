@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 import ds_sp_overlap
 from ds_sp_overlap.attention.unobserved import unobserved
 from ds_sp_overlap.integrations.inspect import probe
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import on_ranks
 
@@ -381,6 +381,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

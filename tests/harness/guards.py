@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 import ds_sp_overlap
 from ds_sp_overlap.attention.runtime import plan
 from tests.harness import cases
@@ -172,3 +174,13 @@ def must_notice(watched):
     assert findings, "nobody noticed"
     assert watched.raises == any(str(finding).startswith(CRASHED) for finding in findings), findings
     assert not (cases.everything() and any(everywhere(found))), "the guard was not put back"
+
+
+def notices(watched):
+    """Return a test with a case for each of ``watched``."""
+
+    @pytest.mark.parametrize("watched", watched, ids=str)
+    def of_each(watched):
+        must_notice(watched)
+
+    return of_each

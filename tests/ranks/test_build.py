@@ -16,8 +16,6 @@ import ds_sp_overlap
 from csrc import check_cubins
 from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange import sp_group as sp_group_module
-from ds_sp_overlap.exchange.exchange import Exchange
-from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.relayout import build, kernels, ops
 from tests.harness import ranks
@@ -235,36 +233,6 @@ def test_a_build_that_fails_is_a_reason_and_is_not_tried_again(monkeypatch):
     for _ in range(2):
         assert ops.lacks_compiled(build=True).startswith("none were built, and building them failed: no place to write; build them")
     assert tried == [1]
-
-
-def exchanged(rank, kind):
-    """What two ranks receive, forward and backward, with one kind of kernels; and whether those moved it."""
-    calls = []
-    original = ops.implementation
-
-    def watched(which):
-        calls.append(which)
-        return original(which)
-
-    ops.implementation = watched
-    try:
-        geometry = Geometry(2, rank, (5, 3), 2, 3, 1, batch_first=True)
-        sp_group = SPGroup(torch.distributed.group.WORLD, kernels=kind)
-        exchange = Exchange(sp_group, geometry.exchange("k", 0, (16,)), "layer", "k")
-        torch.manual_seed(rank)
-        x = torch.randn(exchange.layout.source.shape, requires_grad=True)
-        y = exchange.finish(exchange.start(x))
-        y.backward(torch.arange(y.numel(), dtype=y.dtype).view(y.shape))
-    finally:
-        ops.implementation = original
-    return y.detach(), x.grad, set(calls)
-
-
-@needs_library
-def test_an_exchange_moves_the_same_with_either_kind_of_kernels():
-    for compiled, plain in zip(*(ranks.on_ranks(2, exchanged, kind) for kind in ("compiled", "torch"))):
-        assert torch.equal(compiled[0], plain[0]) and torch.equal(compiled[1], plain[1])
-        assert compiled[2] == {"compiled"} and plain[2] == {"torch"}
 
 
 def refused(rank, whole_model, devices, library):

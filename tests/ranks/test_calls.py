@@ -12,7 +12,7 @@ from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import dropin
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.streams import Backend
 
@@ -183,6 +183,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -4,11 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tests.harness import dropin, layers
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -109,18 +108,6 @@ def differentiated_forwards(rank, shape):
 def test_forward_mode_is_refused_by_torch_without_gradients_too(name):
     for kind, message in on_ranks(2, differentiated_forwards, {**BLOCKS, **DROPINS}[name], timeout_s=60):
         assert "jvp" in message
-
-
-def checkpointed_under_a_differentiated_loss(rank):
-    """Reentrant checkpointing runs a backward of its own, which is not differentiated."""
-    call, (x,), parameters, dy = layer_of(rank, BLOCKS["G = 2"])
-    (checkpoint(call, x, use_reentrant=True) * dy).sum().backward()
-    return [] if x.grad is not None and all(p.grad is not None for p in parameters) else ["no gradient"]
-
-
-def test_reentrant_checkpointing_is_no_second_derivative():
-    for found in on_ranks(2, checkpointed_under_a_differentiated_loss):
-        assert found == []
 
 
 # Gradients that one rank does not get.
@@ -307,6 +294,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -18,7 +18,7 @@ from ds_sp_overlap.exchange.copy_engines import CopyEngine
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import dropin, layers, models
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.streams import Backend, Stream, device_thread
@@ -249,6 +249,4 @@ def captured_in_silence(rank):
 WATCHED = [Watched(Guard("no graph of what it can't hold", without="if False:"), captured_in_silence, raises=True)]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

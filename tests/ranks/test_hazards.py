@@ -13,7 +13,7 @@ import torch
 
 from tests.harness import dropin, layers, transports
 from tests.harness.dropin import Case
-from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, must_notice, removed
+from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, notices, removed
 from tests.harness.layers import Shape
 from tests.harness.moving import kinds, moving
 from tests.harness.ranks import no_faults, on_ranks, refusal
@@ -283,6 +283,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

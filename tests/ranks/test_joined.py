@@ -13,7 +13,7 @@ from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
 from tests.harness.ranks import no_faults, on_ranks
@@ -155,6 +155,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import ds_sp_overlap
 from tests.harness import layers, reference, uses
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal, soon
 from tests.harness.transports import Late, Recording, spoiled_buffers
@@ -456,6 +456,4 @@ GUARDS = [
 ]
 
 
-@pytest.mark.parametrize("watched", GUARDS, ids=str)
-def test_notices_a_removed_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(GUARDS)

@@ -19,7 +19,7 @@ from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
 from ds_sp_overlap.tools.planner.plan import BASELINE
 from tests.harness import uses
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.streams import Backend
 
 
@@ -351,6 +351,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

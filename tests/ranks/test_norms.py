@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-import ds_sp_overlap
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks
 
@@ -286,14 +285,6 @@ def test_tables_that_learn_get_a_gradient(groups):
     no_faults(2, learned_tables, groups)
 
 
-def test_the_package_says_which_projections_it_splits_beside_another_rope():
-    attend = ds_sp_overlap.SelfAttention(
-        local_attention=layers.reference.attention, num_heads=4, head_dim=8, rope=lambda x, tables: x,
-        **{f"{kind}_proj": torch.nn.Linear(32, 32) for kind in "qkvo"},
-    )  # fmt: skip
-    assert attend.split_projections() == [attend.o_proj]
-
-
 # Guards.
 
 WATCHED = [
@@ -309,9 +300,7 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)
 
 
 # What a norm learns is saved as autograd saves it.

@@ -12,7 +12,7 @@ import ds_sp_overlap
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
 from tests.harness import dropin, layers, models, reference
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.ranks import on_ranks
@@ -259,6 +259,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

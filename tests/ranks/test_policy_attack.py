@@ -17,7 +17,7 @@ from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.policies import optimizer_step, scripted, two_replicas
 from tests.harness.ranks import on_ranks, refusal
@@ -395,6 +395,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

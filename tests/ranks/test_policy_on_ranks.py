@@ -12,7 +12,7 @@ from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models
 from tests.harness.cases import full
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.policies import hooks, optimizer_step, scripted, two_replicas
@@ -428,6 +428,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -20,7 +20,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.legs import legs_of
 from ds_sp_overlap.exchange.relayed import Relayed
 from ds_sp_overlap.exchange.streams import SideStream
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
 from tests.harness.races import Races, watched
 from tests.harness.streams import Backend, Stream, device_thread, order
@@ -433,6 +433,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -22,7 +22,7 @@ from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import dropin, layers, reference, transports
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -398,6 +398,4 @@ WATCHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -11,7 +11,7 @@ import torch
 from tests.harness import dropin, layers
 from tests.harness.cases import singles
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -384,6 +384,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

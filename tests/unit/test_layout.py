@@ -12,7 +12,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import Sides
 from ds_sp_overlap.exchange.transport import all_equal
 from tests.harness.cases import examples
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 
 settings.register_profile("layout", deadline=None, max_examples=examples(150), derandomize=True)
 settings.load_profile("layout")
@@ -272,6 +272,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -12,7 +12,7 @@ from ds_sp_overlap.attention.memory import offload
 from ds_sp_overlap.attention.memory.checkpoint_cache import CheckpointCache, CheckpointPass
 from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.exchange.streams import SideStream
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.streams import Backend
 
 
@@ -141,8 +141,7 @@ def is_dropped():
     return faults_of(lambda copies: test_memory_of_what_is_dropped_returns_behind_its_copy(copies, True))
 
 
-@pytest.mark.parametrize(
-    "watched",
+test_the_suite_notices_without_the_guard = notices(
     [
         Watched(
             Guard(
@@ -155,8 +154,5 @@ def is_dropped():
         Watched(Guard("copied, then given back", without="pass"), leaves, ranks=0),
         Watched(Guard("arrived, then read", without="pass"), comes_back, ranks=0),
         Watched(Guard("dropped behind its copy", without="pass"), is_dropped, ranks=0),
-    ],
-    ids=str,
+    ]
 )
-def test_notices_a_removed_guard(watched):
-    must_notice(watched)

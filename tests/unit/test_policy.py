@@ -11,7 +11,7 @@ from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling.timed import TimedCall
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
 
 GEOMETRY = Geometry(sp_size=2, sp_rank=0, seq_lens=(8, 8), batch=1, heads=8, kv_heads=8, groups=2)
@@ -290,6 +290,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

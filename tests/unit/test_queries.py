@@ -20,7 +20,7 @@ from ds_sp_overlap.integrations.transformers import attention_function
 from ds_sp_overlap.integrations.transformers.attention_function import local_attention
 from tests.harness import flash
 from tests.harness.cases import since_transformers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 
 SEQ, FP64 = 48, 1e-12
 CHUNKS = [(0, 12), (12, 13), (13, 30), (30, 48)]
@@ -266,6 +266,4 @@ WATCHED = [
 ]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

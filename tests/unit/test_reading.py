@@ -20,7 +20,7 @@ from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 from tests.harness.cases import since_transformers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
 FORWARD = """
@@ -458,9 +458,7 @@ def test_a_parameter_that_is_one_is_no_constant_one():
 WATCHED = [Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0)]
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)
 
 
 def rotary_of_two(x):

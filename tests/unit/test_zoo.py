@@ -6,7 +6,7 @@ from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations.inspect import accounting
 from tests.harness import zoo
 from tests.harness.cases import full, since_transformers
-from tests.harness.guards import Guard, Watched, must_notice
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
 
 pytestmark = since_transformers("5.1")  # `get_interface`
@@ -106,6 +106,4 @@ WATCHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("watched", WATCHED, ids=str)
-def test_the_suite_notices_without_the_guard(watched):
-    must_notice(watched)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -94,15 +94,18 @@ class States:
 
     Attributes:
         scan: Mixes one document from a zero state. Returns y [b, s/P, h, ..] and the final state
-            [b, h, ..].
+            [b, h, ..]; None for a state that its kernel doesn't give.
         log_decay: Gives the logarithm of each token's decay [b, s/P, h], in fp32.
         read: Takes H, shaped as a state, behind the layer. Gives what each token reads of H, of a
             shape that broadcasts to that of y.
+        widths: The layer -> the numbers a token of each tensor that ``scan`` takes, where kernels
+            may differ in the state that they give. None where the state is certain.
     """
 
-    scan: Callable[..., tuple[Tensor, Tensor]]
+    scan: Callable[..., tuple[Tensor, Any]]
     log_decay: Callable[..., Tensor]
     read: Callable[..., Tensor]
+    widths: Callable[[Any], Sequence[int]] | None = None
 
 
 # Rows of a parameter that belong to heads, in order: the kind of the heads, "q", or "k" for those of
@@ -121,15 +124,16 @@ class ByHeads:
             group, and its slices of the parameters -> o [b, s, heads of q, ..].
         parameters: The layer -> its parameters that are cut by heads, or None for one that it
             hasn't, each with what its rows are.
-        sources: The layer -> the projections of what was convolved to q, k and v [b, s/P, heads,
-            ..], where the layer convolves its own tokens first.
+        sources: The layer, and the results of `Mixer.beside` by name -> the projections of what was
+            convolved to q, k and v [b, s/P, heads, ..], where the layer convolves its own tokens
+            first.
     """
 
     what: str
     counts: Callable[[Any], tuple[int, int]]
     mix: Callable[..., Tensor]
     parameters: Callable[[Any], Sequence[tuple[Tensor | None, Sections]]]
-    sources: Callable[[Any], Sequence[Source]] = lambda layer: ()
+    sources: Callable[[Any, dict[str, Tensor]], Sequence[Source]] = lambda layer, given: ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ class Mixer:
         convolve: The layer and x [b, n, width] of one document -> y [b, n, ..]. None for no
             convolution.
         states: The recurrence behind it; None for none.
-        heads: What meets by heads behind it; None for nothing.
+        heads: What meets by heads behind it; beside ``states`` with `States.widths`, only where the
+            kernel gives no state. None for nothing.
         split: The names of the projections that are computed in parts where they can be.
         by_positions: Whether the recurrence goes by position_ids, too: it is given them [b, s/P],
             behind x.

@@ -11,7 +11,8 @@ kernels, and receives little, whatever the number of tokens:
     finish s   add what the earlier ranks left behind; norm, gate, output projection
 
 In backward the gradients of the states travel under the gradient of the gate's projection. A mixer
-with other decays meets whole sequences of some heads behind the convolution (`mixer_heads`).
+with other decays, or with a kernel that gives no state, meets whole sequences of some heads behind
+the convolution (`mixer_heads`).
 
 Note [States]
 ~~~~~~~~~~~~~
@@ -24,6 +25,7 @@ fp32, and so are states. A document that begins on this rank lacks nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,12 +36,14 @@ from torch import Tensor
 from ..exchange.earlier import state_layout, tail_layout
 from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
+from ..warn import warn_once
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .mixer import Mixer, Pieces, Projected, States
 from .mixer_heads import in_documents, mix_by_heads
 from .runtime.execution import Call
 from .runtime.linear import call_through, can_split
+from .unobserved import unobserved
 
 
 class MixerLayer:
@@ -48,7 +52,7 @@ class MixerLayer:
     Args:
         runtime: The runtime of the layer.
         layer: The layer.
-        mixer: Its description.
+        mixer: Its description; from the first call on without the way that isn't taken.
     """
 
     def __init__(self, runtime: LayerRuntime, layer: Any, mixer: Mixer):
@@ -94,6 +98,7 @@ class MixerLayer:
         if hidden_states.dim() != 3:
             got = list(hidden_states.shape)
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
+        self._choose(hidden_states)
         group, heads = self.runtime.sp_group, self.mixer.heads
         if heads is None:
             # No heads are dealt to ranks.
@@ -116,9 +121,34 @@ class MixerLayer:
             trained = [hidden_states, *self.layer.parameters()]
             learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
             words = "gradients of hidden states and parameters"
-            return str(hidden_states.dtype), hidden_states.shape[2], words, learns
+            way = "no heads" if heads is None else f"{heads.what} by heads"
+            return str(hidden_states.dtype), hidden_states.shape[2], way, words, learns
 
         return geometry, types
+
+    def _choose(self, hidden_states: Tensor) -> None:
+        """Choose between states and heads by what the kernel gives, where the mixer has both."""
+        states, layer, what = self.mixer.states, self.layer, type(self.layer).__name__
+        if states is None or states.widths is None or self.mixer.heads is None:
+            return
+        with torch.inference_mode(False), unobserved(hidden_states.device, backward=True):
+            # Of the call's size, since kernels are tuned to the first sizes that they get.
+            of_width = (hidden_states.shape[:2] + (width,) for width in states.widths(layer))
+            xs = [hidden_states.new_ones(shape).requires_grad_() for shape in of_width]
+            state = states.scan(layer, *xs)[1]
+            dx = None
+            if state is not None and state.requires_grad:
+                (dx,) = torch.autograd.grad(state.sum(), xs[:1], allow_unused=True)
+        if dx is not None and dx.any():
+            self.mixer = replace(self.mixer, heads=None)
+            return
+        lacks = "no final state" if state is None else "a final state without a gradient"
+        warn_once(
+            f"sp_overlap: the scan of {what} gives {lacks}, which the ranks behind need; whole "
+            "sequences of some heads are exchanged instead. Another kernel, such as mamba-ssm's, "
+            "needs fewer bytes"
+        )
+        self.mixer = replace(self.mixer, states=None)
 
     def _mix(
         self, call: Call, projected: Projected, pieces: Pieces, positions: Tensor | None
@@ -130,7 +160,7 @@ class MixerLayer:
             y, beside = self._convolved(projected, pieces, call.checked)
             given.update(beside)
             if mixer.heads is not None:
-                heads = Projected(mixer.heads.sources(layer), y)
+                heads = Projected(mixer.heads.sources(layer, given), y)
         elif mixer.states is not None:
             y = projected("x")
 
@@ -195,10 +225,6 @@ class MixerLayer:
         Returns:
             y; the state that each row's last piece leaves; and the sum of the logarithms of decays
             from the first token on, [b, s/P, h].
-
-        Raises:
-            RuntimeError: on all ranks that have the same kernels, if the scan gives no final state,
-                or one without a gradient.
         """
         layer, tokens = self.layer, tensors[0].shape[1]
         log_decay = states.log_decay(layer, *tensors).cumsum(1)
@@ -206,12 +232,6 @@ class MixerLayer:
 
         def scan(*xs: Tensor) -> Tensor:
             y, final = states.scan(layer, *xs)
-            if final is None or (xs[0].requires_grad and not final.requires_grad):
-                lacks = "no final state" if final is None else "a final state without a gradient"
-                raise RuntimeError(
-                    f"{self.runtime.where}: the scan of {type(layer).__name__} gives {lacks}, "
-                    "which the ranks behind need; take another kernel, such as mamba-ssm's"
-                )
             finals.append(final)
             return y
 

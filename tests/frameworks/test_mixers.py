@@ -3,8 +3,10 @@
 Documents and padding: against each document alone.
 """
 
+import contextlib
 import dataclasses
 import operator
+import sys
 from unittest import mock
 
 import pytest
@@ -51,9 +53,12 @@ def is_mixer(module):
     return hasattr(module, "A_log") or hasattr(module, "rg_lru") or "ShortConv" in type(module).__name__
 
 
-def compared(rank, model, whole, inputs, **section):
-    """Error of an overlapped model's loss and gradients from those of the whole sequence."""
+def compared(rank, model, whole, inputs, evaluated=False, **section):
+    """Error of an overlapped model's loss and gradients from those of the whole sequence; evaluated before, if asked for."""
     report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
+    if evaluated:
+        with torch.inference_mode():
+            share(model, *inputs)
     got = found(model, [share(model, *inputs)], dist.group.WORLD)
     ds_sp_overlap.disable(model)
     assert "tokens before" in str(report) or "states" in str(report)
@@ -86,7 +91,7 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
         (STATES[1:], [1, 30], {}, {}),
         (("lfm2", "nemotron_h", "minimax"), [9, 2, 21], {}, {"head_groups": 1}),
         (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # fewer tokens than taps, on two ranks one after another
-        (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {}),
+        (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {"evaluated": True}),
         (CHANNELS, [1, 30], {}, {"check": True}),
         (("mamba",), [9, 2, 21], {}, {"head_groups": 3}),
         (("zamba",), [9, 2, 21], {}, {"head_groups": 1}),  # two of its heads share a rank
@@ -157,6 +162,81 @@ def padding(rank, kind, lengths):
 def test_padding_leaves_no_trace(kind, lengths):
     for errors in on_ranks(2, padding, kind, lengths):
         assert all(error < FP64 for error in errors), errors
+
+
+# Kernels of Mamba 2 whose final state can't be used.
+
+
+def stateless(y, state):
+    return y
+
+
+def detached(y, state):
+    return y, state.detach()
+
+
+def forgetful(y, state):
+    """As of a kernel whose backward ignores the gradient of the state."""
+    return y, state.detach() + 0 * state
+
+
+@contextlib.contextmanager
+def kernel(kind, result):
+    """Let ``result`` change what the kernel of a model returns with a final state."""
+    file = sys.modules[type(next(filter(is_mixer, model_of(kind).modules()))).__module__]
+    scan = file.mamba2_chunk_scan
+
+    def other(*args, return_final_states=False, **options):
+        y = scan(*args, return_final_states=return_final_states, **options)
+        return result(*y) if return_final_states else y
+
+    with mock.patch.object(file, "mamba2_chunk_scan", other):
+        yield
+
+
+def by_heads(rank, kind, result, lengths, options):
+    """Errors with another kernel, of one document and of several."""
+    with kernel(kind, result):
+        section = {"check": True, "evaluated": True}
+        errors = against_whole(rank, [kind], lengths, options, section)
+        return [*errors.values(), *documents(rank, kind, lengths, ROWS[2:]).values()]
+
+
+@pytest.mark.parametrize(
+    "kind, result, lengths, options",
+    [
+        ("nemotron_h", stateless, [1, 31], {}),
+        ("nemotron_h", detached, [9, 2, 21], {}),
+        ("nemotron_h", forgetful, [9, 2, 21], {"n_groups": 1}),
+        ("falcon_h1", stateless, [9, 2, 21], {}),
+        *(full(kind, detached, [9, 2, 21], {}) for kind in ("granitemoehybrid", "bamba", "zamba2", "mamba2")),
+    ],
+)
+def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(kind, result, lengths, options):
+    for errors in on_ranks(len(lengths), by_heads, kind, result, lengths, options):
+        assert len(errors) == 3 and all(error < FP64 for error in errors), errors
+
+
+def without_states(rank, ranks, options):
+    """What is said where these ranks have a kernel without a final state."""
+    with kernel("nemotron_h", stateless) if rank in ranks else contextlib.nullcontext():
+        return refusal(against_whole, rank, ["nemotron_h"], [8] * 4, options, {})
+
+
+@pytest.mark.parametrize(
+    "ranks, options, words",
+    [
+        (
+            range(4),
+            FEW_HEADS,
+            "2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but its scan without",
+        ),
+        ([2], {}, "scan without final states by heads"),
+    ],
+)
+def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ranks, options, words):
+    for said in on_ranks(4, without_states, ranks, options):
+        assert said is not None and said[0] == "ValueError" and words in said[1], said
 
 
 # What learns, and in which precision.
@@ -460,31 +540,16 @@ def twice(layer, x, dt):
     return y + layer.D[:, None] * mixers_by_states._mamba2_parts(layer, x)[0], state
 
 
-def detached(layer, x, dt):
-    y, state = mixers_by_states._mamba2_scan(layer, x, dt)
-    return y, state.detach()
-
-
-def stateless(layer, x, dt):
-    return mixers_by_states._mamba2_scan(layer, x, dt)[0], None
-
-
 def planted(rank, scan):
-    """What was found, or said, of another scan of Mamba 2."""
+    """What was found of another scan of Mamba 2."""
     known = mixers_by_states.MAMBA2
     fault = dataclasses.replace(known, states=dataclasses.replace(known.states, scan=scan))
-    faults = []
     with mock.patch.dict(mixers.KNOWN, {key: fault if mixer is known else mixer for key, mixer in mixers.KNOWN.items()}):
-        said = refusal(lambda: faults.extend(faults_of_states(rank)))
-    return faults, said
+        return faults_of_states(rank)
 
 
-@pytest.mark.parametrize(
-    "scan, words", [(twice, ""), (detached, "gives a final state without a gradient"), (stateless, "gives no final state")]
-)
-def test_a_fault_of_the_scan_is_seen_or_refused(scan, words):
-    for faults, said in on_ranks(2, planted, scan):
-        assert faults if not words else said[0] == "RuntimeError" and words in said[1]
+def test_a_fault_of_the_scan_is_seen():
+    assert all(on_ranks(2, planted, twice))
 
 
 def faults_of_checkpoints(rank):

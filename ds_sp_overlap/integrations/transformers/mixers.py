@@ -91,14 +91,14 @@ def describe(
     mixer = mixer_of(layer)
     assert mixer is not None
     got = [] if mixer.states is None else ["states"]
-    groups = 0
-    if mixer.heads is None:
+    groups, by_heads = 0, None if mixer.states else mixer.heads
+    if by_heads is None:
         # No heads are dealt to ranks, so there are no groups of heads to choose.
         overlap = overlap.in_one_group("")
     else:
-        what = mixer.heads.what
+        what = by_heads.what
         why = f"{name} ({type(layer).__name__}): its {what} needs all queries at once"
-        groups = overlap.groups_for(*mixer.heads.counts(layer), why)
+        groups = overlap.groups_for(*by_heads.counts(layer), why)
         got.append(f"{what}, {overlap.describe_groups(groups)}")
     if mixer.convolve is not None:
         got.append("tokens before")
@@ -109,7 +109,7 @@ def describe(
         lacks = ""
     elif any(set(source.names) <= {*mixer.late} for source in mixer.sources(layer, False)):
         got.append(f"the projection of {', '.join(mixer.late)} under them")
-    if mixer.heads is not None:
+    if by_heads is not None:
         lacks = overlap.why_not_more(lacks, groups)
     bind = functools.partial(_bind, name, layer, model, mixer, forwards, overlap)
     return FoundLayer(name, layer, ", ".join(got), lacks=lacks, bind=bind)
@@ -141,7 +141,7 @@ def _bind(
         of_names = [arguments.pop(key, None) for key in ("attention_mask", "conv_mask")]
         mask = next((mask for mask in of_names if mask is not None), None)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
-        pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer), mixer)
+        pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer), mixing.mixer)
         return mixing(hidden_states, pieces, positions)
 
     return rebind(layer, forward)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from ...attention.mixer import ByHeads, Mixer, Sections, Source
 from ..inspect.library import names_around, own_class
-from .mixers_by_states import convolve, in_proj_parts, reach
-
-_PER_HEAD: Sections = (("q", 1),)
+from .mixers_by_states import PER_HEAD, convolve, in_proj_parts, reach
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -97,8 +95,8 @@ def _learned(layer: Any) -> list[tuple[Tensor | None, Sections]]:
     return [
         (layer.conv1d.weight, channels),
         (layer.conv1d.bias, channels),
-        (gate.A_log.flatten(), _PER_HEAD),
-        (gate.dt_bias.view(_counts(layer)[0], -1), _PER_HEAD),
+        (gate.A_log.flatten(), PER_HEAD),
+        (gate.dt_bias.view(_counts(layer)[0], -1), PER_HEAD),
     ]
 
 
@@ -214,7 +212,7 @@ def _zamba_sources(layer: Any, splits: bool) -> list[Source]:
     return [Source("xz", lambda x: layer.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1))]
 
 
-def _mamba1_inputs(layer: Any) -> list[Source]:
+def _mamba1_inputs(layer: Any, given: dict[str, Tensor]) -> list[Source]:
     """Return the source of x by channels; of dt's latent; and of B and C."""
 
     def project(x: Tensor) -> list[Tensor]:
@@ -254,7 +252,7 @@ def _mamba1_parameters(layer: Any) -> list[tuple[Tensor | None, Sections]]:
     else:
         of_heads = layer.dt_proj_weight, layer.dt_proj_bias, layer.A_log, layer.D
         tensors = [x.flatten(0, 1) for x in of_heads]
-    return [(x, _PER_HEAD) for x in tensors]
+    return [(x, PER_HEAD) for x in tensors]
 
 
 def _mamba1_scan(layer: Any, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:

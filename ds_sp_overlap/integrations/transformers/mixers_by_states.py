@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Mixer, Source, States
+from ...attention.mixer import ByHeads, Mixer, Sections, Source, States
 from ..inspect.library import names_around
+
+# Of a parameter with a row for each head.
+PER_HEAD: Sections = (("q", 1),)
 
 
 def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor], Tensor]]:
@@ -101,21 +104,38 @@ def _mamba2_parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inner.unflatten(-1, (layer.num_heads, layer.head_dim)), b, c
 
 
-def _mamba2_scan(layer: Any, x: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-    inner, b, c = _mamba2_parts(layer, x)
+def _mamba2_kernel(
+    layer: Any,
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    bias: Tensor,
+    **options: Any,
+) -> Any:
+    """Run the kernel on some heads, with the layer's parameters for them."""
     return names_around(layer)["mamba2_chunk_scan"](
-        inner,
+        x,
         dt,
-        -torch.exp(layer.A_log.float()),
+        -torch.exp(a_log.float()),
         b,
         c,
         chunk_size=layer.chunk_size,
-        D=layer.D,
-        dt_bias=layer.dt_bias,
+        D=d,
+        dt_bias=bias,
         dt_softplus=True,
         dt_limit=layer.time_step_limit,
-        return_final_states=True,
+        **options,
     )
+
+
+def _mamba2_scan(layer: Any, x: Tensor, dt: Tensor) -> tuple[Tensor, Any]:
+    inner, b, c = _mamba2_parts(layer, x)
+    learned = layer.A_log, layer.D, layer.dt_bias
+    results = _mamba2_kernel(layer, inner, dt, b, c, *learned, return_final_states=True)
+    return results if isinstance(results, tuple) else (results, None)
 
 
 def _mamba2_log_decay(layer: Any, x: Tensor, dt: Tensor) -> Tensor:
@@ -137,6 +157,21 @@ def _mamba2_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> Tensor:
     return layer.out_proj(y.to(z.dtype))
 
 
+def _mamba2_inputs(layer: Any, given: dict[str, Tensor]) -> list[Source]:
+    """Return the source of x, with dt behind each head; of B; and of C."""
+
+    def project(x: Tensor) -> list[Tensor]:
+        inner, b, c = _mamba2_parts(layer, x)
+        return [torch.cat([inner, given["dt"].unsqueeze(-1)], -1), b, c]
+
+    return [Source("qkv", project)]
+
+
+def _mamba2_of_heads(layer: Any, x_dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor) -> Tensor:
+    x, dt = x_dt.split([layer.head_dim, 1], -1)
+    return _mamba2_kernel(layer, x, dt.squeeze(-1), b, c, *learned)
+
+
 MAMBA2 = Mixer(
     sources=_mamba2_sources,
     merge=_mamba2_merge,
@@ -144,7 +179,16 @@ MAMBA2 = Mixer(
     late=["z"],
     reach=reach,
     convolve=functools.partial(convolve, "conv1d", "activation"),
-    states=States(_mamba2_scan, _mamba2_log_decay, _mamba2_read),
+    states=States(
+        _mamba2_scan, _mamba2_log_decay, _mamba2_read, lambda layer: _mamba2_sizes(layer)[1:]
+    ),
+    heads=ByHeads(
+        "scan without final states",
+        lambda layer: (layer.num_heads, layer.n_groups),
+        _mamba2_of_heads,
+        lambda layer: [(x, PER_HEAD) for x in (layer.A_log, layer.D, layer.dt_bias)],
+        _mamba2_inputs,
+    ),
     split=["in_proj"],
 )
 FALCON = dataclasses.replace(MAMBA2, sources=_falcon_sources, split=[])

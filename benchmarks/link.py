@@ -104,9 +104,9 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.simulated import UPSTREAM, Costs
+    from benchmarks.simulated import BASELINE, UPSTREAM, Costs, Rates
     from ds_sp_overlap.schedule import by_head_groups
-    from ds_sp_overlap.tools.planner import measure, plan
+    from ds_sp_overlap.tools.planner import measure
     from ds_sp_overlap.tools.planner.costs import LayerShape
 
     layer = LayerShape(
@@ -119,9 +119,10 @@ def predict(shape, args: argparse.Namespace) -> dict[str, float]:
         shape.batch,
         shape.dtype.itemsize,
     )
-    rates = measure.rates(layer, dist.group.WORLD, torch.device("cpu"))
+    found = measure.rates(layer, dist.group.WORLD, torch.device("cpu"), tflops=1)
+    rates = Rates(1e12 * found["gemm_share"], 1e12 * found["attention_share"], 1e9 * found["wire_gbs"], found["latency_us"] / 1e3)
     one = Costs(layer, rates, 1)
-    played = {"DeepSpeed": one.simulate(plan.BASELINE), "five of eight": one.simulate(UPSTREAM)}
+    played = {"DeepSpeed": one.simulate(BASELINE), "five of eight": one.simulate(UPSTREAM)}
     for groups in args.groups:
         costs = Costs(layer, rates, groups)
         played[f"G = {groups}"] = costs.simulate(by_head_groups(costs.geometry.kinds))

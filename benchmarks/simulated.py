@@ -4,9 +4,30 @@ A transfer takes as long as its bytes, a product or attention as long as its wor
 head groups, and compute units that an exchange takes. For GPUs, `ds_sp_overlap plan` plays what is launched.
 """
 
-from ds_sp_overlap.schedule import MLP, O, Op, Schedule, Simulation, Step, simulate
-from ds_sp_overlap.tools.planner.costs import LayerShape, Rates, Sizes
-from ds_sp_overlap.tools.planner.plan import program
+from typing import NamedTuple
+
+from ds_sp_overlap.schedule import MLP, O, Op, Program, Schedule, Simulation, Step, simulate
+from ds_sp_overlap.tools.planner.costs import LayerShape
+
+
+def program(text: str, grad: bool = False) -> Program:
+    """Read a program of one head group: ``project q, start q``; with ``grad``, ``start q`` sends dq."""
+    steps = [each.split() for each in text.split(", ")]
+    return tuple(Step(Op(op), (of,), grad, 0) for op, of in steps)
+
+
+# DeepSpeed's class as it stands, between projections that are called whole.
+BASELINE = Schedule(
+    program(
+        "project q, project k, project v, start q, finish q, start k, finish k, start v, finish v, "
+        "attend o, start o, finish o, merge o"
+    ),
+    program(
+        "wgrad o, dgrad o, start o, finish o, attend o, start v, finish v, start k, finish k, "
+        "start q, finish q, dgrad v, wgrad v, dgrad k, wgrad k, dgrad q, wgrad q",
+        grad=True,
+    ),
+)
 
 # The overlap of DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415: v, o and dv stay exposed.
 UPSTREAM = Schedule(
@@ -22,22 +43,33 @@ UPSTREAM = Schedule(
 )
 
 
-class Costs(Sizes):
-    """Memory and durations of a layer in G head groups on rank 0."""
+class Rates(NamedTuple):
+    """FLOP/s of matrix products and of causal attention (the masked half is no work); bytes/s that a rank sends to the others in an
+    all-to-all, while it receives as many; and ms of an empty exchange."""
+
+    matmul: float
+    attention: float
+    wire: float
+    latency_ms: float
+
+
+class Costs:
+    """Durations of a layer in G head groups on rank 0, the rank with the most heads."""
 
     def __init__(self, layer: LayerShape, rates: Rates, groups: int):
-        super().__init__(layer, groups)
-        self.rates = rates
+        self.layer, self.rates, self.geometry = layer, rates, layer.geometry(groups)
 
     def ms(self, step: Step) -> float:
         """Return the duration of a step, in ms.
 
         A start takes as long as its transfer, a product or attention as long as its work.
         """
-        layer, tokens = self.layer, self._tokens
+        layer, tokens = self.layer, self.layer.seq // self.layer.sp_size * self.layer.batch
         if step.op is Op.START:
             # The part of rank 0 itself, at index 0, is not sent.
-            layout = self._exchange(step)
+            kinds = (*step.beside, *step.tensors)
+            layout = self.geometry.exchange(kinds, step.group, (layer.head_dim,) * len(kinds))
+            layout = layout.inverse if step.grad else layout
             sent, received = sum(layout.sources.sizes[1:]), sum(layout.targets.sizes[1:])
             moved_bytes = layer.element_bytes * max(sent, received)
             return self.rates.latency_ms + 1e3 * moved_bytes / self.rates.wire
@@ -47,7 +79,8 @@ class Costs(Sizes):
             return 1e3 * 2 * tokens * layer.width * 3 * layer.intermediate * 3 / self.rates.matmul
         if step.op is Op.ATTEND:
             start, stop = self.geometry.query_range(0, step.group)
-            pairs = layer.seq * self._global_tokens("q") * layer.batch
+            queries = sum(stop - start for start, stop in self.geometry.own_queries)
+            pairs = layer.seq * queries * layer.batch
             # Two products of 2 FLOP for each pair, of which half are masked: 2 * 2 / 2.
             products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
             forward = products / self.rates.attention
@@ -55,10 +88,10 @@ class Costs(Sizes):
             return forward * (2.5 if step.grad else 1)
         # A projection, its dgrad or its wgrad.
         (kind,) = step.tensors
-        heads = self._local_heads("q" if step.tensors == O else kind, step.group)
+        ranges = self.geometry.heads_of("q" if step.tensors == O else kind, step.group)
+        heads = sum(stop - start for start, stop in ranges)
         return 1e3 * 2 * tokens * layer.width * heads * layer.head_dim / self.rates.matmul
 
-    def simulate(self, schedule: Schedule, is_baseline: bool = False) -> Simulation:
-        """Simulate a whole transformer layer: forward, the MLP and backward; see `memory_bytes`."""
-        program = (*schedule.forward, MLP, *schedule.backward)
-        return simulate(schedule, program, self.ms, self.memory_bytes(schedule, is_baseline))
+    def simulate(self, schedule: Schedule) -> Simulation:
+        """Simulate a whole transformer layer: forward, the MLP and backward."""
+        return simulate(schedule, (*schedule.forward, MLP, *schedule.backward), self.ms)

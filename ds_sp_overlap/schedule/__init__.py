@@ -70,7 +70,6 @@ Which code reads a schedule:
   computed part by part is one piece, whose backward is that section of the backward program.
 - A layer that runs by a `Windowed` is one piece. When a checkpoint that saved attention reruns the
   layer, ``recompute`` runs instead of forward.
-- `tools.planner` computes the bytes in memory while they run.
 - Tests compare the order that a layer recorded with its schedule.
 
 `by_window` has few groups in memory at a time: its backward recomputes q, k and v.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -34,19 +34,11 @@ class Simulation:
         compute: Bars of the compute row. A wait has the name of the exchange that it waits for.
         wire: Bars of the wire.
         step_ms: Time until both rows are done.
-        memory: For each step, the time in ms at which it begins, and the bytes in memory from then
-            on (`memory_bytes`).
     """
 
     compute: list[Bar]
     wire: list[Bar]
     step_ms: float
-    memory: list[tuple[float, int]]
-
-    @property
-    def peak(self) -> int:
-        """Most bytes at once; 0 if `simulate` was not given any."""
-        return max((n_bytes for _, n_bytes in self.memory), default=0)
 
     @cached_property
     def compute_ms(self) -> float:
@@ -73,9 +65,7 @@ class Simulation:
         return waits
 
 
-def simulate(
-    schedule: Schedule, program: Program, ms: Callable[[Step], float], memory: Sequence[int] = ()
-) -> Simulation:
+def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) -> Simulation:
     """Simulate a program.
 
     Packing and unpacking take no time.
@@ -84,16 +74,13 @@ def simulate(
         schedule: The schedule, for the names of steps.
         program: The program.
         ms: Duration of a step on the compute row; of the transfer, for a start.
-        memory: Bytes in memory during each step; may be empty.
     """
     # When the compute row is free for its next step, and the wire for its next exchange.
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []
     arrives: dict[tuple[Any, ...], float] = {}
-    begins: list[float] = []
     for step in program:
-        begins.append(now)
         key = step[1:]  # the same for both ends of an exchange
         if step.op is Op.START:
             # One exchange after another, in the order of their starts.
@@ -107,7 +94,7 @@ def simulate(
         else:
             compute.append(Bar(schedule.label(step), step, now, now + ms(step)))
             now = compute[-1].end
-    return Simulation(compute, wire, max(now, free), list(zip(begins, memory)))
+    return Simulation(compute, wire, max(now, free))
 
 
 def draw(schedule: Schedule, program: Program) -> str:

@@ -14,9 +14,8 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.streams import SideStream
-from ds_sp_overlap.schedule import schedule_of
-from ds_sp_overlap.tools.planner.costs import LayerShape, Sizes
-from ds_sp_overlap.tools.planner.plan import BASELINE
+from ds_sp_overlap.tools.planner.costs import LayerShape, Way
+from ds_sp_overlap.tools.planner.gpu.recorder import record
 from tests.harness import uses
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, notices
@@ -300,17 +299,16 @@ def test_nothing_of_a_windowed_call_outlives_its_graph(window, make):
             gc.enable()
 
 
-def arithmetic(shape, size, groups, window=None):
-    """Schedule and sizes of a layer; 0 groups are stock."""
+def recorded(shape, size, way):
+    """What the planner's recorder says of a layer."""
     numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, size, shape.batch, shape.dtype.itemsize
-    sizes = Sizes(LayerShape(*numbers), max(groups, 1))
-    return (schedule_of(sizes.geometry, window) if groups else BASELINE), sizes
+    return record(LayerShape(*numbers), Way(*way))
 
 
 # Of attention on CPU: scores of a block of 256 queries with 512 keys, twice.
 BLOCKS = 2 * 256 * 512 * 4
 WAYS = {
-    32: [(0, None), (1, None), (2, None), (8, None), (4, 4), (8, 1), (8, 2)],
+    32: [(0, None), (1, None), (2, None), (8, None), (4, 4), (8, 1), (4, 2), (8, 2)],
     8: [(0, None), (1, None), (4, None), (8, 1), (8, 2)],
 }
 
@@ -322,24 +320,23 @@ def run_of(groups, window):
 @pytest.mark.parametrize("kv_heads, groups, window", [
     (kv_heads, *way) if way == (8, 1) else full(kv_heads, *way) for kv_heads, ways in WAYS.items() for way in ways
 ])  # fmt: skip
-def test_a_step_peaks_where_the_arithmetic_says(groups, window, kv_heads):
+def test_a_step_peaks_where_the_planner_says(groups, window, kv_heads):
     """No tensor is forgotten and none is thought of that is not there. What is beyond: attention's blocks, and the rows of weights of
     heads that lie apart, copied for a product, of q or of o. Both are 6 % at most here."""
     shape = Shape(seq=8192, heads=32, head_dim=16, kv_heads=kv_heads)
-    schedule, sizes = arithmetic(shape, 4, groups, window)
     measured = peak(shape, run_of(groups, window), size=4)
     rows = shape.width * shape.width // max(groups, 1) * shape.dtype.itemsize
-    says = max(sizes.memory_bytes(schedule, is_baseline=groups == 0))
+    says = max(recorded(shape, 4, (groups, window)).held)
     assert 0 <= measured - says <= BLOCKS + rows, f"{measured / 2**20:.2f} MiB against {says / 2**20:.2f}"
 
 
 @pytest.mark.parametrize("groups,window", [(0, None), (1, None), (2, None), (2, 1)])
-def test_what_waits_for_the_backward_is_what_the_arithmetic_says(groups, window):
+def test_what_waits_for_the_backward_is_what_the_planner_says(groups, window):
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=4)
-    schedule, sizes = arithmetic(shape, 2, groups, window)
+    of = recorded(shape, 2, (groups, window))
     measured = held(shape, None, run_of(groups, window))
     x = shape.seq // 2 * shape.width * shape.dtype.itemsize
-    says = 1 + sizes.memory_bytes(schedule, is_baseline=groups == 0)[len(schedule.forward)] / x  # x itself is measured too
+    says = 1 + of.held[of.forwards - 1] / x  # x itself is measured too
     assert measured == pytest.approx(says, abs=0.01)  # tokens, a few bytes each
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.simulated import Costs
+from benchmarks.simulated import Costs, Rates
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.schedule import Op, schedule_of
 from ds_sp_overlap.tools.cli import main
-from ds_sp_overlap.tools.planner.costs import LayerShape, Rates
+from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS, gpu
 from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Host, Move, Record, Transfer, Wait
 from ds_sp_overlap.tools.planner.gpu.player import play
@@ -136,7 +136,7 @@ LAYER = LayerShape(width=256, heads=16, kv_heads=8, head_dim=32, seq=2048, sp_si
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
-    launches = record(LAYER, {"head_groups": groups})
+    launches = record(LAYER, Way(groups)).launches
     rates = Rates(matmul=1.0, attention=1.0, wire=1e3, latency_ms=0.0)
     costs = Costs(LAYER, rates, groups)
     schedule = schedule_of(costs.geometry)
@@ -159,7 +159,7 @@ def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recorded(groups):
-    launches = record(LAYER, {"head_groups": groups})
+    launches = record(LAYER, Way(groups)).launches
     recorded = set()
     for each in launches:
         if isinstance(each, Record):
@@ -171,7 +171,7 @@ def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recor
 
 
 def test_stock_launches_what_deepspeed_s_class_does():
-    launches = record(LAYER, None)
+    launches = record(LAYER, Way(0)).launches
     sent = [each for each in launches if isinstance(each, Transfer)]
     assert [each.n_bytes for each in sent] == [
         3 * 512 * 512 * 2 // 4 // (1 + (at % 4 in (1, 2))) for at in (0, 1, 2, 3, 4, 5, 6, 7)
@@ -182,7 +182,7 @@ def test_stock_launches_what_deepspeed_s_class_does():
 
 
 def test_the_host_is_counted_alike_every_time():
-    assert record(LAYER, {"head_groups": 2}) == record(LAYER, {"head_groups": 2})
+    assert record(LAYER, Way(2)).launches == record.__wrapped__(LAYER, Way(2)).launches
 
 
 def test_the_host_s_calls_are_counted_without_those_that_a_gpu_has_not():
@@ -215,7 +215,7 @@ def products(launches):
 
 @pytest.mark.parametrize("shares", [1, 2])
 def test_whole_layers_launch_their_products_and_exchanges(shares):
-    launches, tokens = record(replace(WHOLE, shares=shares), {"head_groups": 1}), LAYER.seq // LAYER.sp_size
+    launches, tokens = record(replace(WHOLE, shares=shares), Way(1)).launches, LAYER.seq // LAYER.sp_size
     weights = LAYERS * (256 * (2 * 512 + 2 * 256) + 3 * 256 * 768)  # q and o, k and v, MLP
     assert sum(2 * each.m * each.n * each.k * each.batch for each in products(launches)) == 3 * 2 * tokens * weights
     assert sum(isinstance(each, Transfer) for each in launches) == LAYERS * 8
@@ -225,7 +225,7 @@ def test_whole_layers_launch_their_products_and_exchanges(shares):
 def test_ranks_that_share_heads_attend_with_as_many_queries_and_keys_as_others(groups):
     calls = {}
     for shares in (1, 2):
-        launches = record(replace(LAYER, shares=shares), {"head_groups": groups})
+        launches = record(replace(LAYER, shares=shares), Way(groups)).launches
         calls[shares] = [each for each in launches if isinstance(each, Attention) and not each.backward]
     assert all(each.keys == each.seq for each in calls[1])
     assert [(each.seq, each.keys) for each in calls[2][:2]] == [(512, 512), (512, 2048)]  # the first and the last quarter
@@ -240,7 +240,7 @@ def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persist
     layer = LayerShape(width=4096, heads=32, kv_heads=8, head_dim=128, seq=65536, sp_size=8)
     first = SpOverlapConfig().groups_for(layer.heads, layer.sp_size)
     on_paper = gpu("h100").given("test", wire_gbs=45)
-    found = {groups: play(on_paper, record(layer, {"head_groups": groups})).us for groups in (1, 2, 4)}
+    found = {groups: play(on_paper, record(layer, Way(groups)).launches).us for groups in (1, 2, 4)}
     assert min(found, key=found.__getitem__) == first == 2
 
 

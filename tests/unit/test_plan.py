@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from benchmarks import planned
-from benchmarks.simulated import UPSTREAM, Costs
+from benchmarks.simulated import BASELINE, UPSTREAM, Costs, Rates
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools.cli import main
-from ds_sp_overlap.tools.planner.costs import LayerShape, Rates
-from ds_sp_overlap.tools.planner.plan import BASELINE, CLOSE
+from ds_sp_overlap.tools.planner.costs import LayerShape
+from ds_sp_overlap.tools.planner.plan import CLOSE
 from tests.harness.pages import ROOT, read
 from tests.harness.schedules import step_of
 

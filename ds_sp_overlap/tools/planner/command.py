@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from ...exchange.geometry import shares_for
-from .costs import WINDOWS, LayerShape
+from .costs import WINDOWS, LayerShape, Way
 from .gpu.constants import GPUS, Gpu, gpu
 
 if TYPE_CHECKING:  # It loads torch.
@@ -203,15 +203,9 @@ def _measured(layer: LayerShape, tflops: float) -> dict[str, float]:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    rates = measure.rates(layer, dist.group.WORLD, device)
+    found = measure.rates(layer, dist.group.WORLD, device, tflops)
     dist.destroy_process_group()
-    return {
-        "gemm_share": rates.matmul / (1e12 * tflops),
-        "attention_share": rates.attention / (1e12 * tflops),
-        "backward_share": rates.attention / (1e12 * tflops),
-        "wire_gbs": rates.wire / 1e9,
-        "latency_us": 1e3 * rates.latency_ms,
-    }
+    return found
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
@@ -273,14 +267,14 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
     )
 
 
-def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: int) -> str:
-    """Return the table of the longest sequences that fit; ``best`` is the G that is advised."""
-    from .fits import Model, Way, longest
+def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> str:
+    """Return the table of the longest sequences that fit; ``best`` is the fastest way."""
+    from .fits import Model, longest
 
     model = Model(args.layers, int(1e9 * args.params))
-    windows = [Way(*window) for window in WINDOWS if window[0] <= layer.geometry(1).max_groups]
+    windows = [way for way in WINDOWS if way.groups <= layer.geometry(1).max_groups]
     rows = []
-    for way in (Way(0), Way(best), *windows):
+    for way in (Way(0), best, *windows):
         found = longest(layer, model, way, int(args.memory * 2**30))
         tokens = {name: f"{number // 1024:,}k" for name, number in found.items()}
         rows.append({"": str(way), **tokens})
@@ -300,7 +294,7 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
     Sequences are many, so that what counts is how many tokens a GPU computes in a second.
     """
-    from .fits import Model, Way, longest
+    from .fits import Model, longest
     from .plan import best_of, decides_ms, plan
 
     world, reason = args.nodes * args.gpus_per_node, "there is one"
@@ -388,5 +382,5 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     text = describe(layer, on, args.gpu, rows, advice)
     if args.memory is not None:
         fastest = min(ours_of(rows), key=decides_ms)
-        text += f"\n\n{_describe_fits(args, layer, fastest.groups)}"
+        text += f"\n\n{_describe_fits(args, layer, Way(fastest.groups))}"
     return {"layer": [asdict(row) for row in rows], "verdict": advice}, text

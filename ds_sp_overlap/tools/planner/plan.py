@@ -6,13 +6,11 @@ GPU with its host (`gpu.player`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...autotune.trial import CLOSE, GROUPS
-from ...schedule import Op, Program, Schedule, Step, schedule_of
-from .costs import WINDOWS, LayerShape, Sizes
+from .costs import WINDOWS, LayerShape, Way
 from .gpu.constants import Gpu
 from .gpu.launches import COMPUTE, Host, Launch, Record, Transfer, Wait
 from .gpu.player import play
@@ -20,26 +18,6 @@ from .gpu.recorder import LAYERS, record
 
 # A step that would be shorter by less than this share is not worth the bother.
 WORTH = 0.02
-
-
-def program(text: str, grad: bool = False) -> Program:
-    """Read a program of one head group: ``project q, start q``; with ``grad``, ``start q`` sends dq."""
-    steps = [each.split() for each in text.split(", ")]
-    return tuple(Step(Op(op), (of,), grad, 0) for op, of in steps)
-
-
-# DeepSpeed's class as it stands, between projections that are called whole.
-BASELINE = Schedule(
-    program(
-        "project q, project k, project v, start q, finish q, start k, finish k, start v, finish v, "
-        "attend o, start o, finish o, merge o"
-    ),
-    program(
-        "wgrad o, dgrad o, start o, finish o, attend o, start v, finish v, start k, finish k, "
-        "start q, finish q, dgrad v, wgrad v, dgrad k, wgrad k, dgrad q, wgrad q",
-        grad=True,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -110,51 +88,41 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         gpu: The GPU.
         with_all: Whether to play five of eight and windows, too.
     """
-    alone = replace(layer, intermediate=0)
-    most = layer.geometry(1).max_groups
+    alone, most = replace(layer, intermediate=0), layer.geometry(1).max_groups
 
     def row(
-        variant: str,
-        runs: Sequence[list[Launch]],
-        groups: int = 0,
-        window: int | None = None,
+        way: Way,
+        variant: str = "",
+        change: Callable[[Sequence[Launch]], Sequence[Launch]] = list,
+        whole: bool = True,
     ) -> Row:
-        """Play a variant: what the attention layer launches, then what whole layers do if given."""
-        # Ours permute by the compiled kernels.
-        on = gpu.given("our kernels", permute_share=gpu["kernel_share"] if groups else None)
-        played, free = play(on, runs[0]), play(replace(on, free_wire=True), runs[0])
-        sizes = Sizes(alone, max(groups, 1))
-        schedule = schedule_of(sizes.geometry, window) if groups else BASELINE
+        """Play the launches of an attention layer as changed, and with ``whole`` of whole layers.
+
+        A way of ours has no other name.
+        """
+        kernels = None if variant else gpu["kernel_share"]
+        on = gpu.given("our kernels", permute_share=kernels)
+        recorded, whole_ms = record(alone, way), None
+        launches = change(recorded.launches)
+        played, free = play(on, launches), play(replace(on, free_wire=True), launches)
+        if whole and layer.intermediate:
+            whole_ms = play(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
-            variant,
-            groups,
-            window,
+            variant or str(way),
+            groups=0 if variant else way.groups,
+            window=way.window,
             step_ms=played.us / 1e3,
             host_ms=played.host_us / 1e3,
             exposed_ms=(played.us - free.us) / 1e3,
             starved_ms=played.starved_us / 1e3,
-            peak_bytes=max(sizes.memory_bytes(schedule, is_baseline=not groups)),
-            whole_ms=play(on, runs[1]).us / 1e3 / LAYERS if len(runs) > 1 else None,
+            peak_bytes=max(recorded.held),
+            whole_ms=whole_ms,
         )
 
-    def recorded(config: dict[str, Any] | None) -> list[list[Launch]]:
-        return [
-            record(each, config) for each in ((alone, layer) if layer.intermediate else (alone,))
-        ]
-
-    ours = {groups: recorded({"head_groups": groups}) for groups in GROUPS if groups <= most}
-    if stock_runs(layer):
-        rows = [row("stock", recorded(None))]
-    else:
-        rows = [row("no overlap", list(map(in_one_stream, ours[1])))]
-    if with_all:
-        rows.append(row("five of eight", [five_of_eight(ours[1][0])]))
-    rows += [row(f"G = {groups}", runs, groups) for groups, runs in ours.items()]
-    for groups, window in WINDOWS if with_all else ():
-        if groups <= most:
-            run = record(alone, {"head_groups": groups, "window": window})
-            rows.append(row(f"G = {groups}, W = {window}", [run], groups, window))
-    return rows
+    stock = row(Way(0), "stock") if stock_runs(layer) else row(Way(1), "no overlap", in_one_stream)
+    fitting = [way for way in (*map(Way, GROUPS), *WINDOWS) if way.groups <= most]
+    ours = [row(way, whole=way.window is None) for way in fitting if with_all or way.window is None]
+    return [stock, *with_all * [row(Way(1), "five of eight", five_of_eight, whole=False)], *ours]
 
 
 def ours_of(rows: Sequence[Row]) -> list[Row]:

@@ -10,12 +10,13 @@ device, the list has the copy that it makes on a CPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import re
 import sys
+import weakref
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from ....exchange.streams import SideStream
 from ....exchange.transport import DONE, Done
 from ....integrations.distributed_attention import STOCK
 from ....rotary import Rotary, rotate
-from ..costs import LayerShape
+from ..costs import LayerShape, Way
 from .launches import (
     COMPUTE,
     GATE,
@@ -82,11 +83,15 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         launches: What was launched, in the order of the host, and what the host did in between.
+        held: Bytes in memory after each change, without x, dy and the weights.
+        forwards: The length of ``held`` when backward began.
     """
+
+    forwards = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.begin()
         self.current = self.compute = _Stream(self, COMPUTE)
         # In the order in which `SideStream` asks for them. A third one is that of the second leg of
         # k and v, see `relayed`.
@@ -96,6 +101,29 @@ class Recorder(TorchDispatchMode):
         self._events = 0
         # How many Python frames deep the host is in a stand-in of this file.
         self._inside = 0
+
+    def begin(self) -> None:
+        """Forget what was recorded."""
+        self.launches: list[Launch] = []
+        self.held = [0]
+        # Of memory that was taken since; without its reference, nothing tells of its end.
+        self._memory: set[weakref.ref[Any]] = set()
+
+    def end(self) -> None:
+        """Count no memory that is let go of from now on."""
+        self._memory.clear()
+
+    def hold(self, x: Tensor) -> None:
+        """Count the memory of ``x``, which is new, until nobody holds it any more."""
+        storage = x.untyped_storage()
+        n_bytes = storage.nbytes()
+
+        def free(memory: weakref.ref[Any]) -> None:
+            self._memory.remove(memory)
+            self.held.append(self.held[-1] - n_bytes)
+
+        self._memory.add(weakref.ref(storage, free))
+        self.held.append(self.held[-1] + n_bytes)
 
     def host(self, name: str) -> None:
         """Count what the host does before its next launch."""
@@ -175,17 +203,28 @@ class Recorder(TorchDispatchMode):
         """Note an operator that launches a kernel; return results of its shapes, not computed."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "set_"):
-            self.host("empty" if "empty" in name else "view")
+        if "empty" in name:
+            self.host("empty")
+            self.hold(made := func(*args, **kwargs))
+            return made
+        if func.is_view or name in ("_unsafe_view", "detach", "set_"):
+            self.host("view")
             return func(*args, **kwargs)
         # An operator that writes into a tensor returns that; others get new memory of their shapes.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
             on_meta = tree_map(_to_meta, (args, kwargs))
-            returned = tree_map(_unwritten, func(*on_meta[0], **on_meta[1]))
+            returned = tree_map(self._unwritten, func(*on_meta[0], **on_meta[1]))
         self._kernel(name, args, returned)
         return returned
+
+    def _unwritten(self, value: Any) -> Any:
+        """Return memory that is never written, so that the system need not provide it."""
+        if isinstance(value, Tensor):
+            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            self.hold(value)
+        return value
 
     def _kernel(self, name: str, args: Any, returned: Any) -> None:
         """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
@@ -222,11 +261,13 @@ def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _unwritten(value: Any) -> Any:
-    """Return memory that is never written, so that the system need not provide it."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+def flash_bytes(q: Tensor, k: Tensor) -> int:
+    """Return what the backward of flash-attn takes for itself.
+
+    It sums dq in fp32. Where query heads share KV heads, it makes dk and dv for each query head.
+    Elements of other than 2 bytes have no kernel on GPUs.
+    """
+    return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
 
 class _Attend(torch.autograd.Function):
@@ -234,16 +275,19 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, keys: int) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.of_call = recorder, keys
         recorder.attention(q, keys, backward=False)
-        return torch.empty_like(q)
+        return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        (recorder, keys), inputs = ctx.of_call, ctx.saved_tensors
-        recorder.attention(inputs[0], keys, backward=True)
-        return (*(torch.empty_like(each) for each in inputs), None, None)
+        (recorder, keys), (q, k, v, *_) = ctx.of_call, ctx.saved_tensors
+        recorder.attention(q, keys, backward=True)
+        gradients = [torch.empty_like(each) for each in (q, k, v)]
+        recorder.held += [recorder.held[-1] + flash_bytes(q, k), recorder.held[-1]]
+        return (*gradients, None, None)
 
 
 class _Layer(nn.Module):
@@ -280,13 +324,14 @@ class _Alone(SPGroup):
         return [what] * self.size
 
 
-def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYERS) -> list[Launch]:
-    """Return the launches of forward and backward on rank 0, in the second of two steps.
+@functools.cache
+def record(layer: LayerShape, way: Way, layers: int = LAYERS) -> Recorder:
+    """Record forward and backward on rank 0, in the second of two steps.
 
     Args:
         layer: Shape of the layer. Without an MLP one attention layer runs; with one, whole layers
             with Llama's rotation and norms, one behind the other.
-        config: The ``sp_overlap`` section; None: DeepSpeed's class between whole projections.
+        way: How it runs; DeepSpeed's class between whole projections.
         layers: The number of whole layers.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
@@ -316,7 +361,7 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             "v_proj": linear(layer.width, kv_rows),
             "o_proj": linear(rows, layer.width),
         }
-        if config is None:
+        if not way.groups:
             return _stock(attend, sp_group, layer, tables, projections)
         made = SelfAttention(
             local_attention=attend,
@@ -326,12 +371,12 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             batch_first=False,
             heads_alike=True,
             rope=tables and Rotary(lambda tables: tables),
-            config={"shares": layer.shares, **config},
+            config={"shares": layer.shares, "head_groups": way.groups, "window": way.window},
             name=f"layer {at}" if layer.intermediate else "layer",
             **projections,
         )
         made.layer.sp_group, made.layer.tells = sp_group, False
-        return partial(made, position_embeddings=tables)
+        return functools.partial(made, position_embeddings=tables)
 
     forward: Callable[[Tensor], Tensor] = attention(0)
     if layer.intermediate:
@@ -346,17 +391,21 @@ def record(layer: LayerShape, config: dict[str, Any] | None, layers: int = LAYER
             dy = torch.empty_like(x)
             # The first step probes and plans.
             for _ in range(2):
-                recorder.launches.clear()
                 x.grad = None
                 for each in linears:
                     each.weight.grad = None
+                recorder.begin()
                 sys.setprofile(recorder.count_calls)
-                forward(x).backward(dy)
+                y = forward(x)
+                recorder.forwards = len(recorder.held)
+                y.backward(dy)
                 sys.setprofile(None)
+                del y
     finally:
         sys.setprofile(None)
+        recorder.end()
         products.unbatched.update(unbatched)
-    return recorder.launches
+    return recorder
 
 
 def _stock(

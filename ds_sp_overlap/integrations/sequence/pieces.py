@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...attention.mixer import Mixer, Pieces
+from ...attention.mixer import Pieces
 from .documents import Documents, to_device
-from .positions import GlobalSequence
+from .positions import GlobalSequence, once
 
 
-def pieces_of(sequence: GlobalSequence, rank: int, reach: int, mixer: Mixer) -> Pieces:
+@once
+def pieces_of(
+    sequence: GlobalSequence, rank: int, reach: int, by_states: bool, by_heads: bool
+) -> Pieces:
     """Return the pieces of documents that a rank holds; cached in ``sequence``. No collective.
 
     Args:
         sequence: The global sequence.
         rank: The rank, in the sp group.
         reach: How many tokens before its own the rank is given.
-        mixer: For whom; the documents that it has no use for are left out.
+        by_states: Whether the mixer exchanges states.
+        by_heads: Whether the mixer exchanges heads.
     """
-    key = rank, reach, mixer.states is None, mixer.heads is None
-    if key not in sequence.pieces:
-        sequence.pieces[key] = _pieces_of(sequence, rank, reach, mixer)
-    return sequence.pieces[key]
-
-
-def _pieces_of(sequence: GlobalSequence, rank: int, reach: int, mixer: Mixer) -> Pieces:
-    """Return the pieces of documents that a rank holds; see `pieces_of`."""
     starts, lengths, bounds = sequence.recurrent_starts, sequence.lengths, sequence.recurrent_bounds
-    if bounds is None:
+    if len(bounds) == sequence.rows:
         return Pieces(lengths)
     first = sum(lengths[:rank])
     last = first + lengths[rank]
@@ -53,8 +49,8 @@ def _pieces_of(sequence: GlobalSequence, rank: int, reach: int, mixer: Mixer) ->
     return Pieces(
         lengths,
         window=documents(max(0, first - reach)) if reach else None,
-        own=documents(first) if mixer.states else None,
-        whole=sequence.recurrent_documents if mixer.heads else None,
+        own=documents(first) if by_states else None,
+        whole=sequence.recurrent_documents if by_heads else None,
         last_starts=last_starts.tolist(),
         reached=reached,
         reaches=reaches,

@@ -11,7 +11,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,33 +46,6 @@ TOKENS = ("input_ids", "inputs_embeds")
 # Those that tell documents beside position_ids: edges of the rows joined, or each token's number.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
-_FAULTS: dict[str, tuple[type[Exception], str]] = {
-    "missing": (ValueError, f"sequence parallelism needs position_ids in every forward: {_NEEDED}"),
-    "axes": (
-        ValueError,
-        "position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes, of images, or 4, those of "
-        f"text in front of them; give {_NEEDED}",
-    ),
-    "length": (ValueError, f"position_ids and input_ids differ in batch or length; give {_NEEDED}"),
-    "mask": (
-        ValueError,
-        "of a sequence that is split over ranks only a 2-D attention_mask [b, s/P], which tells "
-        "padding, can be honoured, not a 4-D mask, a BlockMask or a dict of masks; leave it out, "
-        "and let position_ids start anew with each document",
-    ),
-    "mask length": (
-        ValueError,
-        "attention_mask must be [b, s/P], cut over the ranks like input_ids",
-    ),
-    "cache": (
-        RuntimeError,
-        "generation with a KV cache does not work on a sequence that is split over ranks; call "
-        "ds_sp_overlap.disable(model, stock_too=True), which takes DeepSpeed's Ulysses out as "
-        "well, and generate on each rank by itself",
-    ),
-}
-# A fault travels as its place in this list.
-_CODES = [None, *_FAULTS]
 
 
 def of_text(position_ids: np.ndarray) -> np.ndarray | None:
@@ -98,16 +71,16 @@ def restarts(position_ids: np.ndarray) -> np.ndarray:
 _Method = TypeVar("_Method", bound=Callable)
 
 
-def _once(method: _Method) -> _Method:
+def once(method: _Method) -> _Method:
     """Keep the results of a method in its object, by the arguments, for all layers."""
     results_name = f"_results of {method.__name__}"
 
     @functools.wraps(method)
-    def kept(self: Any, *args: Any) -> Any:
-        results = vars(self).setdefault(results_name, {})
-        if args not in results:
-            results[args] = method(self, *args)
-        return results[args]
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        results, key = vars(self).setdefault(results_name, {}), (args, *kwargs.items())
+        if key not in results:
+            results[key] = method(self, *args, **kwargs)
+        return results[key]
 
     return kept  # type: ignore[return-value]  # of the same signature
 
@@ -130,7 +103,8 @@ class GlobalSequence:
     Attributes:
         largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
             (`transformers.forward`).
-        bounds: [n, 3]. Row, start and stop of each document; None if every row is one document.
+        bounds: [n, 3]. Row, start and stop of each document.
+        one_document: Whether every row is one document.
         has_padding: Whether the mask tells padding.
         padded: Whether some document begins where positions go on and only the mask tells; then
             `Forwards.of` refuses a layer that is given no mask.
@@ -163,9 +137,8 @@ class GlobalSequence:
             self.has_padding = True
             starts = self._with_padding(starts, mask, where)
         self.bounds = _bounds(starts)
+        self.one_document = len(self.bounds) == rows
         self._starts, self._mask = starts, mask
-        # Those of `pieces.pieces_of`.
-        self.pieces: dict[tuple, Any] = {}
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return where documents start [b, s], padding counted as documents of its own.
@@ -211,7 +184,7 @@ class GlobalSequence:
                 return False
         return True
 
-    @_once
+    @once
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
         """Return the documents, cut into chunks; None if every row is one document and one chunk.
 
@@ -224,14 +197,11 @@ class GlobalSequence:
         """
         return self._documents_of(self._bounds_of(chunk), queries)
 
-    def _bounds_of(self, chunk: int | None) -> np.ndarray | None:
-        """Return the `bounds` of the documents, cut into chunks of a length in tokens.
-
-        None if every row is one document and one chunk.
-        """
+    def _bounds_of(self, chunk: int | None) -> np.ndarray:
+        """Return the `bounds` of the documents, cut into chunks of a length in tokens."""
         if chunk is None or chunk >= sum(self.lengths):
             return self.bounds
-        row, start, stop = self._documents_or_rows()
+        row, start, stop = self.bounds.T
         # The chunks of each document, and the number of each chunk in its document.
         count = (stop - start + chunk - 1) // chunk
         nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
@@ -249,8 +219,8 @@ class GlobalSequence:
         return starts
 
     @functools.cached_property
-    def recurrent_bounds(self) -> np.ndarray | None:
-        """The `bounds` of `recurrent_starts`; None if every row is one document."""
+    def recurrent_bounds(self) -> np.ndarray:
+        """The `bounds` of `recurrent_starts`."""
         return _bounds(self.recurrent_starts)
 
     @functools.cached_property
@@ -261,26 +231,13 @@ class GlobalSequence:
         """
         return self._documents_of(self.recurrent_bounds)
 
-    def _documents_of(
-        self, bounds: np.ndarray | None, queries: Range | None = None
-    ) -> Documents | None:
-        """Return the documents with the given bounds [n, 3]; None without bounds."""
-        if bounds is None:
+    def _documents_of(self, bounds: np.ndarray, queries: Range | None = None) -> Documents | None:
+        """Return the documents with the given bounds [n, 3]; None if every row is one document."""
+        if len(bounds) == self.rows:
             return None
-        seq = sum(self.lengths)
-        return Documents(bounds, self.rows, seq, device=self.device, queries=queries)
+        return Documents(bounds, self.rows, sum(self.lengths), device=self.device, queries=queries)
 
-    def _documents_or_rows(self) -> tuple[np.ndarray, ...]:
-        """Return the bounds of each document: its row, its start and its stop, [n] each.
-
-        A row that is one document has the bounds of the row.
-        """
-        if self.bounds is not None:
-            return tuple(self.bounds.T)
-        rows = np.arange(self.rows)
-        return rows, np.zeros_like(rows), np.full_like(rows, sum(self.lengths))
-
-    @_once
+    @once
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
         """Return how transformers' own flash attention keeps the documents of a range apart.
 
@@ -292,9 +249,9 @@ class GlobalSequence:
             range; the keys end where the queries end. Then the keywords that give the edges of the
             documents, in all rows joined; {} if every row is one document.
         """
-        if self.bounds is None:
+        if self.one_document:
             return [0] * self.rows, {}
-        (first, last), (row, start, stop) = queries, self._documents_or_rows()
+        (first, last), (row, start, stop) = queries, self.bounds.T
         (inside,) = np.nonzero((start < last) & (stop > first))
         row, start, stop = row[inside], start[inside], np.minimum(stop[inside], last)
         lengths = [stop - np.maximum(start, first), stop - start]
@@ -310,7 +267,7 @@ class GlobalSequence:
         first_keys = start[np.searchsorted(row, np.arange(self.rows))]
         return first_keys.tolist(), keywords
 
-    @_once
+    @once
     def query_chunks(self, shares: int) -> QueryChunks | None:
         """Return the tokens whose queries each share attends with, balanced by work.
 
@@ -320,7 +277,7 @@ class GlobalSequence:
             shares: The ranks that share query heads, r.
         """
         seq = sum(self.lengths)
-        if self.bounds is None or not 1 < shares <= seq:
+        if self.one_document or not 1 < shares <= seq:
             return None
         # The keys that each query sees: its place in its document, counted from 1. Layers with a
         # small window are dealt the same tokens, as all their queries see about as many keys.
@@ -333,11 +290,11 @@ class GlobalSequence:
 
     def _places(self) -> np.ndarray:
         """Return the place of each token in its document [b, s], counted from 0."""
-        seq, (row, start, stop) = sum(self.lengths), self._documents_or_rows()
+        seq, (row, start, stop) = sum(self.lengths), self.bounds.T
         places = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
         return places.reshape(self.rows, seq)
 
-    @_once
+    @once
     def window_mask(self, queries: int, keys: int, window: int) -> Tensor:
         """Return the causal mask [1, 1, queries, keys] of a sliding window, in tokens.
 
@@ -348,15 +305,10 @@ class GlobalSequence:
         return ((distance >= 0) & (distance < window))[None, None]
 
 
-def _bounds(starts: np.ndarray) -> np.ndarray | None:
-    """Turn the first tokens of documents [b, s] into row, start and stop of each [n, 3].
-
-    Returns None if every row is one document.
-    """
+def _bounds(starts: np.ndarray) -> np.ndarray:
+    """Turn the first tokens of documents [b, s] into row, start and stop of each [n, 3]."""
     rows, seq = starts.shape
     row, start = starts.nonzero()
-    if len(row) == rows:
-        return None
     # A document stops where the next one of its row starts; the last of a row, at the row's end.
     stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
     return np.stack([row, start, stop], 1)
@@ -371,54 +323,36 @@ def _is_filled(cache: Any) -> bool:
         return cache.has_previous_state()
 
 
-class _Header(NamedTuple):
-    """The header of a rank's message.
-
-    Attributes:
-        fault: The place in `_CODES` of what is wrong with the rank's arguments.
-        axes: The number of axes of positions; 0 for positions without axes.
-        rows: The batch size of the positions.
-        batch: The batch size of the tokens.
-        length: The local sequence length.
-        names: A checksum of the ``names`` that the rank gave `Positions.gather`.
-        told: Whether the rank was given any of `DOCUMENTS`.
-    """
-
-    fault: int
-    axes: int = 0
-    rows: int = 0
-    batch: int = 0
-    length: int = 0
-    names: int = 0
-    told: int = 0
-
-    @property
-    def lines(self) -> int:
-        """The number of lines of ``length`` positions: one for each axis and row."""
-        return max(self.axes, 1) * self.rows
-
-    @property
-    def values(self) -> int:
-        """The number of values behind the header."""
-        return (self.lines + self.batch) * self.length
-
-
-def _compared(of_ranks: list[tuple[list[str], list[str]]], where: str) -> set[str]:
-    """Return the names of the layers that fall back on any rank; all ranks raise alike.
+def _compared(of_ranks: list[tuple], where: str) -> set[str]:
+    """Return the names of the layers that fall back on any rank.
 
     Args:
-        of_ranks: [P]. The ``names`` of each rank, as for `Positions.gather`.
+        of_ranks: [P]. Of each rank: the fault in its arguments, None if they are right; the number
+            of axes, the rows and the batch of its positions; ``names`` of `Positions.gather`.
         where: The name of the model, for errors.
 
     Raises:
-        ValueError: for modules that are checkpointed on some ranks alone.
+        Exception: on all ranks alike, the fault of some rank.
+        ValueError: on all ranks alike, for positions of other forms, or modules that are
+            checkpointed on some ranks alone.
     """
+    faults, forms, names = zip(*of_ranks)
+    texts = [fault and str(fault) for fault in faults]
+    if any(texts):
+        message = by_rank(texts) if len(set(texts)) > 1 else texts[0]
+        raise type(next(filter(None, faults)))(f"{where}: {message}")
+    if len(set(forms)) > 1:
+        words = by_rank(f"{rows} of batch {batch}, {axes} axes" for axes, rows, batch in forms)
+        raise ValueError(
+            f"{where}: position_ids differ in batch or axes over the sp ranks ({words}); cut one "
+            "batch over them"
+        )
     fallbacks, texts = set[str](), []
-    for falling_back, checkpointed in of_ranks:
+    for falling_back, checkpointed in names:
         fallbacks.update(falling_back)
         more = f" and {len(checkpointed) - 1} more" if len(checkpointed) > 1 else ""
         texts.append(f"{checkpointed[0] if checkpointed else 'nothing'}{more}")
-    if any(checkpointed != of_ranks[0][1] for _, checkpointed in of_ranks):
+    if any(checkpointed != names[0][1] for _, checkpointed in names):
         raise ValueError(
             f"{where}: gradient checkpointing is on for other modules, or of another kind, on other "
             f"ranks ({by_rank(texts)}), and what backward computes again exchanges again; switch "
@@ -482,55 +416,58 @@ class Positions:
         """
         refuse_captured(where, NO_GRAPH)
         self.sp_group.refuse_destroyed(where)
-        # A rank with a fault sends a header all the same, so that no other rank waits for it.
-        header = _Header(_CODES.index(self._fault(tokens, position_ids, mask, cache=cache)))
-        values: list[Tensor] = []
-        if not header.fault:
+        fault, form, length, values = None, (0, 0, 0), -1, list[Tensor]()
+        try:
+            self._check(tokens, position_ids, mask, cache=cache)
+        except (RuntimeError, ValueError) as error:
+            # This rank sends a header all the same, so that no other rank waits for it.
+            fault = error
+        else:
             rows, length = position_ids.shape[-2:]
-            header = header._replace(
-                axes=position_ids.shape[0] if position_ids.dim() == 3 else 0,
-                rows=rows,
-                batch=rows if tokens is None else tokens.shape[0],
-                length=length,
-                names=zlib.crc32(repr(names).encode()),
-                told=int(bool(told)),
-            )
+            axes = len(position_ids) if position_ids.dim() == 3 else 0
+            form = axes, rows, rows if tokens is None else tokens.shape[0]
             if mask is None:
-                mask = position_ids.new_ones(header.batch, header.length)
+                mask = position_ids.new_ones(form[2], length)
             values = [position_ids, mask != 0]
+        # The local length, -1 after a fault; whether documents were told; a checksum of the rest.
+        header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
-        messages = self._every(list(header), values, device)
-        headers = [_Header(*line) for line in messages[:, : len(header)].tolist()]
-        self._refuse(where, headers)
+        messages = self._every(header, values, device)
+        lengths, are_told, checksums = messages[:, : len(header)].T.tolist()
         fallbacks = set(names[0])
-        if len({each.names for each in headers}) > 1:  # guard: recomputed on all ranks
-            fallbacks = _compared(self.sp_group.gather(names, where), where)
-        needed = max(each.values for each in headers)
+        if min(lengths) < 0 or len(set(checksums)) > 1:  # guard: recomputed on all ranks
+            fallbacks = _compared(self.sp_group.gather((fault, form, names), where), where)
+        axes, rows, batch = form
+        if not batch * sum(lengths):  # guard: somebody has a token
+            raise ValueError(
+                f"{where}: no sp rank has a token (batch {batch}, local lengths {lengths}); leave "
+                "such a batch out on all ranks"
+            )
+        # One line of positions for each axis and row.
+        lines = max(axes, 1) * rows
+        needed = (lines + batch) * max(lengths)
         if needed > self._room:  # guard: travels in one message
             self._room = needed
-            messages = self._every(list(header), values, device)
-        # Axes and batches are the same on all ranks, or `_refuse` has raised.
-        first, lengths = headers[0], [each.length for each in headers]
+            messages = self._every(header, values, device)
         positions, masks = [], []
-        for each, rank_values in zip(headers, messages[:, len(header) :]):
-            of_positions = each.lines * each.length
-            positions.append(rank_values[:of_positions].reshape(each.lines, each.length))
-            rank_mask = rank_values[of_positions : each.values]
-            masks.append(rank_mask.reshape(each.batch, each.length))
-        shape = (first.axes, first.rows) if first.axes else (first.rows,)
+        for rank_length, rank_values in zip(lengths, messages[:, len(header) :]):
+            both = rank_values[: (lines + batch) * rank_length].reshape(lines + batch, rank_length)
+            positions.append(both[:lines])
+            masks.append(both[lines:])
+        shape = (axes, rows) if axes else (rows,)
         whole_positions = np.concatenate(positions, 1).reshape(*shape, sum(lengths))
         self._refuse_restart(where, whole_positions, lengths)
         sequence = GlobalSequence(
             whole_positions,
             lengths,
-            first.batch,
+            batch,
             mask=np.concatenate(masks, 1) != 0,
             device=device,
             where=where,
             fallbacks=fallbacks,
         )
-        if any(each.told for each in headers):
+        if any(are_told):
             self._refuse_untold(where, sequence, told or {})
         return sequence
 
@@ -546,62 +483,56 @@ class Positions:
         known = sequence.knows(self.sp_group.rank, told)
         of_ranks = self.sp_group.gather((known, first), where)
         # Each rank may count its documents from 0. In one document a row all have one number.
-        several = len({first for _, first in of_ranks} - {None}) > 1 and sequence.bounds is None
+        several = len({first for _, first in of_ranks} - {None}) > 1
+        several = several and sequence.one_document
         if several or not all(known for known, _ in of_ranks):  # guard: documents are known
             raise ValueError(
                 f"{where}: {', '.join(DOCUMENTS)} tell documents that position_ids don't tell; let "
                 "position_ids start anew with each document"
             )
 
-    def _fault(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> str | None:
-        """Return the key of `_FAULTS` for the arguments on this rank; None if they are right.
+    def _check(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> None:
+        """Check the arguments on this rank, and remember the KV cache.
 
-        Remembers the KV cache, which the next forward may not be given again.
+        Raises:
+            RuntimeError: for a KV cache that the next forward was given again, or that is in use.
+            ValueError: for arguments that are missing or of a wrong form.
         """
-        if cache is not None:
+        # Training passes no cache; `generate` does, and no position_ids.
+        generates = cache is not None and not isinstance(position_ids, Tensor)
+        if cache is not None and not generates:
             # A paged cache and a tuple have no such method.
-            if not hasattr(cache, "get_seq_length") or cache in self._caches or _is_filled(cache):
-                return "cache"
+            is_new = hasattr(cache, "get_seq_length") and cache not in self._caches
+            generates = not is_new or _is_filled(cache)
+        if generates:
+            raise RuntimeError(
+                "generation with a KV cache does not work on a sequence that is split over ranks; "
+                "call ds_sp_overlap.disable(model, stock_too=True), which takes DeepSpeed's "
+                "Ulysses out as well, and generate on each rank by itself"
+            )
+        if cache is not None:
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):
-            # Training passes no cache; `generate` does, and no position_ids.
-            return "missing" if cache is None else "cache"
-        if position_ids.dim() not in (2, 3):
-            return "axes"
-        if position_ids.dim() == 3 and len(position_ids) not in (3, 4):
-            return "axes"
+            raise ValueError(f"sequence parallelism needs position_ids in every forward: {_NEEDED}")
+        axes = position_ids.shape[:-2]
+        if position_ids.dim() not in (2, 3) or axes not in ((), (3,), (4,)):
+            raise ValueError(
+                "position_ids must be [b, s/P]; or [axes, b, s/P] with 3 axes, of images, or 4, "
+                f"those of text in front of them; give {_NEEDED}"
+            )
         shape = position_ids.shape[-2:] if tokens is None else tokens.shape[:2]
-        if len(shape) < 2 or position_ids.shape[-1] != shape[1]:
-            return "length"
-        if position_ids.shape[-2] not in (1, shape[0]):
-            return "length"
+        if len(shape) < 2 or position_ids.shape[-2:] not in (shape, (1, shape[1])):
+            raise ValueError(
+                f"position_ids and input_ids differ in batch or length; give {_NEEDED}"
+            )
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-            return "mask"
-        return "mask length" if mask is not None and mask.shape != shape else None
-
-    def _refuse(self, where: str, headers: list[_Header]) -> None:
-        """Raise the error of a fault on any rank, or of forms that differ between ranks.
-
-        All ranks have the headers of all, so that they raise alike.
-        """
-        faults = [_CODES[header.fault] for header in headers]
-        if any(faults):
-            error, message = _FAULTS[next(filter(None, faults))]
-            if len(set(faults)) > 1:
-                message = by_rank(fault and _FAULTS[fault][1] for fault in faults)
-            raise error(f"{where}: {message}")
-        if len({(header.axes, header.rows, header.batch) for header in headers}) > 1:
-            forms = by_rank(f"{x.rows} of batch {x.batch}, {x.axes} axes" for x in headers)
             raise ValueError(
-                f"{where}: position_ids differ in batch or axes over the sp ranks "
-                f"({forms}); cut one batch over them"
+                "of a sequence that is split over ranks only a 2-D attention_mask [b, s/P], which "
+                "tells padding, can be honoured, not a 4-D mask, a BlockMask or a dict of masks; "
+                "leave it out, and let position_ids start anew with each document"
             )
-        lengths = [header.length for header in headers]
-        if not headers[0].batch * sum(lengths):  # guard: somebody has a token
-            raise ValueError(
-                f"{where}: no sp rank has a token (batch {headers[0].batch}, local lengths "
-                f"{lengths}); leave such a batch out on all ranks"
-            )
+        if mask is not None and mask.shape != shape:
+            raise ValueError("attention_mask must be [b, s/P], cut over the ranks like input_ids")
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Raise ValueError for positions that start anew on every rank and nowhere else.
@@ -613,15 +544,12 @@ class Positions:
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
-        continues = bool(position_ids[..., starts].any())
-        restarts_elsewhere = False
         # Each row restarts on all ranks but the first; further restarts are elsewhere.
         text = of_text(position_ids)
-        if text is not None:
-            restarts_elsewhere = bool(restarts(text).sum() > len(text) * (len(starts) - 1))
+        elsewhere = text is not None and restarts(text).sum() > len(text) * (len(starts) - 1)
         # In the first forward such positions are a mistake. Behind others, they mean documents that
         # end where ranks end.
-        self._may_restart = continues or restarts_elsewhere
+        self._may_restart = bool(elsewhere or position_ids[..., starts].any())
         if not self._may_restart:
             raise ValueError(
                 f"{where}: position_ids start anew on every rank; for one long sequence give "

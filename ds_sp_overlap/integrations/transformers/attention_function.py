@@ -126,7 +126,7 @@ def refuse_unhonoured(
             f"{where}: {type(module).__name__} has attention sinks (s_aux), which "
             f'"{module.config._attn_implementation}" does not honour; use a flash attention'
         )
-    limited = sequence.bounds is not None or pattern != Pattern()
+    limited = not sequence.one_document or pattern != Pattern()
     if known is UNKNOWN and sequence.mask_made and limited:
         raise ValueError(
             f'{where}: attention "{module.config._attn_implementation}" is given no mask here, and '
@@ -285,7 +285,7 @@ def local_attention(
                 _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first), None, **edges
             )
             return rows[0].unflatten(0, (len(q), -1))
-        if sequence.bounds is None or q.shape[0] == 1:
+        if sequence.one_document or q.shape[0] == 1:
             return attention(q, k, v, None, position_ids=sequence.position_ids)
         outputs = []
         for at in range(q.shape[0]):
@@ -334,7 +334,7 @@ def baseline_applies(
     seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
     limits = (pattern.window, pattern.chunk)
     unlimited = all(limit is None or limit >= seq for limit in limits)
-    one_document = sequence.bounds is None
+    one_document = sequence.one_document
     return even and one_document and unlimited and keywords.get("position_ids") is not None
 
 

@@ -125,7 +125,7 @@ class Forwards:
                 "on the way, or ds_sp_overlap.enable was called again for this layer meanwhile); "
                 "it can't be honoured on a sequence that is split over ranks"
             )
-        if sequence is not None and sequence.bounds is not None:
+        if sequence is not None and not sequence.one_document:
             if sequence.padded or sequence.mask_made:  # guard: the mask that was made is given
                 raise ValueError(
                     f"{where}: {type(module).__name__} is given no attention_mask, though there "

@@ -141,7 +141,13 @@ def _bind(
         of_names = [arguments.pop(key, None) for key in ("attention_mask", "conv_mask")]
         mask = next((mask for mask in of_names if mask is not None), None)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
-        pieces = pieces_of(sequence, overlap.sp_group.rank, mixer.reach(layer), mixing.mixer)
+        pieces = pieces_of(
+            sequence,
+            overlap.sp_group.rank,
+            reach=mixer.reach(layer),
+            by_states=mixing.mixer.states is not None,
+            by_heads=mixing.mixer.heads is not None,
+        )
         return mixing(hidden_states, pieces, positions)
 
     return rebind(layer, forward)

@@ -31,6 +31,7 @@ from tests.harness.models import (
     batches,
     cut,
     ds_config,
+    engine_of,
     forget_sequence_parallel,
     mean_loss,
     overlapped_layers,
@@ -149,31 +150,22 @@ def weights_read(rank, born_partitioned, **section):
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
-        mpu = sequence_parallel(model, 2)
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-        group, after = mpu.get_sequence_parallel_group(), []
-
-        def statuses():
-            return {p.ds_status.name for p in engine.module.parameters()}
-
-        for tokens in batches(3):
-            phase[0] = "forward"
-            loss = mean_loss(engine, cut(tokens, rank, 2), group)
-            phase[0] = "backward"
-            engine.backward(loss)
-            after.append(statuses())
-            engine.step()
-        layer = engine.module.model.layers[0].self_attn
-        before = len(reads)
-        reading([], [("x",)], [])(None, [layer.q_proj.weight])  # the instrument sees a weight that is not there
-        control = reads[before:]
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        return reads[:before], after, control
+        with engine_of(model, config) as (engine, group):
+            after = []
+            for tokens in batches(3):
+                phase[0] = "forward"
+                loss = mean_loss(engine, cut(tokens, rank, 2), group)
+                phase[0] = "backward"
+                engine.backward(loss)
+                after.append({p.ds_status.name for p in engine.module.parameters()})
+                engine.step()
+            before = len(reads)
+            weight = engine.module.model.layers[0].self_attn.q_proj.weight
+            reading([], [("x",)], [])(None, [weight])  # the instrument sees a weight that is not there
+        return reads[:before], after, reads[before:]
     finally:
         plan.flat = flat
         plan._pieces.clear()
-        forget_sequence_parallel()
 
 
 @pytest.mark.singles
@@ -196,41 +188,29 @@ def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(
 def resumed(rank, folder, stage, dtype):
     """Losses of steps 3 to 5 after a checkpoint of step 2, for every way of saving and loading; and the keys saved."""
 
-    def engine(section):
-        model = tiny(**WIDE)
-        mpu = sequence_parallel(model, 2)
+    def made(section):
         more = {} if section is None else {"sp_overlap": section}
-        config = ds_config(stage, 1, dtype, "AdamW", **more)
-        return deepspeed.initialize(model=model, config=config, mpu=mpu)[0], mpu.get_sequence_parallel_group()
+        return engine_of(tiny(**WIDE), ds_config(stage, 1, dtype, "AdamW", **more))
 
     def train(engine, group, tokens):
         return [step(engine, microbatch[None], rank, 2, group) for microbatch in tokens]
 
-    def done(engine):
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        forget_sequence_parallel()
-
     tokens, plugin, losses, keys = batches(5), {"head_groups": 1}, {}, {}
     for saving in (None, plugin):
         name = f"{folder}/{'plain' if saving is None else 'overlapped'}"
-        trained, group = engine(saving)
-        train(trained, group, tokens[:2])
-        trained.save_checkpoint(name, tag="two")
-        keys[saving is not None] = list(trained.module.state_dict())
-        losses[f"{saving} on"] = train(trained, group, tokens[2:])
-        done(trained)
+        with made(saving) as (trained, group):
+            train(trained, group, tokens[:2])
+            trained.save_checkpoint(name, tag="two")
+            keys[saving is not None] = list(trained.module.state_dict())
+            losses[f"{saving} on"] = train(trained, group, tokens[2:])
         for loading in (None, plugin):
-            fresh, group = engine(loading)
-            with (
-                torch.no_grad(),
-                deepspeed.zero.GatheredParameters(list(fresh.module.parameters()), enabled=stage == 3),
-            ):
-                for parameter in fresh.module.parameters():
-                    parameter.zero_()  # so that a checkpoint that isn't loaded is noticed
-            fresh.load_checkpoint(name, tag="two")
-            losses[f"{saving} {loading}"] = train(fresh, group, tokens[2:])
-            done(fresh)
+            with made(loading) as (fresh, group):
+                parameters = list(fresh.module.parameters())
+                with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
+                    for parameter in parameters:
+                        parameter.zero_()  # so that a checkpoint that isn't loaded is noticed
+                fresh.load_checkpoint(name, tag="two")
+                losses[f"{saving} {loading}"] = train(fresh, group, tokens[2:])
     return losses, keys
 
 
@@ -290,17 +270,15 @@ def untouched(rank, section):
     """What `deepspeed.initialize` with this section, or none, changed in the model and in transformers."""
     config = ds_config(0) if section is None else ds_config(0, sp_overlap=section)
     model = tiny()
-    forwards = [module.forward for module in model.modules()]
-    try:
-        mpu = sequence_parallel(model, 2)
-        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    forwards, initialize, functions = [module.forward for module in model.modules()], deepspeed.initialize, []
+
+    def looking(**arguments):
+        functions.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
+        return initialize(**arguments)
+
+    with mock.patch.object(deepspeed, "initialize", looking), engine_of(model, config):
         changed = [module for module, forward in zip(model.modules(), forwards) if module.forward != forward]
-        same = ALL_ATTENTION_FUNCTIONS["sdpa"] is function
-        engine.destroy()
-        return len(changed), same
-    finally:
-        forget_sequence_parallel()
+        return len(changed), functions == [ALL_ATTENTION_FUNCTIONS["sdpa"]]
 
 
 def test_without_the_section_or_with_enabled_false_nothing_changes():
@@ -478,16 +456,10 @@ def test_a_section_in_accelerates_yaml_is_refused_with_what_works(monkeypatch):
 
 def said_without_a_section(rank, size, more):
     """What DeepSpeed's logger was told of the plugin while two engines were made."""
-    try:
-        with listening(logging.WARNING) as messages:
-            for _ in range(2):
-                model = tiny()
-                engine, *_ = deepspeed.initialize(model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, size))
-                ds_sp_overlap.disable(model)
-                engine.destroy()
-                forget_sequence_parallel()
-    finally:
-        forget_sequence_parallel()
+    with listening(logging.WARNING) as messages:
+        for _ in range(2):
+            with engine_of(tiny(), ds_config(0, **more), size):
+                pass
     return messages
 
 
@@ -499,16 +471,9 @@ def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0():
 
 def said_of_an_overlapped_model(rank):
     model = tiny()
-    try:
-        mpu = sequence_parallel(model, 2)
-        ds_sp_overlap.enable(model, {"head_groups": 1})
-        with listening(logging.WARNING) as messages:
-            engine, *_ = deepspeed.initialize(model=model, config=ds_config(0), mpu=mpu)
-        ds_sp_overlap.disable(model)
-        engine.destroy()
+    ds_sp_overlap.enable(model, {"head_groups": 1}, torch.distributed.group.WORLD)
+    with listening(logging.WARNING) as messages, engine_of(model, ds_config(0)):
         return [message for message in messages if "nothing is overlapped" in message]
-    finally:
-        forget_sequence_parallel()
 
 
 def test_of_a_model_that_is_overlapped_already_it_is_not_said_that_nothing_is():

@@ -12,7 +12,16 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAd
 
 import ds_sp_overlap
 from tests.harness.listening import listening
-from tests.harness.models import batches, cut, ds_config, forget_sequence_parallel, sequence_parallel, sequence_parallel_model, tiny
+from tests.harness.models import (
+    batches,
+    cut,
+    ds_config,
+    engine_of,
+    forget_sequence_parallel,
+    sequence_parallel,
+    sequence_parallel_model,
+    tiny,
+)
 from tests.harness.pages import ROOT, code, read
 from tests.harness.ranks import on_ranks, refusal
 
@@ -21,15 +30,8 @@ SECTION = {"head_groups": 1}
 
 def made(config=None, overlap=True, **model):
     """Make an engine for a model with stock Ulysses, as a loop of one's own does; leave nothing behind."""
-    model = tiny(**model)
-    try:
-        mpu = sequence_parallel(model, 2)
-        more = {"sp_overlap": SECTION} if overlap else {}
-        engine, *_ = deepspeed.initialize(model=model, config=config or ds_config(0, **more), mpu=mpu)
-        ds_sp_overlap.disable(model)
-        engine.destroy()
-    finally:
-        forget_sequence_parallel()
+    with engine_of(tiny(**model), config or ds_config(0, **({"sp_overlap": SECTION} if overlap else {}))):
+        pass
 
 
 def forward(rank, overlap=True, positions=True, local=False, **options):

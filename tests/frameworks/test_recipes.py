@@ -15,9 +15,8 @@ from tests.harness.models import (
     batches,
     cut,
     ds_config,
-    forget_sequence_parallel,
+    engine_of,
     outcome,
-    sequence_parallel,
     sequence_parallel_model,
     tiny,
     with_images,
@@ -148,22 +147,15 @@ def with_four_bits(rank, folder, storage, stage):
     right = outcome(quantised(folder, storage), tokens, 0, 1, None)
     right.pop("logits")
     model = quantised(folder, storage)
-    section = {"head_groups": 2, "check": True}
-    try:
-        mpu = sequence_parallel(model, 2)
-        with listening(logging.INFO) as said:
-            engine, *_ = deepspeed.initialize(model=model, config=ds_config(stage, sp_overlap=section), mpu=mpu)
+    config = ds_config(stage, sp_overlap={"head_groups": 2, "check": True})
+    with listening(logging.INFO) as said, engine_of(model, config) as (engine, _):
         inputs = cut(tokens, rank, 2)
         logits = engine(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
         engine.backward(loss)
         learning = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         found = {name: deepspeed.utils.safe_get_full_grad(p).float() for name, p in learning}
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        return worst(found, right), said
-    finally:
-        forget_sequence_parallel()
+    return worst(found, right), said
 
 
 @pytest.mark.parametrize("storage, stage", [("uint8", 1), ("float32", 3)])

@@ -5,7 +5,6 @@ Should one of these fail, DeepSpeed has changed: tell the page that says so.
 
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -14,7 +13,7 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.families import tiny_model
-from tests.harness.models import ds_config, forget_sequence_parallel, sequence_parallel, tiny
+from tests.harness.models import ds_config, engine_of, forget_sequence_parallel, sequence_parallel, tiny
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import relative_error, sequence_first_attention
 from tests.harness.sweep import in_double
@@ -124,15 +123,8 @@ def test_the_loader_neither_makes_position_ids_nor_pads():
 
 
 def reduced_in(rank):
-    model = tiny(dtype=torch.bfloat16)
-    try:
-        mpu = sequence_parallel(model, 2)
-        engine, *_ = deepspeed.initialize(model=model, config=ds_config(1, dtype=torch.bfloat16), mpu=mpu)
-        found = engine.communication_data_type
-        engine.destroy()
-    finally:
-        forget_sequence_parallel()
-    return found
+    with engine_of(tiny(dtype=torch.bfloat16), ds_config(1, dtype=torch.bfloat16)) as (engine, _):
+        return engine.communication_data_type
 
 
 def test_gradients_in_bf16_are_reduced_in_fp32_over_an_sp_group():

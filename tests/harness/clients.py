@@ -5,7 +5,6 @@ import gc
 import types
 from dataclasses import dataclass, field
 
-import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -21,9 +20,9 @@ from tests.harness.models import (
     batches,
     cut,
     ds_config,
+    engine_of,
     forget_sequence_parallel,
     overlapped_layers,
-    sequence_parallel,
     tiny,
 )
 
@@ -183,11 +182,8 @@ def train_tiled(rank, section, stage, offload):
         layer.mlp.forward = types.MethodType(_tiled_mlp, layer.mlp)
     model.forward = types.MethodType(_tiled_loss, model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mpu = sequence_parallel(model, 2)
     config = ds_config(stage, optimizer="SGD", **({} if section is None else {"sp_overlap": section}))
-    try:
-        engine, *_ = deepspeed.initialize(model=model.train(), config=config, mpu=mpu)
-        group = mpu.get_sequence_parallel_group()
+    with engine_of(model.train(), config) as (engine, group):
         for tokens in batches(STEPS):
             inputs = cut(tokens, rank, 2)
             count = (inputs["labels"] != -100).sum()
@@ -200,8 +196,4 @@ def train_tiled(rank, section, stage, offload):
             log.losses.append(loss.item())
             log.norms.append(float(engine.get_global_grad_norm()))
         log.bound = len(overlapped_layers(engine.module))
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-    finally:
-        forget_sequence_parallel()
     return log

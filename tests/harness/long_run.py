@@ -8,19 +8,18 @@ third of the run on nothing may grow: things by not one, memory by no more than 
 """
 
 import argparse
+import contextlib
 import gc
 import sys
 import tempfile
 import threading
 import weakref
 
-import deepspeed
 import psutil
 import torch
 from tabulate import tabulate
 from torch.optim import optimizer
 
-import ds_sp_overlap
 from ds_sp_overlap.exchange.in_flight import InFlight
 from tests.harness import models
 from tests.harness.faulty_training import attention_raises
@@ -68,11 +67,9 @@ class Leak:
 def train(rank, folder, steps, planted=False):
     """Samples of `census`, by step, and how many exceptions and evaluations there were."""
     model, leak, samples, happened = models.tiny(), Leak(planted), {}, {"exceptions": 0, "evaluations": 0}
-    mpu = models.sequence_parallel(model, 2)
     section = {"head_groups": "auto", "timeline": {"path": folder, "steps": [steps // 6, steps // 6 + 5]}}
-    try:
-        engine, *_ = deepspeed.initialize(model=model, config={**models.ds_config(), "sp_overlap": section}, mpu=mpu)
-        group, tokens = mpu.get_sequence_parallel_group(), models.batches(8)[:, None]
+    config, tokens = {**models.ds_config(), "sp_overlap": section}, models.batches(8)[:, None]
+    with contextlib.closing(leak), models.engine_of(model, config) as (engine, group):
         for step in range(1, steps + 1):
             batch = tokens[step % len(tokens)]
             if not step % 10:
@@ -90,12 +87,7 @@ def train(rank, folder, steps, planted=False):
             leak()
             if step >= steps // 3 and not (steps - step) % max(1, steps * 2 // 3 // SAMPLES):
                 samples[step] = census(model)
-        ds_sp_overlap.disable(model)
-        engine.destroy()
-        return samples, happened
-    finally:
-        leak.close()
-        models.forget_sequence_parallel()
+    return samples, happened
 
 
 def growth(samples):

@@ -109,6 +109,19 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 
 
 @contextlib.contextmanager
+def engine_of(model, config, size=2):
+    """DeepSpeed's engine of a model under stock Ulysses, and its sp group, None for a size of 1; nothing is left behind."""
+    try:
+        mpu = sequence_parallel(model, size)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+        yield engine, mpu and mpu.get_sequence_parallel_group()
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+    finally:
+        forget_sequence_parallel()
+
+
+@contextlib.contextmanager
 def scaled_values(factor):
     """A planted fault: overlapped attention sees v times ``factor``."""
     right = attention_function.local_attention
@@ -225,7 +238,6 @@ def train_run(
     model = tiny(family, **model_options)
     if prepare is not None:
         model = prepare(model)
-    mpu = sequence_parallel(model, size)
     config = ds_config(stage, accumulation, dtype, optimizer, **(more_config or {}))
     if section is not None:
         config["sp_overlap"] = section
@@ -236,9 +248,7 @@ def train_run(
             named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
             run.gradients = {name: deepspeed.utils.safe_get_full_grad(p).clone().float() for name, p in named}
 
-    try:
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-        group = mpu.get_sequence_parallel_group()
+    with engine_of(model, config, size) as (engine, group):
         tokens = batches(steps * accumulation, seq=SEQ * (1 + replica), seed=5 + replica)
         for tokens in tokens.unflatten(0, (steps, accumulation)):
             run.losses.append(step(engine, tokens, rank, size, group, note_gradients))
@@ -246,11 +256,7 @@ def train_run(
             run.norms += [] if norm is None else [float(norm)]
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
             run.parameters = {name: p.detach().clone().float() for name, p in engine.module.named_parameters()}
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        return run
-    finally:
-        forget_sequence_parallel()
+    return run
 
 
 # Against the whole sequence.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import ds_sp_overlap
 from tests.harness.families import draw, tiny_config, tiny_model
-from tests.harness.models import ds_config, forget_sequence_parallel, sequence_parallel
+from tests.harness.models import ds_config, engine_of
 from tests.harness.sweep import Double
 
 RATE = 1e-3
@@ -87,12 +87,10 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
             optimizer.step()
             losses.append(loss.item())
         return losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
-    mpu = sequence_parallel(model, size)
-    try:
-        given = ds_config(stage, 1, torch.float32, "SGD", sp_overlap=section)
-        given["optimizer"]["params"]["lr"] = RATE
-        given["gradient_clipping"] = 0.0
-        engine, *_ = deepspeed.initialize(model=model, config=given, mpu=mpu)
+    given = ds_config(stage, 1, torch.float32, "SGD", sp_overlap=section)
+    given["optimizer"]["params"]["lr"] = RATE
+    given["gradient_clipping"] = 0.0
+    with engine_of(model, given, size) as (engine, _):
         for tokens in batches:
             inputs, labels = inputs_of(tokens, [32 // size] * size, rank)
             loss = share(engine, inputs, labels) / (size * labels.numel())
@@ -105,11 +103,7 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
             losses.append(total.item())
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
             parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        return losses, gradients, parameters
-    finally:
-        forget_sequence_parallel()
+    return losses, gradients, parameters
 
 
 def rounding(rank, model, reference, section, taps, factor=1.0, autocast=False):

@@ -10,7 +10,7 @@ import ds_sp_overlap
 from tests.harness.models import EXACT, batches, outcome, sequence_parallel_model, worst
 from tests.harness.zoo import PROGRAMS, build
 
-RANDOM = "dropout", "functional dropout", "functional dropout in training"  # draw other numbers on fewer heads
+RANDOM = "dropout", "functional dropout in training"  # draw other numbers on fewer heads
 MODES = {
     "layer": {"head_groups": 2},
     "window": {"head_groups": 2, "window": 1},

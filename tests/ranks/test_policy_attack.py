@@ -172,7 +172,18 @@ def its_input_needs_no_gradient(model, step, rank):
     model.train(needs_gradient=False)
 
 
-PROGRAMS = [changing_lengths, evaluation, helper_of_one_rank, exceptions, accumulation, its_input_needs_no_gradient]
+def another_optimizer_before_backward(model, step, rank):
+    """As of a discriminator beside a generator: its optimizer steps while the other's graph is in flight."""
+    model.forward(checkpoint=False)
+    optimizer_step()
+    model.backward()
+    model.step()
+
+
+PROGRAMS = [
+    changing_lengths, evaluation, helper_of_one_rank, exceptions, accumulation, its_input_needs_no_gradient,
+    another_optimizer_before_backward,
+]  # fmt: skip
 
 
 def attacked(rank, program, steps):
@@ -267,17 +278,6 @@ def dropped_in_mid_trial(models, collected, length=4):
 def own_policy(group):
     """A policy as `enable` makes one for a model; layers of one's own over one group share one."""
     return Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
-
-
-def with_another_model(rank, collects):
-    group = torch.distributed.group.WORLD
-    models = [Model(group, own_policy(group)), Model(group, own_policy(group), heads=16, seed=2)]
-    return dropped_in_mid_trial(models, rank in collects)
-
-
-def test_a_model_may_go_in_mid_trial_and_be_collected_on_one_rank_only():
-    first, second = on_ranks(2, with_another_model, [1])
-    assert first == second and first[0] == [] and first[2] == [4]
 
 
 # Beside data parallelism: two replicas of two ranks, which reduce gradients together.
@@ -387,7 +387,17 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 # Guards.
 
+
+def recomputes_another_candidate(rank):
+    return attacked(rank, another_optimizer_before_backward, 8)[0]
+
+
 WATCHED = [
+    Watched(
+        Guard("stays for its backward", without="if not self._due or self.over:"),
+        recomputes_another_candidate,
+        raises=True,  # a checkpoint computes another graph than it saved
+    ),
     Watched(
         Guard("also for frozen inputs", without="if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():"),
         not_timed,

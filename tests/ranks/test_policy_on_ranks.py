@@ -90,47 +90,6 @@ def test_layers_of_ones_own_choose_together_and_each_shape_is_told_once():
             assert "kept: G = " in lines[1]
 
 
-def right_in_every_step(rank, use):
-    """Faults of a block against the reference, in each of 20 steps in which the candidates take turns."""
-    shape, found = Shape(heads=8, kv_heads=4), []
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    attend.layer.policy.inform = lambda line: None
-    sgd, ran = torch.optim.SGD(layer.parameters(), lr=0.0), set()
-    whole = layers.projections(shape)
-    x, dy = layers.whole_inputs(shape)
-    expected = use(lambda x: layers.reference_layer(shape, whole, x), whole, x.clone().requires_grad_(), dy)
-    with scripted({1: 1.0, 2: 1.0, 4: 1.0}) as log:
-        for _ in range(20):
-            sgd.zero_grad()
-            local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
-            got = use(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy)
-            found += layers.unlike(shape, rank, layer, whole, got, expected)
-            sgd.step()
-            ran.update(candidate for _, candidate in log)
-    return found, ran
-
-
-def another_optimizer_before_backward(rank):
-    """As of a discriminator beside a generator: its optimizer steps while the other's graph is in flight."""
-
-    def use(call, layer, x, dy):
-        y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
-        optimizer_step()
-        y.backward(dy)
-        return {"output": y, "dx": x.grad}
-
-    try:
-        return right_in_every_step(rank, use)[0]
-    except torch.utils.checkpoint.CheckpointError as error:
-        return [str(error)]
-
-
-def test_a_candidate_stays_for_its_backward_though_another_optimizer_stepped():
-    """Guard: the count of steps doesn't move during backward."""
-    assert on_ranks(2, another_optimizer_before_backward) == [[], []]
-
-
 # Models.
 
 
@@ -418,7 +377,6 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 # Guards.
 
 WATCHED = [
-    Watched(Guard("stays for its backward", without="if not self._due or self.over:"), another_optimizer_before_backward),
     Watched(Guard("the slowest rank counts", without="slowest = [min(times) for times in zip(*complete)]"), choices_differ),
     Watched(Guard("replicas choose together", without="if False:"), replicas_differ, 4),
     Watched(Guard("their lengths differ", without="if True:"), replicas_differ, 4),

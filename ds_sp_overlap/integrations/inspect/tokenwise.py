@@ -381,7 +381,7 @@ def _run(
         try:
             with accounting or contextlib.nullcontext():
                 y = type(copy).forward(copy, hidden)
-        except Unknown as error:
+        except (Unknown, RuntimeError) as error:
             raise Unknown(f"{where}: {error}") from None
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")

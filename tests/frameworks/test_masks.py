@@ -29,6 +29,7 @@ from tests.harness.models import (
     batches,
     cut,
     document_by_document,
+    errors_of,
     outcome,
     packed,
     sequence_parallel_model,
@@ -52,19 +53,12 @@ LONGROPE = dict(
 DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=FIRST)
 
 
+BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}]
+
+
 def against_whole(rank, cases):
-    """Of each case: the errors of stock (inf where it raises), and of one and two head groups."""
-    tokens, figures = batches(1)[0], []
-    for options in cases:
-        whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
-        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
-            stock = refusal(outcome, model, tokens, rank, 2, group)
-            errors = [torch.inf if stock else worst(outcome(model, tokens, rank, 2, group), whole)]
-            for head_groups in (1, 2):
-                ds_sp_overlap.enable(model, {"head_groups": head_groups, "on_unsupported": "error"})
-                errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
-            figures.append(errors)
-    return figures
+    """Of each case: the errors of stock, and of one and two head groups."""
+    return [errors_of(rank, options, BOTH) for options in cases]
 
 
 def check(cases):
@@ -114,18 +108,12 @@ PADDING = {
 
 
 def padding(rank, cases):
-    tokens, errors = batches(1)[0], {}
+    """Of each case the errors of stock and of ours."""
+    errors = {}
     for family, which, counted in cases:
-        mask, options = PADDING[which], dict(family=family, **EXACT)
+        mask = PADDING[which]
         positions = (mask.cumsum(1) - 1).clamp_min(0) if counted else torch.arange(SEQ).expand_as(mask)
-        whole = outcome(tiny(**options), tokens, 0, 1, None, positions, mask)
-        with sequence_parallel_model(2, **options) as (model, group):
-            errors[family, which, counted] = []
-            for on in (False, True):
-                if on:
-                    ds_sp_overlap.enable(model)
-                found = outcome(model, tokens, rank, 2, group, positions, mask)
-                errors[family, which, counted].append(worst(found, whole))
+        errors[family, which, counted] = errors_of(rank, dict(family=family), [{}], positions=positions, mask=mask)
     return errors
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -312,3 +313,30 @@ def document_by_document(model, tokens, lengths_of_rows):
     logits = torch.stack(rows)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     return {"logits": logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def errors_of(rank, options, sections, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None):
+    """Errors of a model against the whole sequence: under stock Ulysses, infinite where that raises, and by each of ``sections``.
+
+    lengths   documents of each row, each of which is held against itself alone
+    reports   a list to which the reports of `enable` are added
+    """
+    tokens, options = batches(1)[0], {**EXACT, **options}
+    if lengths is None:
+        whole = outcome(prepare(tiny(**options)), tokens, 0, 1, None, positions, mask)
+    else:
+        positions, whole = packed(lengths), document_by_document(tiny(**options), tokens, lengths)
+    with sequence_parallel_model(size, **options) as (model, group):
+        model, errors = prepare(model), []
+        for section in (None, *sections):
+            if section is not None:
+                report = ds_sp_overlap.enable(model, section, group)
+                reports is None or reports.append(report)
+            try:
+                errors.append(worst(outcome(model, tokens, rank, size, group, positions, mask), whole))
+            except Exception:
+                if section is not None:
+                    raise
+                errors.append(math.inf)
+        ds_sp_overlap.disable(model)
+    return errors

@@ -2,7 +2,7 @@
 #   make convergence           the main job: loss curves with and without the overlap, and a verdict
 #   make test                  the tests, in ten to twenty minutes on two cores
 # and for who changes the code:
-#   make test-all PART=3/8     every case of the tests, the third of eight parts of about one length; all parts without PART
+#   make test-all PART=3/8     every case of the tests but three quarters of the sweep, the third of eight parts of about one length; all parts without PART
 #   make durations             every case, and how long each takes is written down for PART
 #   make lint, make package
 #   make size                  lines and tokens of each room of the package and of the tests

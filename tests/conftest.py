@@ -1,5 +1,5 @@
 """Leave out by default what is marked ``full``, ``sweep`` or ``clients``, and of ``singles`` and ``pairs`` what `cases.beyond` names; with
-``--all`` leave out nothing."""
+``--all`` leave out the types of the sweep that are ``beyond`` its sample, and nothing with ``-m sweep`` besides."""
 
 import gc
 import os
@@ -37,10 +37,11 @@ def compile_kernels():
 
 
 def pytest_collection_modifyitems(config, items):
-    if cases.everything():
-        return
     left_out, products = {item for item in items if any(map(item.get_closest_marker, ("full", "sweep", "clients")))}, {}
-    for item in items:
+    if cases.everything():
+        swept = "sweep" in config.option.markexpr
+        left_out = {item for item in left_out if not swept and (mark := item.get_closest_marker("sweep")) and mark.kwargs["beyond"]}
+    for item in items if not cases.everything() else ():
         for together, mark in enumerate(("singles", "pairs"), 1):
             if item.get_closest_marker(mark):
                 products.setdefault((item.nodeid.partition("[")[0], together), []).append(item)

@@ -75,7 +75,7 @@ for file, right, *_ in FAULTS.values():  # when collected: `make test` runs none
     [
         ("v is off by a thousandth", "own_loop"),
         ("v is off by a thousandth", "megatron"),
-        ("nothing is overlapped", "trl"),
+        ("nothing is overlapped", "trainer"),
     ],
 )
 def test_an_example_fails_where_the_overlap_is_wrong_or_off(example, fault, tmp_path):

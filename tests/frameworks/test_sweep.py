@@ -1,7 +1,7 @@
 """Every type of causal language model that transformers knows, also with odd configs: overlapped and right, or refused; see docs/sweep.md.
 
-Eleven in every run; all of them by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes docs/sweep.md and
-docs/sweep.csv, as does ``make durations``.
+Eleven in every run, a quarter of them by ``pytest --all``; all by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes
+docs/sweep.md and docs/sweep.csv.
 """
 
 import pickle
@@ -87,16 +87,19 @@ def record(tmp_path_factory, worker_id):
     return keep
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", TYPES)
+every_type = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sweep(beyond=at % 4 > 0)) for at, kind in enumerate(TYPES)]
+)
+
+
+@every_type
 def test_every_type_is_right_or_refused(kind, record):
     found = judged(kind, small=False)
     record(found, "verdict", kind)
     assert found.word not in FAILURES, found
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", TYPES)
+@every_type
 def test_every_type_is_right_or_refused_with_odd_configs(kind, record):
     found = odd_verdict(on_ranks(2, judge_odd, kind, timeout_s=600))
     record(found, "odd", kind)

@@ -28,6 +28,7 @@ def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks():
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_every_program_is_what_stock_makes_of_it_or_refused_on_both_ranks(mode):
-    chosen = names()
+    """Each in one of the modes."""
+    chosen = names()[list(MODES).index(mode) :: len(MODES)]
     for first in range(0, len(chosen), 20):
         all_fine(chosen[first : first + 20], mode)

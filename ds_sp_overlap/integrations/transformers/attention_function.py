@@ -36,7 +36,7 @@ from ..rebinding import Undo, rebind
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
 from .forward import Forwards
-from .modules import core_of, off_in_eval, refuse_copy, stock_of, unfit
+from .modules import core_of, off_in_eval, refuse_copy, stock_for, stock_of, unfit
 from .registration import refusal_of
 
 # Note [Documents in flash attention]
@@ -281,18 +281,14 @@ def local_attention(
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, None, **edges)  # guard: edges, no positions
-            rows = attention(
+            joined = attention(
                 _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first), None, **edges
             )
-            return rows[0].unflatten(0, (len(q), -1))
+            return joined[0].unflatten(0, (len(q), -1))
         if sequence.one_document or q.shape[0] == 1:
             return attention(q, k, v, None, position_ids=sequence.position_ids)
-        outputs = []
-        for at in range(q.shape[0]):
-            row = slice(at, at + 1)
-            positions = sequence.position_ids[row]
-            outputs.append(attention(q[row], k[row], v[row], None, position_ids=positions))
-        return torch.cat(outputs)
+        rows = zip(*(x.split(1) for x in (q, k, v, sequence.position_ids)))
+        return torch.cat([attention(q, k, v, None, position_ids=at) for q, k, v, at in rows])
     finally:
         if own_groups is not None:
             module.num_key_value_groups = own_groups
@@ -322,7 +318,7 @@ def baseline_applies(
         sp_group: The sp group.
         keywords: The keywords of the layer's call.
     """
-    stock = stock_of(attention_functions().get(module.config._attn_implementation))
+    stock = stock_for(module)
     if stock is None or refusal_of(stock) is not None:
         return False
     stock_ranks = dist.get_process_group_ranks(stock.process_group)

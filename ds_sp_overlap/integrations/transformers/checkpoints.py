@@ -68,7 +68,7 @@ class Checkpoints:
             return []
         found = []
         for at, module in self._switches.items():
-            if module.training and is_checkpointed(module):
+            if is_checkpointed(module):
                 reason = _why_not(vars(module).get(FUNCTION))
                 found.append(f"{at} ({reason})" if reason else at)
         return found
@@ -81,55 +81,44 @@ class Checkpoints:
             ValueError: if a layer is checkpointed by a function that can't save attention. The
                 ranks have compared their checkpoints (`checkpointed`), so all of them raise.
         """
-        originals: dict[nn.Module, Callable] = {}
-        # Without gradients no checkpoint has anything to save.
-        if torch.is_grad_enabled():
-            for module, function in self._saving_functions().items():
-                originals[module] = getattr(module, FUNCTION)
-                setattr(module, FUNCTION, function)
-        try:
-            yield
-        finally:
-            for module, original in originals.items():
-                setattr(module, FUNCTION, original)
-
-    def _saving_functions(self) -> dict[nn.Module, Callable]:
-        """Return, for each module that is checkpointed, a checkpoint function that saves attention.
-
-        Raises ValueError, on this rank, for a function that can't save attention.
-        """
-        functions: dict[nn.Module, Callable] = {}
-        for at, module in self.around.items():
-            function = vars(module).get(FUNCTION)
-            if function is None or not (module.training and is_checkpointed(module)):
-                continue
-            reason, offloads = _why_not(function), False
-            if self.config.keeps_where_possible:
-                if reason:
-                    warn_once(
-                        "sp_overlap: attention is computed again in backward: "
-                        f"{type(module).__name__} is checkpointed {reason}; with "
-                        'gradient_checkpointing_kwargs={"use_reentrant": False} it is kept'
-                    )
+        with contextlib.ExitStack() as originals:
+            # Without gradients no checkpoint has anything to save.
+            for at, module in self.around.items() if torch.is_grad_enabled() else ():
+                function = vars(module).get(FUNCTION)
+                if function is None or not is_checkpointed(module):
                     continue
-                # Of transformers' functions all but torch's own move inputs to the host.
-                offloads = getattr(function, "func", function) is not checkpoint
-            if reason:
-                raise ValueError(
-                    f"{at or self.name} ({type(module).__name__}) is checkpointed {reason}, over "
-                    "which sp_overlap.checkpointing can't keep attention; use "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}, or set '
-                    'sp_overlap.checkpointing to "recompute"'
-                )
-            functions[module] = functools.partial(
-                function, context_fn=functools.partial(keep_attention, offloads)
+                if self._can_save(at or self.name, module, function):
+                    # Of transformers' functions all but torch's own move inputs to the host.
+                    moves = getattr(function, "func", function) is not checkpoint
+                    offloads = self.config.keeps_where_possible and moves
+                    saving = functools.partial(keep_attention, offloads)
+                    originals.callback(setattr, module, FUNCTION, function)
+                    setattr(module, FUNCTION, functools.partial(function, context_fn=saving))
+            yield
+
+    def _can_save(self, at: str, module: nn.Module, function: Callable) -> bool:
+        """Return whether a checkpoint function can save attention.
+
+        Raises ValueError, on this rank, where it can't and must.
+        """
+        reason, kind = _why_not(function), type(module).__name__
+        if reason and not self.config.keeps_where_possible:
+            raise ValueError(
+                f"{at} ({kind}) is checkpointed {reason}, over which sp_overlap.checkpointing "
+                'can\'t keep attention; use gradient_checkpointing_kwargs={"use_reentrant": False}, '
+                'or set sp_overlap.checkpointing to "recompute"'
             )
-        return functions
+        if reason:
+            warn_once(
+                f"sp_overlap: attention is computed again in backward: {kind} is checkpointed "
+                f'{reason}; with gradient_checkpointing_kwargs={{"use_reentrant": False}} it is kept'
+            )
+        return not reason
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether gradient checkpointing is on for a module; it works in training alone."""
-    return bool(getattr(module, SWITCH, False))
+    return module.training and bool(getattr(module, SWITCH, False))
 
 
 def _why_not(function: Any) -> str:

@@ -185,8 +185,6 @@ class Host:
         model: The model.
         forwards: Its forwards.
         layers: The layers that are overlapped, by name.
-        unseen: The layers among them, overlapped at their attention function, that must still be
-            seen to exchange.
         configs: The configs whose models make masks for these layers.
         namespaces: The globals of the models that make masks for recurrent layers.
         hands_on_mask: Whether the model makes no masks, but hands its mixers the one it is given.
@@ -198,7 +196,6 @@ class Host:
     model: nn.Module
     forwards: Forwards
     layers: dict[str, Any]
-    unseen: dict[str, nn.Module]
     configs: list[Any]
     namespaces: list[dict[str, Any]]
     hands_on_mask: bool
@@ -209,6 +206,8 @@ class Host:
         self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
         self._original, self._has_looked = self.model.forward, False
         self._first_layer = next(iter(self.layers.values()))
+        # The layers, overlapped at their attention function, that must still be seen to exchange.
+        self._unseen = dict(self.watched.functions)
         # Not all modules: those that are replaced later would be kept alive.
         inner = (module for module in self.model.modules() if isinstance(module, pretrained()))
         self._inside = {*inner} - {self.model}
@@ -255,7 +254,7 @@ class Host:
 
         Raises:
             RuntimeError: after the body, if a module ran that should exchange, and did not: one of
-                ``unseen``, or one that `Watched` found to be another one than in `enable`.
+                ``_unseen``, or one that `Watched` found to be another one than in `enable`.
         """
         forwards, cache = self.forwards, _given(arguments, CACHES)
         sequence = forwards.positions.gather(
@@ -267,7 +266,7 @@ class Host:
             names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
             told={key: x for key in DOCUMENTS if (x := arguments.get(key)) is not None},
         )
-        watched = {**self.unseen, **self.watched.foreign()}
+        watched = {**self._unseen, **self.watched.foreign()}
         ran, attended, hooks = set[str](), set[str](), []
         for name, module in watched.items():
             # The default binds the name of this module, not that of the last one.
@@ -287,9 +286,9 @@ class Host:
                 "shares it does so; call enable again), or it calls none of transformers' "
                 "attention functions, which is not supported here"
             )
-        # Each layer of ``unseen`` is checked once.
+        # Each layer of ``_unseen`` is checked once.
         for name in ran:
-            self.unseen.pop(name, None)
+            self._unseen.pop(name, None)
 
 
 def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:

@@ -10,8 +10,6 @@ the layer's own.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import textwrap
 import weakref
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
 from ...attention.layer import LayerRuntime
-from ..inspect.library import by_class, digest
+from ..inspect.library import by_class, digest, source_of
 from ..layers import OverlapSettings, kind_of
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
@@ -45,34 +43,21 @@ def is_latent(module: nn.Module) -> bool:
 @by_class
 def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
     """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
-    try:
-        expand, forward = digest(kind, EXPAND), inspect.getsource(inspect.unwrap(kind.forward))
-    # The source is not there.
-    except OSError:
+    if digest(kind, EXPAND) not in KNOWN:  # guard: only code that is known
         return False
-    if expand not in KNOWN:  # guard: only code that is known
-        return False
-    body: Any = ast.parse(textwrap.dedent(forward)).body[0]
     # A statement of the body itself, not of a branch in it, that gives both results names.
-    names = None
-    for statement in body.body:
-        names = names or re.match(rf"\(?(\w+), (\w+)\)? = self\.{EXPAND}\(", ast.unparse(statement))
+    code = textwrap.dedent(source_of(kind.forward))
+    names = re.search(rf"^    \(?(\w+), (\w+)\)? = self\.{EXPAND}\(", code, re.MULTILINE)
     if names is None:
         return False
     k, v = names.groups()
-    uses, attends = [], []
-    for node in ast.walk(body):
-        if isinstance(node, ast.Name) and node.id in (k, v):
-            uses.append(node.id)
-        elif isinstance(node, ast.Call):
-            # attention_function(self, q, k, v, ..)
-            arguments = [ast.unparse(argument) for argument in node.args]
-            if arguments[:1] == ["self"] and arguments[2:4] == [k, v]:
-                attends.append(node)
-    expands = ast.unparse(body).count(f".{EXPAND}")
+    # attention_function(self, q, k, v, ..)
+    attends = re.search(rf"\(\s*self,\s*[\w.]+,\s*{k},\s*{v}\b", code)
+    expands = code.count(f".{EXPAND}")
     # Each name is used twice: where it is assigned, and in the call of the attention function.
+    uses = re.findall(rf"\b(?:{k}|{v})\b", code)
     used_once = sorted(uses) == sorted([k, v] * 2)
-    return expands == 1 and len(attends) == 1 and used_once  # guard: no other use
+    return expands == 1 and attends is not None and used_once  # guard: no other use
 
 
 def why_not(layer: Any, size: int) -> str | None:

@@ -39,6 +39,7 @@ from .modules import (
     refuse_copy,
     refuse_prompts,
     refuse_unexchanged,
+    stock_for,
     stock_of,
     takes_tokens,
     unfit,
@@ -56,10 +57,7 @@ def find_group(model: nn.Module) -> Any:
 
     None if it is not, if ``model`` has no config, or if transformers isn't loaded.
     """
-    functions, config = attention_functions(), getattr(model, "config", None)
-    if functions is None or config is None:
-        return None
-    stock = stock_of(functions.get(getattr(config, "_attn_implementation", None)))
+    stock = None if attention_functions() is None else stock_for(model)
     return None if stock is None else stock.process_group
 
 
@@ -113,9 +111,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundL
     search = _Search(model, overlap)
     refuse_unexchanged(search.modules, search.mixers)
     for name, module in search.modules.items():
-        if is_attention(module) and hasattr(
-            getattr(module, "config", None), "_attn_implementation"
-        ):
+        config = getattr(module, "config", None)
+        if is_attention(module) and hasattr(config, "_attn_implementation"):
             search.add_attention(name, module)
     search.add_mixers()
     search.add_hosts()
@@ -306,32 +303,26 @@ class _Search:
         for at in self.hosted:
             config: Any = self.modules[at].config
             configs += [config, config.get_text_config()]
-        # The globals of a file once, however many layers the file defines.
-        namespaces: dict[int, dict[str, Any]] = {}
-        for name in self.mixers:
-            names = names_around(self.modules[name])
-            # Mamba's models make no masks.
-            if RECURRENT in names:
-                namespaces[id(names)] = names
-        bound = [layer.name for layer in self.layers if layer.bind is not None]
-        bound += [name for name, module in self.modules.items() if goes_by_length(module)]
+        # The globals of a file once, however many layers the file defines. Mamba's models make no
+        # masks.
+        files = [names_around(self.modules[name]) for name in self.mixers]
+        namespaces = {id(names): names for names in files if RECURRENT in names}
+        bound = {layer.name: layer.module for layer in self.layers if layer.bind is not None}
+        bound |= {name: module for name, module in self.modules.items() if goes_by_length(module)}
         for at, layers in self.hosted.items():
             name, model = at or type(self.model).__name__, self.modules[at]
             functions = {key: layer for key, layer in layers.items() if key in self.unseen}
-            inside = [key for key in bound if not at or key.startswith(f"{at}.")]
+            inside = {key: x for key, x in bound.items() if not at or key.startswith(f"{at}.")}
             host = Host(
                 name,
                 model,
                 self.forwards,
                 layers=layers,
-                unseen=dict(functions),
                 configs=configs,
                 namespaces=list(namespaces.values()),
                 hands_on_mask=layers.keys() <= self.mixers.keys() and not namespaces,
                 checkpoints=Checkpoints(name, model, self.saving, self.overlap.config),
-                watched=Watched(
-                    at, model, functions, bound={key: self.modules[key] for key in inside}
-                ),
+                watched=Watched(at, model, functions, bound=inside),
             )
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=refuse_copy

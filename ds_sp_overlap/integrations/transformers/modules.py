@@ -51,7 +51,7 @@ def stock_of(function: Any) -> Any:
     return None
 
 
-def _stock_for(module: Any) -> Any:
+def stock_for(module: Any) -> Any:
     """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return stock_of(attention_functions().get(implementation))
@@ -65,7 +65,7 @@ def without_stock(module: Any) -> Callable:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        stock = _stock_for(module)
+        stock = stock_for(module)
         with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
             return original(*args, **kwargs)
 
@@ -79,7 +79,7 @@ def off_in_eval(module: Any) -> bool:
     """
     if module.training:
         return False
-    stock = _stock_for(module)
+    stock = stock_for(module)
     return stock is not None and stock.disable_in_eval
 
 
@@ -92,7 +92,7 @@ def refuse_copy(module: Any) -> None:
     Args:
         module: The copy.
     """
-    stock = _stock_for(module)
+    stock = stock_for(module)
     if stock is None:  # guard: no rank attends alone
         raise RuntimeError(
             f"{type(module).__name__}: this is a copy of one that is overlapped, and would attend "
@@ -174,7 +174,7 @@ class Watched:
                 )
             if self._needs_tokens_of_all(part) and part not in self.known:
                 foreign[f"the new {name}"] = part  # guard: by a name of its own
-        return {name: x for name, x in foreign.items() if not (is_attention(x) and _stock_for(x))}
+        return {name: x for name, x in foreign.items() if not (is_attention(x) and stock_for(x))}
 
     def _needs_tokens_of_all(self, part: nn.Module) -> bool:
         """Return whether a module computes with tokens, or the largest position, of all ranks."""
@@ -364,7 +364,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:
         # Stock Ulysses exchanges around flex attention.
-        stock = stock_of(attention_functions().get(implementation))
+        stock = stock_for(module)
         if implementation == "flex_attention" and stock is not None:
             return refusal_of(stock)
         return reason

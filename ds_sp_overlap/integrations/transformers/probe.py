@@ -128,7 +128,9 @@ def _difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any])
         leaf = x.detach().requires_grad_(torch.is_grad_enabled())
         arguments = {**arguments, "hidden_states": leaf}
         o, own, own_options = _run_own(driven, arguments)
-        ours = _run_driven(driven, leaf, arguments.get("position_embeddings"), o)
+        tables = arguments.get("position_embeddings")
+        ours = [x.transpose(1, 2) for x in driven.block.project_locally(leaf, tables)]
+        ours.append(driven.block.o_proj(o.flatten(2)))
         names = "q", "k", "v", "output"
         for name, a, b in zip(names, own, ours):
             if a.requires_grad != b.requires_grad:
@@ -177,9 +179,3 @@ def _run_own(driven: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tenso
         y = driven.original(**arguments)[0]
     o, *heads = given
     return o, [*heads, y], options
-
-
-def _run_driven(driven: Any, x: Tensor, tables: Any, o: Tensor) -> list[Tensor]:
-    """Return q, k and v [b, h, s, d] of the layer's block, and the output that it makes of ``o``."""
-    heads = [heads.transpose(1, 2) for heads in driven.block.project_locally(x, tables)]
-    return [*heads, driven.block.o_proj(o.flatten(2))]

@@ -37,6 +37,7 @@ from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
 from tests.harness.ranks import RankError, on_ranks
 from tests.harness.relayout import REFERENCE
+from tests.harness.uses import Adapted, Scaled
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
@@ -381,24 +382,6 @@ class Vector(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size, dtype=torch.float64))
-
-
-class Adapted(nn.Module):
-    """A LoRA-like wrapper."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
-        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return 1.5 * super().forward(x)
 
 
 def modules_of(spec, width, others):

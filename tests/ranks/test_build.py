@@ -14,7 +14,6 @@ import torch
 
 import ds_sp_overlap
 from csrc import check_cubins
-from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.relayout import build, kernels, ops
@@ -185,13 +184,6 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
     assert "built against torch 2.99.1 with CUDA 12.9" in failed.reason and f"found torch {torch.__version__}" in failed.reason
     (tmp_path / "_kernels.json").unlink()
     assert "no readable record" in kernels.load(tmp_path / "_kernels.so").reason
-
-
-def test_the_config_takes_each_kind_of_kernels_and_no_other():
-    kinds = ["auto", "compiled", "torch"]
-    assert [SpOverlapConfig.parse({"kernels": kind}).kernels for kind in kinds] == kinds
-    with pytest.raises(ValueError, match='sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''):
-        SpOverlapConfig.parse({"kernels": "triton"})
 
 
 def chosen(rank, backend, lacks):

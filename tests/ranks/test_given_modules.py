@@ -15,15 +15,35 @@ from tests.harness.transports import Recording
 from tests.harness.uses import SHAPES, Adapted, Halved, Scaled
 
 
-def test_a_replaced_forward_is_called_whole():
-    plain, hooked, patched = (nn.Linear(2, 2) for _ in range(3))
-    hooked.register_forward_hook(lambda *_: None)
-    patched.forward = plain.forward
-    backward_hooked = nn.Linear(2, 2)
-    backward_hooked.register_full_backward_hook(lambda *_: None)
-    scaled = Scaled(2, 2)
-    modules = (plain, hooked, patched, backward_hooked, scaled, Adapted(nn.Linear(2, 2)), Halved(2, 2))
-    assert [can_split(module) for module in modules] == [True] + [False] * 6
+class Calling(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def changed(change):
+    linear = nn.Linear(2, 2)
+    change(linear)
+    return linear
+
+
+WHOLE = {  # what can't be computed in parts
+    "a forward of its class": Scaled(2, 2),
+    "a wrapper": Adapted(nn.Linear(2, 2)),
+    "a property of its class": Halved(2, 2),
+    "a call of its class": Calling(2, 2),
+    "a forward hook": changed(lambda linear: linear.register_forward_hook(lambda *_: None)),
+    "a backward hook": changed(lambda linear: linear.register_full_backward_hook(lambda *_: None)),
+    "a forward of its own": changed(lambda linear: setattr(linear, "forward", lambda x: 2 * x)),
+}
+
+
+def taken_apart(what):
+    return [f"{what}: taken apart"] * can_split(WHOLE[what])
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_replaced_forward_is_called_whole(what):
+    assert taken_apart(what) == [] and can_split(nn.Linear(2, 2))
 
 
 def hooked(rank, shape, kind):
@@ -205,20 +225,6 @@ def hook_sees_all(rank):
     return found + [f"hook saw {seen}"] * (seen != [[2, 12, 32], [2, 6, 32]])
 
 
-def forward_of_a_class():
-    return ["taken apart"] * can_split(Scaled(2, 2))
-
-
-def property_of_a_class():
-    return ["taken apart"] * can_split(Halved(2, 2))
-
-
-def replaced_forward():
-    linear = torch.nn.Linear(2, 2)
-    linear.forward = lambda x: 2 * torch.nn.Linear.forward(linear, x)
-    return ["taken apart"] * can_split(linear)
-
-
 def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
     """FSDP1 leaves views there, which ``nn.Linear`` reads, too."""
     linear = torch.nn.Linear(2, 2)
@@ -227,26 +233,25 @@ def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
     assert torch.equal(torch.nn.functional.linear(x, parameter_of(linear, "weight"), linear.bias), linear(x))
 
 
-class Calling(torch.nn.Linear):
-    def __call__(self, x):
-        return 2 * super().__call__(x)
-
-
-def call_of_a_class():
-    return ["taken apart"] * can_split(Calling(2, 2))
-
-
 WATCHED = [
-    Watched(Guard("a call of its own runs", without="if False:"), call_of_a_class, ranks=0),
+    Watched(Guard("a call of its own runs", without="if False:"), functools.partial(taken_apart, "a call of its class"), ranks=0),
     Watched(
         Guard("given back after a raise", without="pass"),
         functools.partial(fails_between_start_and_finish, shape=Shape(), place="output hook"),
     ),
     Watched(Guard("given back at once", without="pass"), functools.partial(forwards_inside, shape=Shape())),
     Watched(Guard("only harmless hooks", without="if False:"), hook_sees_all),
-    Watched(Guard("a replaced forward runs", without="if module._compiled_call_impl is not None:"), replaced_forward, ranks=0),
-    Watched(Guard("no forward of its own", without="if False:"), forward_of_a_class, ranks=0),
-    Watched(Guard("what the forward would read", without="if False:"), property_of_a_class, ranks=0),
+    Watched(
+        Guard("a replaced forward runs", without="if module._compiled_call_impl is not None:"),
+        functools.partial(taken_apart, "a forward of its own"),
+        ranks=0,
+    ),
+    Watched(Guard("no forward of its own", without="if False:"), functools.partial(taken_apart, "a forward of its class"), ranks=0),
+    Watched(
+        Guard("what the forward would read", without="if False:"),
+        functools.partial(taken_apart, "a property of its class"),
+        ranks=0,
+    ),
     Watched(
         Guard("hooks of all modules", without="if False:"),
         functools.partial(hooked_everywhere, kind="forward"),

@@ -376,15 +376,11 @@ WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
     [
         ("block", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
         ("normed", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
-        ("partial", None, "layer: position_embeddings are missing, and without them RoPE would be left out"),
         ("block", (4, 4), "layer: " + WIDE.format(4, 4)),
-        ("normed", (4, 4), "layer: " + WIDE.format(4, 4)),
         ("block", (16, 16), "layer: " + WIDE.format(16, 16)),
-        ("partial", (16, 16), "layer: " + WIDE.format(16, 16)),
         ("partial", (3, 3), "layer: " + WIDE.format(3, 3)),
         ("block", (8, 1), "layer: " + WIDE.format(8, 1)),
         ("drop-in", (3, 3), "attention: " + WIDE.format(3, 3)),
-        ("drop-in", (16, 16), "attention: " + WIDE.format(16, 16)),
     ],
     ids=str,
 )
@@ -483,14 +479,10 @@ CONFIG_REFUSED = [
     ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
     ({"sp_size": 8}, "sp_size: unknown key. V"),
     ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
-    ({"head_groups": 1.5}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 1.5'),
     ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"timeline": {"path": None}}, "sp_overlap.timeline.path must be the path of a folder, got None"),
     ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
-    ({"check": 1}, "sp_overlap.check must be true or false, got 1"),
     ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
     ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
-    ({"transport": "copyengine"}, 'sp_overlap.transport must be "auto", "c10d" or "copy_engine", got \'copyengine\''),
     ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3"),
     ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps"),
     ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
@@ -500,12 +492,7 @@ CONFIG_REFUSED = [
         {"timeline": {"path": "x", "steps": [5, 3]}},
         "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
     ),
-    (
-        {"timeline": {"path": "x", "steps": ["a", 2]}},
-        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got 'a'",
-    ),
     (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
-    ([], 'sp_overlap: expected a section such as {"enabled": true}, got []'),
 ]
 
 

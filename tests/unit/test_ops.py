@@ -2,21 +2,14 @@
 
 import functools
 import math
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sp_overlap import SelfAttention
 from ds_sp_overlap.exchange import copies
 from ds_sp_overlap.exchange.copies import copies_of
-from ds_sp_overlap.exchange.exchange import Exchange
-from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import Side, Sides
-from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.transports import Silent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -136,84 +129,6 @@ def halves_summed_in_fp32(dtype=torch.bfloat16):
         unpack(wire, 0, *starts_stops(parts), out)
         found += [] if torch.equal(out[0], expected) else [f"sum is {out[0].item()}, not {expected.item()}"]
     return found
-
-
-class Operators(TorchDispatchMode):
-    """Counts the kernels that are launched: views are none."""
-
-    def __init__(self):
-        super().__init__()
-        self.launched = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.launched[function.overloadpacket._qualified_op_name.split("::")[1]] += not function.is_view
-        return function(*args, **(kwargs or {}))
-
-
-def launches(kind, sp_size, kv_heads):
-    """Of pack and unpack of the exchange of q, or of k and its gradient, in half precision."""
-    layout = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, kv_heads).exchange(kind, 0, (8,))
-    x, wire = torch.randn(layout.source.shape).bfloat16(), torch.empty(layout.sources.elements, dtype=torch.bfloat16)
-    with Operators() as counted:
-        copies.pack([x], copies_of(layout.sources), x.new_empty)
-        copies.unpack(wire, copies_of(layout.sources), [x])
-    return +counted.launched
-
-
-@pytest.mark.parametrize(
-    "kind,kv_heads,expected", [("q", 4, {"clone": 1, "copy_": 1}), ("k", 4, {"clone": 1, "copy_": 1, "sum": 1})]
-)
-def test_the_number_of_launches_does_not_grow_with_the_ranks(kind, kv_heads, expected):
-    """KV heads that several ranks need are packed, and their gradients summed, like any others."""
-    for sp_size in (8, 64):
-        assert launches(kind, sp_size, kv_heads) == expected, sp_size
-
-
-def moves(kinds, sp_size):
-    """What moves the data of an exchange and of its gradient on this rank; four heads a rank in two groups."""
-    geometry = Geometry(sp_size, 0, (2,) * sp_size, 1, 4 * sp_size, 4 * sp_size, 2)
-    layout = geometry.exchange(kinds, 1, (8,) * len(kinds))
-    exchange = Exchange(SPGroup(None, Silent()), layout, "layer", kinds)
-    with Operators() as counted:
-        exchange.launch([torch.randn(shape) for shape in layout.sources.shapes])
-        exchange.launch(exchange.received(), gradient=True)
-        exchange.received(gradient=True)
-    return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "add_", "sum") if counted.launched[name]}
-
-
-@pytest.mark.parametrize("sp_size", [8, 64])
-@pytest.mark.parametrize("kinds,expected", [("q", {"clone": 2}), ("qkv", {"clone": 6, "copy_": 6})])
-def test_what_moves_the_data_of_a_whole_exchange_does_not_grow_with_the_ranks_either(kinds, expected, sp_size):
-    """Packed on the way out, and unpacked on the way in: what is global travels and arrives as it lies. Together each is split off."""
-    assert moves(kinds, sp_size) == expected
-
-
-def copies_and_products(groups, kv_heads):
-    """What a layer on one rank copies and multiplies, forward and backward; its local attention does neither."""
-    width = 8 * 4
-    linear = {f"{kind}_proj": torch.nn.Linear(width, heads * 4) for kind, heads in zip("qkvo", (8, kv_heads, kv_heads, 8))}
-    attend = SelfAttention(
-        local_attention=lambda q, k, v: (q.unflatten(2, (k.shape[2], -1)) + (k + v).unsqueeze(3)).flatten(2, 3),
-        num_heads=8, head_dim=4, num_kv_heads=kv_heads, heads_alike=True, config={"head_groups": groups}, **linear,
-    )  # fmt: skip
-    x = torch.randn(1, 3, width, requires_grad=True)
-    with Operators() as counted:
-        attend(x).backward(torch.ones(x.shape))
-    products = sum(counted.launched[name] for name in ("mm", "addmm", "addmm_"))
-    return {name: counted.launched[name] for name in ("clone", "copy_", "cat", "new_zeros")}, products
-
-
-@pytest.mark.parametrize("groups,kv_heads", [(1, 8), (2, 8), (4, 8), (1, 4), (2, 4)])
-def test_weights_and_their_gradients_are_not_copied_where_the_heads_of_a_group_lie_together(groups, kv_heads):
-    """Three products for each part of a projection; a copy in the transport for each exchange.
-
-    On one rank what travels alone lies as it travels. Of what travels together each is packed and unpacked.
-    """
-    copied, products = copies_and_products(groups, kv_heads)
-    exchanges = 2 * (3 + (groups - 1) + groups)
-    together = 2 * (groups - 1)
-    assert copied == {"clone": 3 * together, "copy_": exchanges + 3 * together, "cat": 0, "new_zeros": 0}
-    assert products == 3 * 4 * groups
 
 
 @pytest.mark.parametrize("parts", [PARTS["equal tiles"], PARTS["unequal tiles"], PARTS["overlapping"]])

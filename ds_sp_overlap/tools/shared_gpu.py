@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -68,7 +69,7 @@ def sharing() -> Iterator[str]:
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
         given = {SHARING: "1", **dict.fromkeys(names, folder)}
         has_mps = shutil.which(MPS) is not None
-        with _environment(given):
+        with mock.patch.dict(os.environ, given):
             if has_mps:
                 has_mps = subprocess.run([MPS, "-d"]).returncode == 0
             try:
@@ -76,19 +77,6 @@ def sharing() -> Iterator[str]:
             finally:
                 if has_mps:
                     subprocess.run([MPS], input="quit -t 5\n", text=True, stdout=subprocess.DEVNULL)
-
-
-@contextlib.contextmanager
-def _environment(given: dict[str, str]) -> Iterator[None]:
-    """Run the body with variables of the environment set."""
-    before = dict(os.environ)
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            os.environ.pop(name)
-        os.environ.update(before)
 
 
 def run(ranks: int, command: list[str], seconds: float) -> int:

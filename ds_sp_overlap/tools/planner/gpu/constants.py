@@ -48,11 +48,6 @@ HOPPER = {
     "empty_us": Known(4.5, HOST),
     "view_us": Known(3.0, f"{PROFILE}: 2.3 to 5.8"),
     "accelerator_us": Known(1.0, f"{PROFILE}: torch's current stream, read or set"),
-    "stream_us": Known(6.8, f"{HOST}: torch.cuda.current_stream, at 17d94d8"),
-    "context_us": Known(15.6, f"{HOST}: with torch.cuda.stream, at 17d94d8"),
-    "custom_us": Known(
-        88.0, "measured: what a layer of ALST takes beyond the rest, by 8 of its ops"
-    ),
     "call_us": Known(3.0, "measured: a function of Python; from the host's time of four layers"),
     "cold": Known(1.5, "measured: a layer's host in a training step over one in a loop of its own"),
 }

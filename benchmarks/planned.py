@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from ds_sp_overlap.tools.planner.gpu import launches as kinds  # noqa: E402
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS, Gpu, Known  # noqa: E402
-from ds_sp_overlap.tools.planner.gpu.player import play  # noqa: E402
+from ds_sp_overlap.tools.planner.gpu.player import Played  # noqa: E402
 from ds_sp_overlap.tools.planner.plan import five_of_eight  # noqa: E402
 
 CASES = ROOT / "benchmarks/results/h100/launches.json.gz"
@@ -62,7 +62,7 @@ def rows() -> list[Row]:
         for row in case["rows"]:
             name, _, kernels = row["variant"].partition(", ")
             launches = five_of_eight(recorded["G = 1"]) if name == "five of eight" else recorded[name]
-            ms[row["variant"]] = play(compiled if kernels else on, launches).us / 1e3, row["measured"]
+            ms[row["variant"]] = Played(compiled if kernels else on, launches).us / 1e3, row["measured"]
         for variant, (planned, measured) in ms.items():
             found.append(Row(case["what"], variant, planned, measured, ms["stock"][0] / planned, ms["stock"][1] / measured))
     return found

@@ -15,7 +15,7 @@ from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS, gpu
 from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Host, Move, Record, Transfer, Wait
-from ds_sp_overlap.tools.planner.gpu.player import play
+from ds_sp_overlap.tools.planner.gpu.player import Played
 from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
@@ -48,45 +48,45 @@ def times(played):
 
 
 def test_tiles_are_dealt_out_to_the_sms():
-    assert play(paper(), [product(8, 10)]).us == 20
-    assert play(paper(), [product(9, 10)]).us == 30
-    assert play(paper(), [attention(8, 10)]).us == 20
-    assert play(paper(), [attention(8, 10, backward=True)]).us == 50
-    assert play(paper(), [Move(COMPUTE, "copy_", 16000)]).us == 16
-    assert play(paper(), [Move(COMPUTE, "copy_", 16000, permutes=True)]).us == 32
+    assert Played(paper(), [product(8, 10)]).us == 20
+    assert Played(paper(), [product(9, 10)]).us == 30
+    assert Played(paper(), [attention(8, 10)]).us == 20
+    assert Played(paper(), [attention(8, 10, backward=True)]).us == 50
+    assert Played(paper(), [Move(COMPUTE, "copy_", 16000)]).us == 16
+    assert Played(paper(), [Move(COMPUTE, "copy_", 16000, permutes=True)]).us == 32
 
 
 def test_a_product_beside_an_exchange_has_fewer_sms():
     """Twelve tiles on four SMs take 30, on three 40."""
-    assert times(play(paper(), [product(12, 10)]))["Gemm"] == (0, 30)
-    assert times(play(paper(), [exchange(100), product(12, 10)]))["Gemm"] == (0, 40)
+    assert times(Played(paper(), [product(12, 10)]))["Gemm"] == (0, 30)
+    assert times(Played(paper(), [exchange(100), product(12, 10)]))["Gemm"] == (0, 40)
 
 
 def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_another_one():
     """40 tiles of 10: three SMs until 10, then the SM of the first exchange as well, and one tile is left at 100."""
     launches = [exchange(10, "q0"), exchange(10, "q1"), attention(40, 10)]
-    assert times(play(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
+    assert times(Played(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
 
 
 def test_a_cluster_waits_for_as_many_sms_at_once():
     launches = [product(2, 10), product(1, 30, stream="other"), exchange(5)]
     figures = {"nccl_ctas": 2}
-    assert times(play(paper(figures), launches))["q"] == (0, 15)
+    assert times(Played(paper(figures), launches))["q"] == (0, 15)
     in_a_cluster = paper({**figures, "nccl_cluster": 2})
-    assert times(play(in_a_cluster, launches))["q"] == (10, 15)
+    assert times(Played(in_a_cluster, launches))["q"] == (10, 15)
     # The one SM that is free meanwhile is kept for it.
-    assert times(play(in_a_cluster, [*launches, Move("third", "later", 1000)]))["later"][0] >= 10
+    assert times(Played(in_a_cluster, [*launches, Move("third", "later", 1000)]))["later"][0] >= 10
 
 
 def launched_by_the_package():
     """A product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
     recorder = Recorder()
     side = SideStream(recorder, torch.device("cpu"))
-    recorder.launches.append(product(4, 10))
+    recorder.note(product(4, 10))
     mark = side.begin()
-    recorder.launches.append(exchange(30))
+    recorder.note(exchange(30))
     side.end(mark)
-    recorder.launches.append(attention(40, 10))
+    recorder.note(attention(40, 10))
     return recorder.launches
 
 
@@ -101,32 +101,32 @@ def test_without_the_gate_attention_takes_every_sm_before_the_exchange_and_the_g
     launches = launched_by_the_package()
     figures = {"wait_us": 1}
     # Three SMs until 41, then four: 9 of 40 tiles, and 31 in eight rounds.
-    assert times(play(paper(figures), launches)) == {"Gemm": (0, 10), "q": (11, 41), "Attention": (11, 121)}
+    assert times(Played(paper(figures), launches)) == {"Gemm": (0, 10), "q": (11, 41), "Attention": (11, 121)}
     ungated = without_gate(launches)
     assert len(ungated) < len(launches)
-    assert times(play(paper(figures), ungated)) == {"Gemm": (0, 10), "q": (110, 140), "Attention": (10, 110)}
+    assert times(Played(paper(figures), ungated)) == {"Gemm": (0, 10), "q": (110, 140), "Attention": (10, 110)}
 
 
 def test_where_the_host_is_slower_the_gpu_waits_for_it():
-    played = play(paper({"gemm_us": 50}), [product(4, 10)] * 5)
+    played = Played(paper({"gemm_us": 50}), [product(4, 10)] * 5)
     assert (played.us, played.host_us, played.starved_us) == (260, 250, 160)
-    played = play(paper({"gemm_us": 5}), [product(4, 10)] * 5)
+    played = Played(paper({"gemm_us": 5}), [product(4, 10)] * 5)
     assert (played.us, played.starved_us) == (55, 0)
 
 
 def test_what_the_host_does_in_between_takes_its_time():
     launches = [Host("call", 3), product(4, 10), Host("view", 2), Host("call", 1), product(4, 10), Host("call", 7)]
-    played = play(paper({"call_us": 10, "view_us": 1, "gemm_us": 4}), launches)
+    played = Played(paper({"call_us": 10, "view_us": 1, "gemm_us": 4}), launches)
     assert [bar.started for bar in played.bars] == [34, 50] and (played.host_us, played.us) == (120, 120)
-    assert play(paper({"call_us": 10, "view_us": 1, "gemm_us": 4, "cold": 1.5}), launches).host_us == 180
+    assert Played(paper({"call_us": 10, "view_us": 1, "gemm_us": 4, "cold": 1.5}), launches).host_us == 180
 
 
 def test_a_stream_goes_on_after_the_event_that_it_waits_for_and_not_before():
     launches = [product(4, 10), Record(COMPUTE, 1), product(3, 10), Wait("other", 1), product(1, 5, stream="other")]
-    started = [(bar.launch.stream, bar.started) for bar in play(paper(), launches).bars]
+    started = [(bar.launch.stream, bar.started) for bar in Played(paper(), launches).bars]
     assert started == [(COMPUTE, 0), ("other", 10), (COMPUTE, 10)]
     with pytest.raises(RuntimeError, match="never end: .*Wait"):
-        play(paper(), [Wait(COMPUTE, 7), product(1, 1)])
+        Played(paper(), [Wait(COMPUTE, 7), product(1, 1)])
 
 
 # What a layer launches.
@@ -167,7 +167,7 @@ def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recor
             recorded.add(each.event)
         assert not isinstance(each, Wait) or each.event in recorded
     on = gpu("h100").given("test", wire_gbs=0.1)
-    assert play(replace(on, free_wire=True), launches).us < play(on, launches).us
+    assert Played(replace(on, free_wire=True), launches).us < Played(on, launches).us
 
 
 def test_stock_launches_what_deepspeed_s_class_does():
@@ -240,7 +240,7 @@ def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persist
     layer = LayerShape(width=4096, heads=32, kv_heads=8, head_dim=128, seq=65536, sp_size=8)
     first = SpOverlapConfig().groups_for(layer.heads, layer.sp_size)
     on_paper = gpu("h100").given("test", wire_gbs=45)
-    found = {groups: play(on_paper, record(layer, Way(groups)).launches).us for groups in (1, 2, 4)}
+    found = {groups: Played(on_paper, record(layer, Way(groups)).launches).us for groups in (1, 2, 4)}
     assert min(found, key=found.__getitem__) == first == 2
 
 

@@ -234,17 +234,20 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice: str) -> str:
     """Return the plan as text, its advice first; ``name`` is that of the GPU."""
-    base = rows[0]
-    headers = ["", "ms", "times", "exposed ms", "host ms", "GPU waits for it", "peak MiB"]
-    cells: list[list[str | float | None]] = []
+    base, cells = rows[0], []
     for row in rows:
-        times, mib = base.step_ms / row.step_ms, row.peak_bytes / 2**20
-        cells.append([row.variant, row.step_ms, times, row.exposed_ms, row.host_ms, row.starved_ms])
-        cells[-1].append(mib)
-        if base.whole_ms is not None:
-            cells[-1] += [row.whole_ms, row.whole_ms and base.whole_ms / row.whole_ms]
-    if base.whole_ms is not None:
-        headers += ["whole layer ms", "times"]
+        cell: dict[str, str | float] = {
+            "": row.variant,
+            "ms": row.step_ms,
+            "times": base.step_ms / row.step_ms,
+            "exposed ms": row.exposed_ms,
+            "host ms": row.host_ms,
+            "GPU waits for it": row.starved_ms,
+            "peak MiB": row.peak_bytes / 2**20,
+        }
+        if base.whole_ms and row.whole_ms:
+            cell |= {"whole layer ms": row.whole_ms, "its times": base.whole_ms / row.whole_ms}
+        cells.append(cell)
     shared = f", r = {layer.shares} ranks share query heads" if layer.shares > 1 else ""
     known = [(key, k) for key, k in on.known.items() if k != GPUS[name][key]]
     given = "".join(f"; {key} {k.value:.4g} ({k.source})" for key, k in known)
@@ -261,31 +264,33 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         f"and {on['tflops'] * on['gemm_share']:.4g} TFLOP/s in products; "
         f"figures with sources: docs/planning.md{given}"
         f"{'' if base.variant == 'stock' else without}\n"
-        f"{tabulate(cells, headers, floatfmt='.2f')}\n"
+        f"{tabulate(cells, 'keys', floatfmt='.2f')}\n"
         "times: of the first row's; exposed: what a wire that costs nothing would save; stock "
         "is DeepSpeed's class, five of eight what its pull requests 5691 and 415 overlap"
     )
 
 
-def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> str:
-    """Return the table of the longest sequences that fit; ``best`` is the fastest way."""
+def _longest(args: argparse.Namespace, layer: LayerShape, way: Way) -> dict[str, int]:
+    """Return the longest sequence that fits, by what is done with activations."""
     from .fits import Model, longest
 
     model = Model(args.layers, int(1e9 * args.params))
-    windows = [way for way in WINDOWS if way.groups <= layer.geometry(1).max_groups]
+    return longest(layer, model, way, int(args.memory * 2**30))
+
+
+def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> str:
+    """Return the table of the longest sequences that fit; ``best`` is the fastest way."""
     rows = []
-    for way in (Way(0), best, *windows):
-        found = longest(layer, model, way, int(args.memory * 2**30))
-        tokens = {name: f"{number // 1024:,}k" for name, number in found.items()}
-        rows.append({"": str(way), **tokens})
-    # Only a window has all columns.
-    columns = ("", "all kept", "checkpointed", "keep", "inputs on host", "offload")
-    cells = [[row.get(name, "-") for name in columns] for row in rows]
+    for way in (Way(0), best, *WINDOWS):
+        if way.groups <= layer.geometry(1).max_groups:
+            found = _longest(args, layer, way).items()
+            rows.append({"": str(way)} | {name: f"{tokens // 1024:,}k" for name, tokens in found})
     return (
         f"longest sequence that fits into {args.memory:g} GiB with {args.layers} layers, "
         f"{args.params:.3g} billion parameters under ZeRO-3 over {layer.sp_size} "
         "ranks, loss and MLP in tiles, k = 1024 tokens, by what is done with activations; "
-        f"arithmetic, not a measurement\n{tabulate(cells, columns, stralign='right')}"
+        "arithmetic, not a measurement\n"
+        f"{tabulate(rows, 'keys', stralign='right', missingval='-')}"
     )
 
 
@@ -294,10 +299,9 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
     Sequences are many, so that what counts is how many tokens a GPU computes in a second.
     """
-    from .fits import Model, longest
     from .plan import best_of, decides_ms, plan
 
-    world, reason = args.nodes * args.gpus_per_node, "there is one"
+    world, reason, on = args.nodes * args.gpus_per_node, "there is one", _gpu(args)
     rows: list[dict[str, Any]] = []
     for size in (size for size in range(2, world + 1) if world % size == 0):
         try:
@@ -305,25 +309,17 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         except ValueError as error:
             reason = str(error)
             continue
-        on = _gpu(args)
-        if size <= args.gpus_per_node:
-            on = on.given("a node", wire_gbs=GPUS[args.gpu]["wire_gbs"].value)
-        elif args.bandwidth is None:
+        if size > args.gpus_per_node and args.bandwidth is None:
             raise ValueError("--nodes needs --bandwidth, that of a GPU to other nodes")
-        best = best_of(plan(layer, on, with_all=False))
+        within = GPUS[args.gpu]["wire_gbs"].value if size <= args.gpus_per_node else None
+        here = on.given("a node", wire_gbs=within)
+        best = best_of(plan(layer, here, with_all=False))
         ms = decides_ms(best)
-        row: dict[str, Any] = {
-            "sp": size,
-            "GB/s": on["wire_gbs"],
-            "best": best.variant,
-            "ms": round(ms, 2),
-        }
-        row["tokens/s a GPU"] = round(1e3 * layer.seq / size / ms)
+        speed = {"ms": round(ms, 2), "tokens/s a GPU": round(1e3 * layer.seq / size / ms)}
+        rows.append({"sp": size, "GB/s": here["wire_gbs"], "best": best.variant, **speed})
         if args.memory is not None:
-            model = Model(args.layers, int(1e9 * args.params))
-            most = longest(layer, model, Way(best.groups), int(args.memory * 2**30))
-            row["fits"] = "yes" if most["checkpointed"] >= layer.seq else "no"
-        rows.append(row)
+            most = _longest(args, layer, Way(best.groups))["checkpointed"]
+            rows[-1]["fits"] = "yes" if most >= layer.seq else "no"
     if not rows:
         raise ValueError(f"no sp size of {world} GPUs: {reason}")
     fitting = [row for row in rows if row.get("fits") != "no"]

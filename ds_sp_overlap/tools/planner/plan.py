@@ -13,7 +13,7 @@ from ...autotune.trial import CLOSE, GROUPS
 from .costs import WINDOWS, LayerShape, Way
 from .gpu.constants import Gpu
 from .gpu.launches import COMPUTE, Host, Launch, Record, Transfer, Wait
-from .gpu.player import play
+from .gpu.player import Played
 from .gpu.recorder import LAYERS, record
 
 # A step that would be shorter by less than this share is not worth the bother.
@@ -104,9 +104,9 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         on = gpu.given("our kernels", permute_share=kernels)
         recorded, whole_ms = record(alone, way), None
         launches = change(recorded.launches)
-        played, free = play(on, launches), play(replace(on, free_wire=True), launches)
+        played, free = Played(on, launches), Played(replace(on, free_wire=True), launches)
         if whole and layer.intermediate:
-            whole_ms = play(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
+            whole_ms = Played(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
             variant or str(way),
             groups=0 if variant else way.groups,

@@ -22,8 +22,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -39,26 +38,6 @@ class Bar(NamedTuple):
     end: float
 
 
-@dataclass
-class Played:
-    """Records what happened; times in us.
-
-    Attributes:
-        bars: Kernels and exchanges in the order of their ends.
-        host_us: Time at which the host had launched everything, and was done.
-        starved_us: Time in which the GPU had nothing to do because the host was late.
-    """
-
-    bars: list[Bar] = field(default_factory=list)
-    host_us: float = 0.0
-    starved_us: float = 0.0
-
-    @property
-    def us(self) -> float:
-        """Time until the host is done and everything is over."""
-        return max(self.host_us, *(bar.end for bar in self.bars))
-
-
 class _Running:
     """A kernel or an exchange that left its queue."""
 
@@ -69,22 +48,25 @@ class _Running:
         self.done = False
 
 
-def play(gpu: Gpu, launches: Sequence[Launch]) -> Played:
-    """Play the launches of one step, which begins behind a synchronisation.
+class Played:
+    """Plays the launches of one step, which begins behind a synchronisation; times in us.
+
+    Attributes:
+        bars: Kernels and exchanges in the order of their ends.
+        host_us: Time at which the host had launched everything, and was done.
+        starved_us: Time in which the GPU had nothing to do because the host was late.
+        us: Time until the host is done and everything is over.
 
     Raises:
         RuntimeError: if something never ends.
     """
-    return _Player(gpu, launches).play()
 
+    host_us = starved_us = 0.0
 
-class _Player:
-    """The state of a GPU and its host."""
-
-    def __init__(self, gpu: Gpu, launches: Sequence[Launch]):
+    def __init__(self, gpu: Gpu, launches: Iterable[Launch]):
         self.gpu, self.launches = gpu, iter(launches)
         self.now, self.free = 0.0, int(gpu["sms"])
-        self.played = Played()
+        self.bars: list[Bar] = []
         self.queues: defaultdict[str, deque[Queued]] = defaultdict(deque)
         # When the head of a queue may be looked at again.
         self.held_until: defaultdict[str, float] = defaultdict(float)
@@ -96,9 +78,6 @@ class _Player:
         # Acts that are planned, by time and then in the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-
-    def play(self) -> Played:
-        """Play until nothing happens any more; called once."""
         self._issue()
         while self.heap:
             self.now, _, act = heapq.heappop(self.heap)
@@ -106,7 +85,7 @@ class _Player:
         left = [str(each) for queue in self.queues.values() for each in queue]
         if left:
             raise RuntimeError(f"these launches never end: {', '.join(left)}")
-        return self.played
+        self.us = max(self.host_us, *(bar.end for bar in self.bars))
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.heap, (time, next(self.order), act))
@@ -119,13 +98,13 @@ class _Player:
             if not isinstance(launch, Host):
                 self._at(self.now + us, partial(self._arrive, launch))
                 return
-        self.played.host_us = self.now + us
+        self.host_us = self.now + us
 
     def _arrive(self, launch: Queued) -> None:
         """Put a launch into the queue of its stream."""
         self.queues[launch.stream].append(launch)
         if self.idle_since is not None:
-            self.played.starved_us += self.now - self.idle_since
+            self.starved_us += self.now - self.idle_since
             self.idle_since = None
         self._pump()
         self._issue()
@@ -219,7 +198,7 @@ class _Player:
         self.free += running.placed
         running.done = True
         self.running.remove(running)
-        self.played.bars.append(Bar(running.launch, running.started, self.now))
+        self.bars.append(Bar(running.launch, running.started, self.now))
         # Blocks that wait for an SM come before kernels that are still in a queue.
         self._place()
         self._pump()

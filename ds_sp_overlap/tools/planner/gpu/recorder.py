@@ -16,6 +16,7 @@ import itertools
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -72,10 +73,12 @@ class _Stream:
         self.recorder, self.name = recorder, name
 
     def record_event(self, event: _Event) -> None:
-        self.recorder.record(self.name, event)
+        # A later record of the same event is another event: a wait is for the record before it.
+        event.number = next(self.recorder.events)
+        self.recorder.note(Record(self.name, event.number))
 
     def wait_event(self, event: _Event) -> None:
-        self.recorder.launches.append(Wait(self.name, event.number))
+        self.recorder.note(Wait(self.name, event.number))
 
 
 class Recorder(TorchDispatchMode):
@@ -93,12 +96,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.begin()
         self.current = self.compute = _Stream(self, COMPUTE)
-        # In the order in which `SideStream` asks for them. A third one is that of the second leg of
-        # k and v, see `relayed`.
-        self._names = itertools.chain(
-            (TRANSFER, GATE), (f"{TRANSFER} {number}" for number in itertools.count(2))
-        )
-        self._events = 0
+        # In the order in which `SideStream` asks for them.
+        self._names = iter((TRANSFER, GATE, "relay"))
+        self.events = itertools.count()
         # How many Python frames deep the host is in a stand-in of this file.
         self._inside = 0
 
@@ -106,11 +106,14 @@ class Recorder(TorchDispatchMode):
         """Forget what was recorded."""
         self.launches: list[Launch] = []
         self.held = [0]
+        # What the host did since the last launch, and how often.
+        self.before: Counter[str] = Counter()
         # Of memory that was taken since; without its reference, nothing tells of its end.
         self._memory: set[weakref.ref[Any]] = set()
 
     def end(self) -> None:
-        """Count no memory that is let go of from now on."""
+        """Note what the host did last. Count no memory that is let go of from now on."""
+        self.note()
         self._memory.clear()
 
     def hold(self, x: Tensor) -> None:
@@ -125,15 +128,10 @@ class Recorder(TorchDispatchMode):
         self._memory.add(weakref.ref(storage, free))
         self.held.append(self.held[-1] + n_bytes)
 
-    def host(self, name: str) -> None:
-        """Count what the host does before its next launch."""
-        at = len(self.launches)
-        while at and isinstance(last := self.launches[at - 1], Host):
-            at -= 1
-            if last.name == name:
-                self.launches[at] = Host(name, last.times + 1)
-                return
-        self.launches.append(Host(name, 1))
+    def note(self, *launches: Launch) -> None:
+        """Add a launch, behind what the host did before it."""
+        self.launches += [*(Host(*each) for each in self.before.items()), *launches]
+        self.before.clear()
 
     def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
         """Count a call of a Python function, as ``sys.setprofile`` asks.
@@ -150,7 +148,7 @@ class Recorder(TorchDispatchMode):
             self._inside = 1
         elif event == "call" and code.co_name not in COMPREHENSIONS:
             if not OF_A_MODE.search(code.co_filename):
-                self.host("call")
+                self.before["call"] += 1
 
     # The interface of `Accelerator`.
 
@@ -161,18 +159,12 @@ class Recorder(TorchDispatchMode):
         return _Event()
 
     def current_stream(self, device: Any) -> _Stream:
-        self.host("accelerator")
+        self.before["accelerator"] += 1
         return self.current
 
     def set_stream(self, stream: _Stream) -> None:
-        self.host("accelerator")
+        self.before["accelerator"] += 1
         self.current = stream
-
-    def record(self, stream: str, event: _Event) -> None:
-        # A later record of the same event is another event: a wait is for the record before it.
-        self._events += 1
-        event.number = self._events
-        self.launches.append(Record(stream, event.number))
 
     # A transport.
 
@@ -183,7 +175,7 @@ class Recorder(TorchDispatchMode):
         # Part 0 stays on this rank.
         remote = max(sum(send_sizes[1:]), sum(recv_sizes[1:]))
         name = name.removeprefix("layer ")
-        self.launches.append(Transfer(self.current.name, name, remote * send.element_size()))
+        self.note(Transfer(self.current.name, name, remote * send.element_size()))
         return DONE
 
     # What DeepSpeed's class calls of ``deepspeed.comm``.
@@ -204,11 +196,11 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if "empty" in name:
-            self.host("empty")
+            self.before["empty"] += 1
             self.hold(made := func(*args, **kwargs))
             return made
         if func.is_view or name in ("_unsafe_view", "detach", "set_"):
-            self.host("view")
+            self.before["view"] += 1
             return func(*args, **kwargs)
         # An operator that writes into a tensor returns that; others get new memory of their shapes.
         if func._schema.is_mutable:
@@ -237,16 +229,16 @@ class Recorder(TorchDispatchMode):
         if name.removesuffix("_") in PRODUCTS:
             a, b = args[-2:]
             batch = a.shape[0] if a.dim() == 3 else 1
-            self.launches.append(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch))
+            self.note(Gemm(on, a.shape[-2], b.shape[-1], a.shape[-1], batch))
         elif n_bytes := sum(x.numel() * x.element_size() for x in tensors.values()):
             shape = returned.shape if isinstance(returned, Tensor) else None
             orders = {_order(x) for x in tensors.values() if x.shape == shape}
-            self.launches.append(Move(on, name, n_bytes, len(orders) > 1))
+            self.note(Move(on, name, n_bytes, len(orders) > 1))
 
     def attention(self, q: Tensor, keys: int, backward: bool) -> None:
         """Record one launch for attention of q, [s, b, h, d], whose last query sees ``keys``."""
         seq, batch, heads, head_dim = q.shape
-        self.launches.append(Attention(COMPUTE, seq, keys, batch * heads, head_dim, backward))
+        self.note(Attention(COMPUTE, seq, keys, batch * heads, head_dim, backward))
 
 
 def _order(x: Tensor) -> tuple[int, ...]:
@@ -383,10 +375,9 @@ def record(layer: LayerShape, way: Way, layers: int = LAYERS) -> Recorder:
         wide = layer.width, layer.intermediate
         mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(layers)]
         forward = nn.Sequential(*(_Layer(attention(at), mlp) for at, mlp in enumerate(mlps)))
-    unbatched = set(products.unbatched)
-    products.unbatched.clear()
+    no_device = mock.patch.object(products, "unbatched", ())
     try:
-        with recorder, mock.patch(f"{STOCK}.dist", recorder):
+        with recorder, no_device, mock.patch(f"{STOCK}.dist", recorder):
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             dy = torch.empty_like(x)
             # The first step probes and plans.
@@ -399,12 +390,9 @@ def record(layer: LayerShape, way: Way, layers: int = LAYERS) -> Recorder:
                 y = forward(x)
                 recorder.forwards = len(recorder.held)
                 y.backward(dy)
-                sys.setprofile(None)
-                del y
+                recorder.end()
     finally:
         sys.setprofile(None)
-        recorder.end()
-        products.unbatched.update(unbatched)
     return recorder
 
 

@@ -17,10 +17,7 @@ from .planner import command as plan_command
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes options by their whole names, and reports an error in one line."""
-
-    def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, **options)
+    """A parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -35,14 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = Parser(prog="ds-sp-overlap", description="Overlapped Ulysses sequence parallelism.")
+    text = "Overlapped Ulysses sequence parallelism."
+    parser = Parser(prog="ds-sp-overlap", description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     # The deepspeed launcher puts it in front of the command.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, text: str, **options: Any) -> Parser:
-        return commands.add_parser(name, help=text, **options)
+        return commands.add_parser(name, help=text, allow_abbrev=False, **options)
 
     doctor = command("doctor", "versions, devices, and a gradient self-check on several ranks")
     doctor.add_argument("--ranks", type=int, default=2, help="ranks of the self-check (default 2)")
@@ -67,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script", help="path of the script, or with -m the name of a module")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
-    args.words = sys.argv[1:] if argv is None else argv
 
     if args.command == "doctor":
         from .doctor import doctor as check
@@ -128,7 +125,8 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     # The folder of the script, as for python SCRIPT. For a module's name this is the current
     # folder, as for python -m.
     sys.path[0] = str(script.resolve().parent)
-    if args.module and not _is_there(args.script):
+    # What is missing deeper down, Python says itself.
+    if args.module and importlib.util.find_spec(args.script.partition(".")[0]) is None:
         parser.error(f"no module named {args.script!r} on {sys.path[0]} or the rest of sys.path")
     from ..integrations.megatron.bridge import explain
 
@@ -143,14 +141,3 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
             print(f"ds_sp_overlap run: {hint}", file=sys.stderr, flush=True)
         raise
     return 0
-
-
-def _is_there(name: str) -> bool:
-    """Return whether a module is found; imports the packages around it."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:
-        # Else another module is missing, one that a package around this module imports.
-        if f"{name}.".startswith(f"{error.name}."):
-            return False
-        raise

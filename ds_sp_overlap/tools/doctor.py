@@ -145,25 +145,24 @@ def _errors(
     return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
 
 
-def _rank(rank: int, size: int, on_gpu: bool, store: str, result: str) -> None:
+def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
     """Run one rank of the self-check in a process of its own; rank 0 saves the errors.
 
     Args:
         rank: This rank.
         size: The number of ranks, P.
         on_gpu: Whether it runs over NCCL; ranks share GPUs where there are fewer.
-        store: The file by which the ranks find each other.
-        result: The file for the errors of `_errors` by run, as `verdict` takes them.
+        folder: The folder in which the ranks find each other, by the file ``store``. The file
+            ``result`` has the errors of `_errors` by run, as `verdict` takes them.
     """
     # The ranks share the cores of this machine.
     torch.set_num_threads(1)
-    device = torch.device("cpu")
+    backend, device = "gloo", torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-    )
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
     # The most head groups of a rank with HEADS // size query heads, up to two.
     most = min(2, HEADS // size)
     runs = {}
@@ -171,7 +170,7 @@ def _rank(rank: int, size: int, on_gpu: bool, store: str, result: str) -> None:
         runs[f"G = {groups}"] = _errors(rank, size, device, groups, faulty=False)
     runs["control"] = _errors(rank, size, device, most, faulty=True)
     if rank == 0:
-        torch.save(runs, result)
+        torch.save(runs, Path(folder, "result"))
     dist.destroy_process_group()
 
 
@@ -215,19 +214,16 @@ def doctor(ranks: int) -> int:
         elif gpus:
             where = f"NCCL, sharing {gpus} GPU {stack.enter_context(sharing())}"
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        store, result = str(Path(folder, "store")), str(Path(folder, "result"))
-        arguments = ranks, "NCCL" in where, store, result
         torch.multiprocessing.start_processes(
-            _rank, arguments, nprocs=ranks, start_method="forkserver"
+            _rank, (ranks, "NCCL" in where, folder), nprocs=ranks, start_method="forkserver"
         )
-        runs = torch.load(result)
-    names = list(runs["control"])
-    rows = [[name, *(errors[name] for errors in runs.values())] for name in names]
+        runs = torch.load(Path(folder, "result"))
+    columns = {"": list(runs["control"])} | {run: errors.values() for run, errors in runs.items()}
     print(
         f"\ngradient self-check, {ranks} ranks over {where}, fp64: largest relative error against "
         "the whole sequence in one process"
     )
-    print(tabulate(rows, headers=["", *runs], floatfmt=".1e"))
+    print(tabulate(columns, "keys", floatfmt=".1e"))
     outcome = verdict(runs)
     print(
         f"{outcome} (bound {BOUND:.0e}; the control delivers dv 1e-9 too large "

@@ -97,15 +97,11 @@ def run(ranks: int, command: list[str], seconds: float) -> int:
                 "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks,
                 "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
+            env = os.environ | {name: str(value) for name, value in own.items()}
             with Path(folder, str(rank)).open("w") as said:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        env={**os.environ, **{name: str(value) for name, value in own.items()}},
-                        stdout=said if rank else None,
-                        stderr=said if rank else None,
-                    )
-                )
+                out = said if rank else None
+                words = [sys.executable, *command]
+                processes.append(subprocess.Popen(words, env=env, stdout=out, stderr=out))
         end = time.monotonic() + seconds
         while None in (states := [process.poll() for process in processes]):
             if any(states):

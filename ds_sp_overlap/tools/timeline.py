@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import operator
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -30,8 +31,6 @@ from ..warn import inform
 
 # Begin and end, in ms.
 Span = tuple[float, float]
-# By rank, step, layer and name of an exchange: its number, ms of transfer, ms exposed.
-Costs = dict[tuple[int, int, str, str], list[float]]
 
 HALF = re.compile(r"(.+) (\S+) (start|finish)")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -60,11 +59,6 @@ class Exchange:
     exposed: list[Span] = field(default_factory=list)
 
 
-def length(spans: Iterable[Span]) -> float:
-    """Return the sum of the lengths of spans."""
-    return sum(end - begin for begin, end in spans)
-
-
 def merged(spans: Iterable[Span]) -> list[Span]:
     """Return spans that don't overlap, in order."""
     joined: list[Span] = []
@@ -79,14 +73,9 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def without(span: Span, busy: Sequence[Span]) -> list[Span]:
     """Return what is left of ``span`` outside of ``busy``, which is `merged`."""
     begin, end = span
-    left = []
-    for first, last in busy[max(0, bisect_right(busy, span) - 1) :]:
-        if first >= end:
-            break
-        if first > begin:
-            left.append((begin, first))
-        begin = max(begin, last)
-    return [*left, (begin, end)] if begin < end else left
+    beside = busy[max(0, bisect_right(busy, span) - 1) : bisect_right(busy, (end, end))]
+    edges = [begin, *(min(max(time, begin), end) for each in beside for time in each), end]
+    return [left for left in zip(edges[::2], edges[1::2]) if left[0] < left[1]]
 
 
 def read(path: str, index: int = 0) -> list[Exchange]:
@@ -186,26 +175,25 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
             exchange.exposed += without(_span(event), busy)
 
 
-def costs(exchanges: Iterable[Exchange]) -> Costs:
-    """Return what exchanges cost, those of one name in one layer and step together."""
-    table: Costs = defaultdict(lambda: [0, 0.0, 0.0])
+def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
+    """Return what exchanges cost together that have the same attributes ``of``.
+
+    Returns:
+        By those attributes: the number of exchanges, ms of transfer, ms exposed.
+    """
+
+    def ms(spans: Iterable[Span]) -> float:
+        return sum(end - begin for begin, end in spans)
+
+    table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:
-        row = table[each.rank, each.step, each.layer, each.name]
-        row[:] = row[0] + 1, row[1] + length(each.transfers), row[2] + length(each.exposed)
+        row = table[operator.attrgetter(*of)(each)]
+        row[:] = row[0] + 1, row[1] + ms(each.transfers), row[2] + ms(each.exposed)
     return table
 
 
-def of_a_step(table: Costs) -> dict[str, list[float]]:
-    """Return the costs of each name in a step: sums of all layers, means over ranks and steps."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    steps = len({key[:2] for key in table})
-    for (*_, name), row in table.items():
-        sums[name] = [total + value / steps for total, value in zip(sums[name], row)]
-    return sums
-
-
 def draw(rows: dict[str, list[float]]) -> Any:
-    """Draw what `of_a_step` returns as bars.
+    """Draw the costs of each exchange in a step as bars.
 
     Raises:
         ImportError: without matplotlib.
@@ -234,16 +222,21 @@ def write(paths: Sequence[str]) -> str:
     Raises:
         ValueError: as `read` does.
     """
-    table = costs(each for at, path in enumerate(paths) for each in read(path, at))
+    exchanges = [each for at, path in enumerate(paths) for each in read(path, at)]
+    exchanges.sort(key=operator.attrgetter("rank"))
+    table = costs(exchanges, "rank", "step", "layer", "name")
     folder = Path(paths[0]).parent
     with open(folder / "exchanges.csv", "w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow("rank step layer exchange calls transfer_ms exposed_ms".split())
-        lines.writerows((*key, *row) for key, row in sorted(table.items(), key=lambda of: of[0][0]))
+        lines.writerows((*key, *row) for key, row in table.items())
     if not table:
         inform(f"sp_overlap: no exchange of an overlapped layer in {paths[0]}")
         return ""
-    rows = of_a_step(table)
+    # Sums of all layers, means over ranks and steps.
+    steps = len(costs(exchanges, "rank", "step"))
+    by_name = costs(exchanges, "name").items()
+    rows = {name: [value / steps for value in row] for name, row in by_name}
     try:
         draw(rows).savefig(folder / "timeline.png", dpi=110)
     except ImportError:

@@ -20,8 +20,8 @@ from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
 FIGURES = {name: 0 for name in GPUS["h100"] if name.endswith("_us")} | dict(
-    sms=4, tflops=8e-6, memory_gbs=1, memory_share=1, permute_share=0.5, gemm_share=1, attention_share=1, backward_share=1, tile_m=1,
-    tile_n=1, attention_tile=1, nccl_ctas=1, nccl_cluster=1, wire_gbs=1, cold=1,
+    sms=4, tflops=8e-6, memory_gbs=1, memory_share=1, permute_share=0.5, gemm_share=1, attention_share=1, tile_m=1,
+    tile_n=1, attention_tile=1, nccl_ctas=1, wire_gbs=1, cold=1,
 )  # fmt: skip
 
 
@@ -68,16 +68,6 @@ def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_a
     assert times(Played(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
 
 
-def test_a_cluster_waits_for_as_many_sms_at_once():
-    launches = [product(2, 10), product(1, 30, stream="other"), exchange(5)]
-    figures = {"nccl_ctas": 2}
-    assert times(Played(paper(figures), launches))["q"] == (0, 15)
-    in_a_cluster = paper({**figures, "nccl_cluster": 2})
-    assert times(Played(in_a_cluster, launches))["q"] == (10, 15)
-    # The one SM that is free meanwhile is kept for it.
-    assert times(Played(in_a_cluster, [*launches, Move("third", "later", 1000)]))["later"][0] >= 10
-
-
 def launched_by_the_package():
     """A product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
     recorder = Recorder()
@@ -97,14 +87,13 @@ def without_gate(launches):
     return [each for each in of_compute if not isinstance(each, Wait) or each.event not in gates]
 
 
-def test_without_the_gate_attention_takes_every_sm_before_the_exchange_and_the_gate_costs_one_wait():
+def test_without_the_gate_attention_takes_every_sm_before_the_exchange():
     launches = launched_by_the_package()
-    figures = {"wait_us": 1}
-    # Three SMs until 41, then four: 9 of 40 tiles, and 31 in eight rounds.
-    assert times(Played(paper(figures), launches)) == {"Gemm": (0, 10), "q": (11, 41), "Attention": (11, 121)}
+    # Three SMs until 40, then four: 9 of 40 tiles, and 31 in eight rounds.
+    assert times(Played(paper(), launches)) == {"Gemm": (0, 10), "q": (10, 40), "Attention": (10, 120)}
     ungated = without_gate(launches)
     assert len(ungated) < len(launches)
-    assert times(Played(paper(figures), ungated)) == {"Gemm": (0, 10), "q": (110, 140), "Attention": (10, 110)}
+    assert times(Played(paper(), ungated)) == {"Gemm": (0, 10), "q": (110, 140), "Attention": (10, 110)}
 
 
 def test_where_the_host_is_slower_the_gpu_waits_for_it():

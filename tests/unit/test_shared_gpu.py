@@ -138,9 +138,9 @@ def test_doctor_runs_its_ranks_over_nccl_on_one_gpu_too_and_says_where(gpus, rea
     on_gpu = []
 
     def start_processes(run, arguments, **options):
-        ranks, over_nccl, _, result = arguments
+        ranks, over_nccl, folder = arguments
         on_gpu.append((over_nccl, shared))
-        torch.save({"G = 1": {"output": 0.0}, "control": {"output": 1.0}}, result)
+        torch.save({"G = 1": {"output": 0.0}, "control": {"output": 1.0}}, Path(folder, "result"))
 
     @contextlib.contextmanager
     def sharing():

@@ -99,16 +99,19 @@ def test_on_a_gpu_exposed_is_relayout_and_transfer_without_computing(tmp_path):
     exchanges = timeline.read(written(tmp_path / "trace.json", on_gpu()))
     assert {each.name: each.exposed for each in exchanges} == {"q0": [(30, 50), (50, 53)], "dq0": [(70, 80)]}
     assert {each.name: each.transfers for each in exchanges} == {"q0": [(20, 50)], "dq0": [(65, 80)]}
-    assert timeline.costs(exchanges) == {(0, 7, "layers.3", "q0"): [1, 30, 23], (0, 7, "layers.3", "dq0"): [1, 15, 10]}
+    assert timeline.costs(exchanges, "step", "layer", "name") == {
+        (7, "layers.3", "q0"): [1, 30, 23],
+        (7, "layers.3", "dq0"): [1, 15, 10],
+    }
 
 
 def test_on_a_cpu_exposed_are_start_and_finish(tmp_path):
     exchanges = timeline.read(written(tmp_path / "trace.json", on_host()))
-    costs = {key: [round(value, 6) for value in row] for key, row in timeline.costs(exchanges).items()}
+    costs = {key: [round(value, 6) for value in row] for key, row in timeline.costs(exchanges, "step", "layer", "name").items()}
     assert costs == {
-        (0, 0, "layers.0.attn", "q"): [1, 4.3, 2.5],
-        (0, 0, "layers.0.attn", "k"): [1, 4.5, 0.75],
-        (0, 1, "layers.0.attn", "q"): [1, 0, 2],
+        (0, "layers.0.attn", "q"): [1, 4.3, 2.5],
+        (0, "layers.0.attn", "k"): [1, 4.5, 0.75],
+        (1, "layers.0.attn", "q"): [1, 0, 2],
     }
 
 

@@ -24,8 +24,6 @@ from .gpu.constants import GPUS, Gpu, gpu
 if TYPE_CHECKING:  # It loads torch.
     from .plan import Row
 
-# GB/s of a bandwidth's units.
-UNITS = {"GB/s": 1.0, "Gbit/s": 1 / 8}
 # A number without a unit may be meant in another one from here on: GB/s, TFLOP/s.
 MANY_GBS, MANY_TFLOPS = 100, 10_000
 
@@ -53,17 +51,13 @@ def _positive(text: str) -> float:
 
 def _bandwidth(text: str) -> float:
     """Read a bandwidth in GB/s: 45, 50GB/s, 400Gbit/s."""
-    found = re.fullmatch(rf"(.+?)\s*({'|'.join(UNITS)})", text)
-    if found is not None:
-        return _positive(found[1]) * UNITS[found[2]]
-    value = _positive(text)
-    if value >= MANY_GBS:
-        gigabits = value if value < 1e6 else 8e-9 * value
+    found = re.fullmatch(r"(.+?)\s*(GB/s|Gbit/s|)", text)
+    value = _positive(found[1] if found else text)
+    if found and not found[2] and value >= MANY_GBS:
         raise argparse.ArgumentTypeError(
-            f"{text} of what? Write {gigabits:g}Gbit/s, which is {gigabits / 8:g} GB/s, or "
-            f"{gigabits:g}GB/s"
+            f"{text} of what? Write 400Gbit/s, or 50GB/s, which is as much"
         )
-    return value
+    return value / (8 if text.endswith("Gbit/s") else 1)
 
 
 def _tflops(text: str) -> float:
@@ -147,9 +141,8 @@ def _complete(args: argparse.Namespace) -> None:
             if args.memory is not None:
                 known["params"] = parameters(args.model) / 1e9
         except (ImportError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
             raise ValueError(
-                f"--model {args.model}: no transformers config there: {reason}"
+                f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
             ) from None
     # Single values win over those of the model.
     vars(args).update((key, getattr(args, key) or value) for key, value in known.items())
@@ -220,15 +213,12 @@ def _gpu(args: argparse.Namespace) -> Gpu:
         if os.environ["RANK"] == "0":
             args.measure.write_text(json.dumps(values, indent=1))
         found = found.given(f"measured, {args.measure}", **values)
-    products = args.tflops and args.tflops / found["tflops"]
-    attention = args.attention_tflops and args.attention_tflops / found["tflops"]
     return found.given(
         "given",
         wire_gbs=args.bandwidth,
         latency_us=args.latency_us,
-        gemm_share=products,
-        attention_share=attention,
-        backward_share=attention,
+        gemm_share=args.tflops and args.tflops / found["tflops"],
+        attention_share=args.attention_tflops and args.attention_tflops / found["tflops"],
     )
 
 
@@ -251,10 +241,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
     shared = f", r = {layer.shares} ranks share query heads" if layer.shares > 1 else ""
     known = [(key, k) for key, k in on.known.items() if k != GPUS[name][key]]
     given = "".join(f"; {key} {k.value:.4g} ({k.source})" for key, k in known)
-    without = (
-        f"\nDeepSpeed's class can't split {layer.heads} query and {layer.kv_heads} KV heads over "
-        f"{layer.sp_size} ranks; times is over our layer without overlap"
-    )
+    unfit = "" if base.variant == "stock" else ", which can't split these heads"
     return (
         f"{advice}\n\n"
         f"one attention layer, forward and backward, on one of {layer.sp_size} ranks: "
@@ -262,11 +249,10 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}\n"
         f"played, not measured, on one {name} with {on['wire_gbs']:.4g} GB/s to the other ranks "
         f"and {on['tflops'] * on['gemm_share']:.4g} TFLOP/s in products; "
-        f"figures with sources: docs/planning.md{given}"
-        f"{'' if base.variant == 'stock' else without}\n"
+        f"figures with sources: docs/planning.md{given}\n"
         f"{tabulate(cells, 'keys', floatfmt='.2f')}\n"
         "times: of the first row's; exposed: what a wire that costs nothing would save; stock "
-        "is DeepSpeed's class, five of eight what its pull requests 5691 and 415 overlap"
+        f"is DeepSpeed's class{unfit}; five of eight what its pull requests 5691 and 415 overlap"
     )
 
 
@@ -343,7 +329,9 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             _complete(args)
             if args.measure is not None and not is_launched:
                 _layer(args, args.sp)  # refuses what can't be planned
-                return _launch(args)
+                launcher = "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
+                words = [sys.executable, "-m", *launcher, "-m", "ds_sp_overlap", *sys.argv[1:]]
+                return subprocess.run(words).returncode
             found, text = _planned(args)
     except ValueError as error:
         parser.error(str(error))
@@ -351,13 +339,6 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not is_launched or os.environ["RANK"] == "0":
         print(json.dumps(found) if args.json else text)
     return 0
-
-
-def _launch(args: argparse.Namespace) -> int:
-    """Run the command on ``--sp`` ranks of this machine; return the exit status."""
-    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
-    words = [sys.executable, *launcher, "-m", "ds_sp_overlap", *args.words]
-    return subprocess.run(words).returncode
 
 
 def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

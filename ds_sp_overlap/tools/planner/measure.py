@@ -5,6 +5,7 @@ The planner and benchmarks/link.py call `rates`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +54,8 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     matmul = 2 * tokens * layer.width**2 / seconds(lambda: F.linear(x, weight))
 
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
-    kv_heads = max(layer.kv_heads // layer.sp_size, 1)
-    # Attention must divide query heads by KV heads; where a rank's don't, it has one for each.
-    if heads % kv_heads:
-        kv_heads = heads
+    # Attention must divide query heads by KV heads, also where a rank's don't.
+    kv_heads = math.gcd(heads, max(layer.kv_heads // layer.sp_size, 1))
     q, k, v = (
         torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
@@ -69,7 +68,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
 
     # Causal: two products in forward over half of s x s, and 2.5 times as much in backward.
     flops = 3.5 * 2 * seq**2 * layer.batch * heads * layer.head_dim
-    attention_share = flops / seconds(attend) / (1e12 * tflops)
+    attention = flops / seconds(attend)
 
     def exchange_s(elements: int) -> float:
         send = torch.zeros(elements * layer.sp_size, **options)
@@ -82,8 +81,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     moved_bytes = (layer.sp_size - 1) * per_peer * layer.element_bytes
     return {
         "gemm_share": matmul / (1e12 * tflops),
-        "attention_share": attention_share,
-        "backward_share": attention_share,
+        "attention_share": attention / (1e12 * tflops),
         "wire_gbs": moved_bytes / max(whole - latency, 1e-9) / 1e9,
         "latency_us": 1e6 * latency,
     }

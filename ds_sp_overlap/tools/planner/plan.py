@@ -26,8 +26,7 @@ class Row:
 
     Attributes:
         variant: Its name.
-        groups: G; 0 if it isn't ours.
-        window: W; None without a window.
+        groups: G, for ``"head_groups"``; 0 if it isn't ours, or has a window.
         step_ms: The attention layer.
         host_ms: When the host is done with it.
         exposed_ms: What the layer would be shorter over a wire that costs nothing.
@@ -38,7 +37,6 @@ class Row:
 
     variant: str
     groups: int
-    window: int | None
     step_ms: float
     host_ms: float
     exposed_ms: float
@@ -64,13 +62,8 @@ def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
 
 def in_one_stream(launches: Sequence[Launch]) -> list[Launch]:
     """Return the launches without overlap: everything on the compute stream."""
-    changed: list[Launch] = []
-    for launch in launches:
-        if isinstance(launch, Host):
-            changed.append(launch)
-        elif not isinstance(launch, (Record, Wait)):
-            changed.append(launch._replace(stream=COMPUTE))
-    return changed
+    left = (each for each in launches if not isinstance(each, (Record, Wait)))
+    return [each if isinstance(each, Host) else each._replace(stream=COMPUTE) for each in left]
 
 
 def stock_runs(layer: LayerShape) -> bool:
@@ -109,8 +102,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
             whole_ms = Played(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
             variant or str(way),
-            groups=0 if variant else way.groups,
-            window=way.window,
+            groups=0 if variant or way.window else way.groups,
             step_ms=played.us / 1e3,
             host_ms=played.host_us / 1e3,
             exposed_ms=(played.us - free.us) / 1e3,
@@ -127,7 +119,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
 
 def ours_of(rows: Sequence[Row]) -> list[Row]:
     """Return our rows, without windows."""
-    return [row for row in rows if row.groups and row.window is None]
+    return [row for row in rows if row.groups]
 
 
 def decides_ms(row: Row) -> float:
@@ -154,9 +146,8 @@ def verdict(rows: Sequence[Row]) -> str:
     few = "" if len(ours) > 1 else "; a rank has one query head, so nothing hides v, o and dv"
     base_ms, best_ms = decides_ms(base), decides_ms(best)
     if best is not base:
-        why, without = "", ""
-        if base.variant != "stock":
-            why, without = ", since stock can't run", " without overlap"
+        is_stock = base.variant == "stock"
+        why, without = ("", "") if is_stock else (", since stock can't run", " without overlap")
         return (
             f'overlap, with "head_groups": {best.groups}{why}: {what} takes {best_ms:.1f} ms '
             f"instead of {base_ms:.1f}{without} ({base_ms / best_ms:.2f} times as fast){few}"

@@ -26,8 +26,7 @@ HOPPER = {
     "tflops": Known(989.4, f"{DATA_SHEET}, bf16 without sparsity"),
     "memory_gbs": Known(3350.0, DATA_SHEET),
     "gemm_share": Known(0.69, "measured, 8192 x 4096 x 4096: share of tflops"),
-    "attention_share": Known(0.57, "measured, a layer of 65,536 tokens without a wire: 32 ms"),
-    "backward_share": Known(0.57, "as attention_share: both were alike at 16,384 tokens"),
+    "attention_share": Known(0.57, "measured, 65,536 tokens without a wire; backward is alike"),
     "memory_share": Known(0.85, "measured, a copy of 64 and 256 MB"),
     "permute_share": Known(0.45, "measured, PyTorch's permuting copy of 2-byte elements"),
     "kernel_share": Known(0.81, "measured, our pack and unpack: 92 to 100 % of a copy"),
@@ -35,10 +34,8 @@ HOPPER = {
     "tile_n": Known(256, "assumed"),
     "attention_tile": Known(128, "assumed"),
     "nccl_ctas": Known(16, "what the package asks of NCCL, exchange/transport.py"),
-    "nccl_cluster": Known(4, "NCCL 2.30's default for cga_cluster_size"),
     "wire_gbs": Known(450.0, f"{DATA_SHEET}, NVLink, one direction; less is reached"),
     "latency_us": Known(20.0, "assumed: an exchange of nothing"),
-    "wait_us": Known(1.0, "assumed: from an event on one stream to work on another"),
     "launch_us": Known(9.5, f"{HOST}: add_, copy_"),
     "gemm_us": Known(16.0, f"{HOST}: torch.mm"),
     "attention_us": Known(60.0, PROFILE),
@@ -103,7 +100,7 @@ class Gpu:
             # less. Backward makes five products instead of two.
             seen = launch.seq * (launch.keys - launch.seq / 2)
             flops = 4 * seen * launch.heads * launch.head_dim
-            share = self["backward_share"] / 2.5 if launch.backward else self["attention_share"]
+            share = self["attention_share"] / (2.5 if launch.backward else 1)
             tile_us = flops / tiles / (per_sm * share)
         elif isinstance(launch, Move):
             # Eight turns of each SM, so that a few SMs less make it longer by their share.

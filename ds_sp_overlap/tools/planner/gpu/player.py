@@ -14,7 +14,7 @@ blocks take tile after tile takes the SMs that an exchange gives back, and the n
 until the kernel is over.
 
 Left out: clocks, caches, memory bandwidth shared by kernels that run side by side, and where on the
-chip an SM lies (the blocks of a cluster start together, but need no neighbours here).
+chip an SM lies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class _Running:
         self.launch, self.grid, self.started = launch, grid, begin
         # Blocks without an SM, tiles that nobody has taken, blocks that are on an SM.
         self.waiting, self.left, self.placed = grid.ctas, grid.tiles, 0
-        self.done = False
 
 
 class Played:
@@ -68,8 +67,6 @@ class Played:
         self.now, self.free = 0.0, int(gpu["sms"])
         self.bars: list[Bar] = []
         self.queues: defaultdict[str, deque[Queued]] = defaultdict(deque)
-        # When the head of a queue may be looked at again.
-        self.held_until: defaultdict[str, float] = defaultdict(float)
         self.last: dict[str, _Running] = {}
         # By event: the kernel in front of it on its stream; None if there was none.
         self.events: dict[int, _Running | None] = {}
@@ -115,8 +112,8 @@ class Played:
         is_moving = True
         while is_moving:
             is_moving = False
-            for stream, queue in self.queues.items():
-                while queue and self.held_until[stream] <= self.now and self._leaves(queue[0]):
+            for queue in self.queues.values():
+                while queue and self._leaves(queue[0]):
                     queue.popleft()
                     is_moving = True
         if not self.running and not any(self.queues.values()) and self.idle_since is None:
@@ -128,17 +125,8 @@ class Played:
         if isinstance(launch, Record):
             self.events[launch.event] = last
         elif isinstance(launch, Wait):
-            if launch.event not in self.events:
-                return False
-            until = self.events[launch.event]
-            # An event that was recorded behind nothing, or behind a kernel that is over, has
-            # happened.
-            if until is not None and not until.done:
-                return False
-            if until is not None:
-                self.held_until[launch.stream] = self.now + self.gpu["wait_us"]
-                self._at(self.held_until[launch.stream], self._pump)
-        elif last is not None and not last.done:
+            return launch.event in self.events and self.events[launch.event] not in self.running
+        elif last in self.running:
             return False
         else:
             running = _Running(launch, self.gpu.grid(launch), self.now)
@@ -154,9 +142,6 @@ class Played:
         for each in list(self.running):
             is_transfer = isinstance(each.launch, Transfer)
             count = min(self.free, each.waiting)
-            cluster = int(self.gpu["nccl_cluster"]) if is_transfer else 1
-            # Blocks of a cluster get their SMs together.
-            count -= count % cluster if each.grid.ctas % cluster == 0 else 0
             if count and each.placed == 0:
                 each.started = self.now
             self.free -= count
@@ -196,7 +181,6 @@ class Played:
     def _end(self, running: _Running) -> None:
         """End a kernel or an exchange."""
         self.free += running.placed
-        running.done = True
         self.running.remove(running)
         self.bars.append(Bar(running.launch, running.started, self.now))
         # Blocks that wait for an SM come before kernels that are still in a queue.

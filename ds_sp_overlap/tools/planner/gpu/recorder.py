@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -60,24 +60,21 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
-class _Event:
-    """Stands for a CUDA event; ``number`` is that of its latest record, -1 before it."""
-
-    number = -1
-
-
 class _Stream:
-    """Stands for a CUDA stream; what happens on it goes into the recorder's list."""
+    """Stands for a CUDA stream; what happens on it goes into the recorder's list.
+
+    An event has the ``number`` of its latest record.
+    """
 
     def __init__(self, recorder: Recorder, name: str):
         self.recorder, self.name = recorder, name
 
-    def record_event(self, event: _Event) -> None:
+    def record_event(self, event: SimpleNamespace) -> None:
         # A later record of the same event is another event: a wait is for the record before it.
         event.number = next(self.recorder.events)
         self.recorder.note(Record(self.name, event.number))
 
-    def wait_event(self, event: _Event) -> None:
+    def wait_event(self, event: SimpleNamespace) -> None:
         self.recorder.note(Wait(self.name, event.number))
 
 
@@ -155,8 +152,8 @@ class Recorder(TorchDispatchMode):
     def Stream(self, device: Any, priority: int) -> _Stream:
         return _Stream(self, next(self._names))
 
-    def Event(self) -> _Event:
-        return _Event()
+    def Event(self) -> SimpleNamespace:
+        return SimpleNamespace(number=-1)
 
     def current_stream(self, device: Any) -> _Stream:
         self.before["accelerator"] += 1
@@ -222,10 +219,8 @@ class Recorder(TorchDispatchMode):
         """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
         on = self.current.name
         # Each tensor once: an operator that works in place returns one of its arguments.
-        tensors = {}
-        for each in tree_leaves((args, returned)):
-            if isinstance(each, Tensor):
-                tensors[id(each)] = each
+        leaves = tree_leaves((args, returned))
+        tensors = {id(each): each for each in leaves if isinstance(each, Tensor)}
         if name.removesuffix("_") in PRODUCTS:
             a, b = args[-2:]
             batch = a.shape[0] if a.dim() == 3 else 1
@@ -317,14 +312,13 @@ class _Alone(SPGroup):
 
 
 @functools.cache
-def record(layer: LayerShape, way: Way, layers: int = LAYERS) -> Recorder:
+def record(layer: LayerShape, way: Way) -> Recorder:
     """Record forward and backward on rank 0, in the second of two steps.
 
     Args:
         layer: Shape of the layer. Without an MLP one attention layer runs; with one, whole layers
             with Llama's rotation and norms, one behind the other.
         way: How it runs; DeepSpeed's class between whole projections.
-        layers: The number of whole layers.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
@@ -373,7 +367,7 @@ def record(layer: LayerShape, way: Way, layers: int = LAYERS) -> Recorder:
     forward: Callable[[Tensor], Tensor] = attention(0)
     if layer.intermediate:
         wide = layer.width, layer.intermediate
-        mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(layers)]
+        mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(LAYERS)]
         forward = nn.Sequential(*(_Layer(attention(at), mlp) for at, mlp in enumerate(mlps)))
     no_device = mock.patch.object(products, "unbatched", ())
     try:

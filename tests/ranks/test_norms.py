@@ -103,16 +103,22 @@ class Both(torch.nn.Module):
         flat = ((f"{name}.flat", norm.flat[0]) for name, norm in self.norms.items() if hasattr(norm, "flat"))
         return {**dict(self.named_parameters()), **dict(flat)}
 
-    def expected(self, x):
+    def expected(self, x, last=False):
+        """Norms come before RoPE, or ``last``."""
         reference, layer = layers.reference, self.layer
         q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
-        q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
         tables = reference.rope_tables(torch.arange(x.shape[1]), self.shape.head_dim, self.shape.dtype)
-        return layer["o_proj"](reference.attention(reference.rope(q, *tables), reference.rope(k, *tables), v).flatten(2))
+        if last:
+            q, k = reference.rope(q, *tables), reference.rope(k, *tables)
+        q, k = self.norms["q_norm"](q), self.norms["k_norm"](k)
+        if not last:
+            q, k = reference.rope(q, *tables), reference.rope(k, *tables)
+        return layer["o_proj"](reference.attention(q, k, v).flatten(2))
 
-    def block(self, wrap=lambda norm: norm):
+    def block(self, wrap=lambda norm: norm, last=False):
         made = layers.block(self.shape, self.layer, torch.distributed.group.WORLD)
         made.use(**self.layer, **{name: wrap(norm) for name, norm in self.norms.items()})
+        made.inputs.norm_last = last
         return made
 
 
@@ -120,19 +126,20 @@ def as_it_is(norm):
     return norm
 
 
-def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, kv_heads=2):
+def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=None, last=False):
     """Of the output and every gradient, on this rank; ``frozen`` are left without a gradient."""
-    shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
+    shape = Shape(heads=max(4, 2 * groups), kv_heads=max(2, groups), config={"head_groups": groups, "window": window})
     mine, whole = Both(shape, kind), Both(shape, kind)
     for model in (mine, whole):
         for name, parameter in model.named().items():
             parameter.requires_grad_(frozen is None or not name.startswith(frozen))
     x, dy = layers.whole_inputs(shape)
     x.requires_grad_(frozen != "layer")
-    y = whole.expected(x)
+    y = whole.expected(x, last)
     y.backward(dy)
     local = layers.my_slice(shape, rank, x.detach()).requires_grad_(frozen != "layer")
-    attend = mine.block(wrap)
+    attend = mine.block(wrap, last)
+    assert (len(attend.split_projections()) == 4) == (kind in KNOWN and wrap is as_it_is)
     got = layers.call_block(shape, attend, rank, local)
     for again in range(1 + twice):  # gradients of a backward that is thrown away, then of one that isn't
         for parameter in (*mine.named().values(), local):
@@ -151,19 +158,18 @@ def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, kv_heads
 KNOWN, OTHERS = [known, layer_norm], [Rms, InPlace, View, Counting, Keeping, Nested, weight_is_hooked]
 
 
-def splits(kind):
-    """Whether q, k and v are computed by parts beside it."""
-    shape = Shape()
-    made = layers.block(shape, layers.projections(shape), None)
-    made.use(**layers.projections(shape), q_norm=kind(shape), k_norm=kind(shape))
-    return len(made.split_projections()) == 4
-
-
 @pytest.mark.parametrize("kind", KNOWN + OTHERS)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_norms_are_those_of_the_whole_sequence(kind, groups):
-    assert splits(kind) == (kind in KNOWN)
     no_faults(2, faults, kind, groups)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_norms_are_computed_again_in_a_window(window, last):
+    for kind in (known, *[layer_norm] * (not last)):  # behind RoPE a bias of k has no gradient but rounding
+        for frozen in (None, "norms"):
+            no_faults(2, faults, kind, 4, frozen, as_it_is, False, window, last)
 
 
 @pytest.mark.parametrize("frozen", ["norms", "layer", "layer.q_proj"])

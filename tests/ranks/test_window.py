@@ -567,50 +567,6 @@ def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what):
         assert said.startswith("sp_overlap: window and checkpointing need projections") and "holds all head groups" in said
 
 
-# Norms.
-
-
-def normed(rank, window, last, kind, frozen):
-    """Faults of a layer with norms of q and k, before or behind RoPE."""
-    shape = Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": window})
-
-    def made():
-        layer = layers.projections(shape)
-        torch.manual_seed(5)
-        norms = nn.ModuleDict({f"{which}_norm": kind(shape.head_dim, dtype=shape.dtype) for which in "qk"})
-        for parameter in norms.parameters():
-            nn.init.uniform_(parameter, 0.5, 2)
-        return nn.ModuleDict({"layer": layer, "norms": norms.requires_grad_(not frozen)})
-
-    mine, whole = made(), made()
-    x, dy = layers.whole_inputs(shape)
-    tables = reference.rope_tables(torch.arange(x.shape[1]), shape.head_dim, shape.dtype)
-
-    def expected(x):
-        q, k, v = (whole["layer"][f"{which}_proj"](x).unflatten(-1, (-1, shape.head_dim)) for which in "qkv")
-        steps = [lambda x, which: whole["norms"][f"{which}_norm"](x), lambda x, which: reference.rope(x, *tables)]
-        for step in reversed(steps) if last else steps:
-            q, k = step(q, "q"), step(k, "k")
-        return whole["layer"]["o_proj"](reference.attention(q, k, v).flatten(2))
-
-    attend = layers.block(shape, mine["layer"], torch.distributed.group.WORLD, local_attention=Flash(True), heads_alike=True)
-    attend.use(**mine["layer"], **mine["norms"])
-    attend.inputs.norm_last = last
-    assert len(attend.split_projections()) == 4
-    wanted = layers.backward(expected, whole, x.clone().requires_grad_(), dy)
-    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
-    got = layers.backward(lambda x: layers.call_block(shape, attend, rank, x), mine, local_x.requires_grad_(), local_dy)
-    return layers.unlike(shape, rank, mine, whole, got, wanted)
-
-
-@pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_norms_are_computed_again(window, last):
-    for kind in (nn.RMSNorm, *[nn.LayerNorm] * (not last)):  # behind RoPE a bias of k has no gradient but rounding
-        for frozen in (False, True):
-            no_faults(2, normed, window, last, kind, frozen)
-
-
 # Autocast.
 
 

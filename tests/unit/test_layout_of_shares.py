@@ -87,11 +87,13 @@ def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, kinds):
 
 
 @few
-@given(ranks=geometries(), joined=st.booleans())
-def test_the_inverse_brings_each_back_and_sums_what_several_ranks_had(ranks, joined):
+@given(ranks=geometries(), what=st.sampled_from(["all", "q", "o"]))
+def test_the_inverse_and_o_bring_each_back_and_sum_what_several_ranks_had(ranks, what):
     for group in range(ranks[0].groups):
-        kinds = ranks[0].kinds[group] if joined else "q"
+        kinds = ranks[0].kinds[group] if what == "all" else "q"
         layouts = [rank.exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
+        if what == "o":
+            layouts = [rank.exchange("o", group, (DIM,)) for rank in ranks]
         outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
         exchanged(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks], outs)
         for rank, got in zip(ranks, outs):

@@ -80,16 +80,18 @@ def backward(call, q, k, v, do):
     return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
-def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12):
-    """What the drop-in computes on this rank that the reference does not; ``use`` as in `layers.block_faults`."""
+def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12, attend=None, whole=None, **keywords):
+    """What the drop-in, or ``attend``, computes on this rank that the reference, or ``whole``, does not; ``use`` as in
+    `layers.block_faults`. ``keywords`` are of the call."""
     inputs = whole_inputs(case)
-    expected = use(whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])
-    attend = module(case, transport)
+    expected = use(whole or whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])
+    attend = attend or module(case, transport)
     *qkv, do = (my_slice(case, rank, t) for t in inputs)
-    lengths = {"sequence_lengths": case.lengths} if len(set(case.lengths)) > 1 else {}
+    if len(set(case.lengths)) > 1:
+        keywords["sequence_lengths"] = case.lengths
 
     def call(q, k, v):
-        o = attend(q, k, v, 0 if case.batch_first else 1, tables(case), **lengths)
+        o = attend(q, k, v, 0 if case.batch_first else 1, tables(case), **keywords)
         assert o.dim() == (3 if case.flat else 4)
         return o.unflatten(2, (case.heads, -1)) if case.flat else o
 

@@ -200,71 +200,25 @@ def test_ranks_with_different_head_counts_agree_on_the_number_of_groups():
     no_faults(2, with_a_tensor_of_three_slices, Case(heads=5, kv_heads=5))
 
 
-def against_upstream(rank, cases):
-    every = []
-    for case in cases:
-        inputs = dropin.whole_inputs(case)
-        seen = []
-        for cls in (Upstream, None):
-            q, k, v = (dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3])
-            attend = dropin.module(case, cls=cls) if cls else dropin.module(case)
-            o = attend(q, k, v, 0 if case.batch_first else 1)
-            o.backward(dropin.my_slice(case, rank, inputs[3]))
-            seen.append((o.detach(), q.grad, k.grad, v.grad))
-        pairs = {name: (got, expected) for name, expected, got in zip(("o", "dq", "dk", "dv"), *seen)}
-        every += [f"{case}: {fault}" for fault in layers.faults(1e-12, **pairs)]
-    return every
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_dropin_equals_deepspeeds_own_class(size):
-    cases = [
-        Case(
-            heads=8,
-            kv_heads=kv_heads,
-            batch=batch,
-            lengths=(3,) * size,
-            batch_first=batch_first,
-            config={"head_groups": groups},
-        )
-        for kv_heads in (8, 4)
-        for batch in (1, 3)
-        for batch_first in (True, False)
-        for groups in (1, 2)
-    ]
-    no_faults(size, against_upstream, cases)
-
-
 def over_the_world(rank, case):
     """Without a group, as DeepSpeed's class and as the drop-in."""
-    inputs, seen = dropin.whole_inputs(case), []
-    for cls in (Upstream, ds_sp_overlap.DistributedAttention):
-        q, k, v = (dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3])
-        o = cls(dropin.local_attention(case), None, gather_idx=1)(q, k, v, 0)
-        o.backward(dropin.my_slice(case, rank, inputs[3]))
-        seen.append((o.detach(), q.grad, k.grad, v.grad))
-    return layers.faults(1e-12, **{name: (got, want) for name, want, got in zip(("o", "dq", "dk", "dv"), *seen)})
+    classes = Upstream, ds_sp_overlap.DistributedAttention
+    made = [cls(dropin.local_attention(case), None, gather_idx=1) for cls in classes]
+    return [fault for attend in made for fault in dropin.dropin_faults(rank, case, attend=attend)]
 
 
-def test_no_group_is_all_ranks_as_in_deepspeeds_own_class():
-    no_faults(2, over_the_world, Case())
+@pytest.mark.parametrize("case", [Case(), Case(8, 4, batch=3), Case(8, 4, lengths=(3,) * 4)], ids=str)
+def test_no_group_is_all_ranks_as_in_deepspeeds_own_class(case):
+    no_faults(len(case.lengths), over_the_world, case)
 
 
 def enabled_without_a_group_of_their_own(rank, case):
     """Modules made without a group, over the group that `enable` is given: the two halves of four ranks."""
     halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
-    inputs = dropin.whole_inputs(case)
     model = torch.nn.Sequential(Upstream(dropin.local_attention(case), None, gather_idx=1))
     report = ds_sp_overlap.enable(model, case.config, halves[rank // 2])
-    q, k, v = (dropin.my_slice(case, rank % 2, t).requires_grad_() for t in inputs[:3])
-    o = model[0](q, k, v, 0)
-    o.backward(dropin.my_slice(case, rank % 2, inputs[3]))
+    found = dropin.dropin_faults(rank % 2, case, attend=model[0])
     ds_sp_overlap.disable(model)
-    whole = [t.requires_grad_() for t in inputs[:3]]
-    expected = reference.attention(*whole)
-    expected.backward(inputs[3])
-    pairs = {n: (t.grad, dropin.my_slice(case, rank % 2, w.grad)) for n, t, w in zip(("dq", "dk", "dv"), (q, k, v), whole)}
-    found = layers.faults(1e-12, o=(o.detach(), dropin.my_slice(case, rank % 2, expected.detach())), **pairs)
     return found + [f"sp size {report.sp_size}"] * (report.sp_size != 2)
 
 

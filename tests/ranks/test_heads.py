@@ -75,21 +75,14 @@ def kinds(rank):
     }
 
 
-def stateful(rank, kind, config, wrapped=None):
+def stateful(rank, kind, config):
     """Faults of output and gradients, the exchanges of q, and the warnings."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, config=config)
     local, keywords, of = kinds(rank)[kind]
     inputs, mover = dropin.whole_inputs(case), Recording()
-    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
-    expected = scaled(q, k, v, *of)
-    expected.backward(inputs[3])
     with listening() as messages:
         attend = dropin.module(case, mover, local=local, heads_alike=False)
-        mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
-        o = attend(*mine, 0, **keywords)
-    o.backward(dropin.my_slice(case, rank, inputs[3]))
-    pairs = {"o": (o, expected), **dict(zip(("dq", "dk", "dv"), ((t.grad, w.grad) for t, w in zip(mine, (q, k, v)))))}
-    found = layers.faults(1e-12, **{n: (t.detach(), dropin.my_slice(case, rank, w.detach())) for n, (t, w) in pairs.items()})
+        found = dropin.dropin_faults(rank, case, attend=attend, whole=lambda q, k, v: scaled(q, k, v, *of), **keywords)
     if isinstance(local, KeyScale):
         grad = torch.autograd.grad(scaled(*inputs[:3], of[0], p := of[1].clone().requires_grad_()), p, inputs[3])[0]
         found += layers.faults(1e-12, scale=(local.scale.grad, grad.chunk(2)[rank]))
@@ -115,18 +108,15 @@ def with_slopes(rank, config, heads):
         assert slopes.shape == (q.shape[2],)
         return scaled(q, k, v, slopes, torch.ones(k.shape[2]).double())
 
-    inputs = dropin.whole_inputs(case)
-    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
-    expected = scaled(q, k, v, of, torch.ones(heads // 2).double())
-    expected.backward(inputs[3])
-    of_expected, of.grad = of.grad, None
-    mine = [dropin.my_slice(case, rank, t).requires_grad_() for t in inputs[:3]]
-    o = dropin.module(case, mover, local=attend)(*mine, 0, slopes=ds_sp_overlap.PerHead(of))
-    o.backward(dropin.my_slice(case, rank, inputs[3]))
-    torch.distributed.all_reduce(of.grad)
-    pairs = {"o": (o, expected), **dict(zip(("dq", "dk", "dv"), ((t.grad, w.grad) for t, w in zip(mine, (q, k, v)))))}
-    found = layers.faults(1e-12, **{n: (t.detach(), dropin.my_slice(case, rank, w.detach())) for n, (t, w) in pairs.items()})
-    return found + layers.faults(1e-12, slopes=(of.grad, of_expected)), sorted({what for what in mover.log if what[1] == "q"})
+    def whole(q, k, v):
+        return scaled(q, k, v, of, torch.ones(heads // 2).double())
+
+    slopes = ds_sp_overlap.PerHead(factors(heads).requires_grad_())
+    found = dropin.dropin_faults(rank, case, attend=dropin.module(case, mover, local=attend), whole=whole, slopes=slopes)
+    torch.distributed.all_reduce(slopes.tensor.grad)
+    return found + layers.faults(1e-12, slopes=(slopes.tensor.grad, of.grad)), sorted(
+        {what for what in mover.log if what[1] == "q"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -248,10 +248,9 @@ def with_slopes(q, k, v, slopes, queries=None):
 
 def slopes_differ(rank):
     case, slopes = Case(4, 4, 4, 4, 2, (4,) * 4, config={"shares": 2}), torch.tensor([0.5, 0.1, 0.9, 0.3], dtype=torch.float64)
-    inputs = dropin.whole_inputs(case)
-    q, k, v = (dropin.my_slice(case, rank, x) for x in inputs[:3])
-    got = dropin.module(case, local=with_slopes)(q, k, v, 0, slopes=ds_sp_overlap.PerHead(slopes))
-    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, with_slopes(*inputs[:3], slopes))))
+    attend = dropin.module(case, local=with_slopes)
+    whole = functools.partial(with_slopes, slopes=slopes)
+    return dropin.dropin_faults(rank, case, attend=attend, whole=whole, slopes=ds_sp_overlap.PerHead(slopes))
 
 
 def test_slopes_of_alibi_are_counted_from_the_place_of_each_query():
@@ -346,10 +345,8 @@ def test_a_rank_that_can_not_share_is_refused_on_all_ranks():
 
 def stays_alone(rank):
     """Heads do not divide, but attention needs all queries."""
-    inputs = dropin.whole_inputs(case := Case(3, 3, lengths=(4, 4)))
-    q, k, v = (dropin.my_slice(case, rank, t) for t in inputs[:3])
-    got = dropin.module(case, local=whole_only)(q, k, v, 0)
-    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, reference.attention(*inputs[:3]))))
+    case = Case(3, 3, lengths=(4, 4))
+    return dropin.dropin_faults(rank, case, attend=dropin.module(case, local=whole_only))
 
 
 def test_attention_that_needs_all_queries_gets_them_where_each_rank_has_a_head():

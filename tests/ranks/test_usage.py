@@ -3,8 +3,6 @@
 Each use (`harness.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -256,15 +254,8 @@ def in_place(rank, use, cases):
             o = order(layers.reference.attention(*map(order, (q, k, v))))
             return o.flatten(2) if case.flat else o  # noqa: B023
 
-        with (
-            mock.patch.object(dropin, "whole_attention", lambda case: whole),
-            mock.patch.object(
-                dropin,
-                "local_attention",
-                lambda case: local,  # noqa: B023
-            ),
-        ):
-            found += [f"{case}: {fault}" for fault in dropin.dropin_faults(rank, case, use)]
+        faults = dropin.dropin_faults(rank, case, use, attend=dropin.module(case, local=local), whole=whole)
+        found += [f"{case}: {fault}" for fault in faults]
     return found
 
 

@@ -4,7 +4,8 @@
 
 callgrind counts what a step executes, so that neither load nor clock matters: two runs differ by 1 %. Rank 0 of 8 runs alone, over a
 wire on which data only appear, on tensors so small that arithmetic is nothing beside the calls. The streams and events of a GPU are
-stand-ins (instructions.c). Needs valgrind and a C compiler.
+stand-ins (instructions.c), and so are batched products into slices: a GPU launches one, a CPU a product for each slice. Needs valgrind and
+a C compiler.
 
     G = n                    SelfAttention, beside projections around DeepSpeed's class, as are those below
     W = 1                    of four head groups, one at a time
@@ -61,6 +62,10 @@ def each(names, use) -> None:
     from ds_sp_overlap.exchange.streams import SideStream
 
     torch.set_num_threads(1)
+    bmm, one = torch.bmm, torch.ones(1, 1, 1)
+
+    def one_product(*operands, out=None):
+        return bmm(*operands) if out is None else bmm(one, one, out=one)
 
     cpu, shape = torch.device("cpu"), Shape(2 * RANKS, 32, 4, 8, 1, torch.float32, "cpu")
 
@@ -114,7 +119,8 @@ def each(names, use) -> None:
         with patches[0], patches[1], longest.alone(RANKS, Free()), longest.running(name, net, model, tokens):
             net(inputs_embeds=layer.x, position_ids=torch.arange(tokens)[None], use_cache=False)
 
-    with communication(RANKS, Free()), torch.autograd.set_multithreading_enabled(False):
+    patch = mock.patch.object(torch, "bmm", one_product)
+    with patch, communication(RANKS, Free()), torch.autograd.set_multithreading_enabled(False):
         for name in names:
             (attention_of_llama if VARIANTS[name] == "ALST" else layer_alone)(name)
 

@@ -209,7 +209,7 @@ class Prompt:
     """Every rank sends what this one sends."""
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        recv.copy_(send)
+        recv.copy_(send.view(recv.shape))
         return self
 
     def wait(self):
@@ -230,6 +230,7 @@ class Slow(Prompt):
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         recv.fill_(math.nan)
+        send = send.view(recv.shape)
         if not send.is_cuda:
             slow = Prompt()
             slow.wait = lambda: self.ordered and recv.copy_(send)

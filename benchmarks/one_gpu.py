@@ -85,7 +85,7 @@ _random: dict[tuple, torch.Tensor] = {}
 
 def appear(recv) -> None:
     """Fill with random data, of which one set is kept for each size."""
-    key = recv.numel(), recv.dtype, recv.device
+    key = recv.shape, recv.dtype, recv.device
     if key not in _random:
         _random[key] = torch.randn_like(recv)
     recv.copy_(_random[key])
@@ -163,6 +163,7 @@ class Pinned:
         self.cuda, self.host = device.type == "cuda", {}
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
+        send, recv = send.view(-1), recv.view(-1)
         appear(recv[: recv_sizes[0]])
         away, come = send[send_sizes[0] :], recv[recv_sizes[0] :]
         count = max(away.numel(), come.numel())
@@ -187,7 +188,7 @@ class Throttled:
         on_device().throttled(
             recv.data_ptr(), source.data_ptr(), count, int(1e9 * count / self.rate), self.blocks, self.cluster, None
         )
-        appear(recv[recv.numel() - recv_sizes[0] :])
+        appear(recv.view(-1)[recv.numel() - recv_sizes[0] :])
         return _Handle()
 
 

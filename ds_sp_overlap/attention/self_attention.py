@@ -38,7 +38,7 @@ from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
 from .runtime.parts import join_heads
 from .runtime.plan import End, pieces_of
-from .runtime.products import autocast, batched_is_slow, batched_pays
+from .runtime.products import autocast, batched_is_slow
 from .runtime.walk import Walk, windowed
 
 
@@ -408,43 +408,20 @@ class SelfAttention:
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them.
 
-        For o this is the GEMM of do. ``split`` are the projections computed part by part.
+        For o this is the GEMM of do. ``split`` are the projections computed part by part. The rows
+        of a group lie apart then: one plain GEMM would need a copy of them, a batched one does not.
         """
-        geometry = call.geometry
-
-        def is_sliced(kind: str) -> bool:
-            # The rows of a group lie apart; one plain GEMM would need a copy of them, which a
-            # batched one does not.
-            return len(geometry.heads_of(kind, 0)) > 1
-
-        # Without slices and large parts of q there are none of any other: no kind has more rows per
-        # rank than q, or slices where q has none.
-        if not is_sliced("q") and not batched_pays(
-            x, geometry.heads // geometry.parts * self.head_dim
-        ):
+        inputs, sliced, by_rank = self.inputs, call.geometry.in_slices, set()
+        # Heads in an order of their own have no rows that one view could hold.
+        if not sliced or inputs.first_rows is not None or batched_is_slow(x):
             return frozenset()
-        if batched_is_slow(x):
-            return frozenset()
-        inputs = self.inputs
-        modules = {kind: inputs.projections[index] for kind, (index, _) in inputs.of_kinds.items()}
-        modules["o"] = self.o_proj
-        by_rank = set()
-        for kind, module in modules.items():
+        for kind, (index, _) in inputs.of_kinds.items():
             # The kernel that packs q and k also rotates them.
-            if call.rope_tables is not None and kind in "qk":
-                continue
-            sent = "q" if kind == "o" else kind
-            start, stop = geometry.sent_range(sent, geometry.sp_rank, 0)
-            rows = (stop - start) * self.head_dim
-            # Heads in an order of their own have no rows that one view could hold, and uneven parts
-            # no dimension of ranks.
-            if (
-                module in split
-                and inputs.first_rows is None
-                and geometry.divides(sent)
-                and (is_sliced(sent) or batched_pays(x, rows, dgrad=kind == "o"))
-            ):
+            is_rotated = call.rope_tables is not None and kind in "qk"
+            if kind in sliced and not is_rotated and inputs.projections[index] in split:
                 by_rank.add(kind)
+        if "q" in sliced and self.o_proj in split:
+            by_rank.add("o")
         return frozenset(by_rank)
 
     def describe(

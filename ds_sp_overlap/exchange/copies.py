@@ -62,9 +62,12 @@ class Copies:
         elements: Elements of the wire.
         flat: If the one tensor lies in memory as it travels: the offset of its first element; else
             None.
+        is_sent: Whether the tensor itself can travel, contiguous, in equal parts of its first
+            dimension.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that each
             part is copied. Otherwise parts are added to zeros.
         is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
+        wire_is_sent: Whether that copy can travel as ``is_sent`` says; else it must be flat.
         in_order: For each tensor the shape, the strides and the offset of one view of the wire,
             which made contiguous is the tensor; and the tensor's shape. Empty where one view is not
             enough.
@@ -74,18 +77,23 @@ class Copies:
     repeats: tuple[list[int], ...]
     elements: int
     flat: int | None
+    is_sent: bool
     disjoint: bool
     is_wire: bool
+    wire_is_sent: bool
     in_order: tuple[tuple[tuple[tuple[int, ...], Strides, int], tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=4096)
-def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copies:
+def copies_of(
+    sides: Sides, strides: tuple[Strides, ...] | None = None, is_even: bool = False
+) -> Copies:
     """Find the copies between tensors with these strides and the wire.
 
     Args:
         sides: The parts of each tensor.
         strides: The strides of each tensor; None for those of contiguous tensors.
+        is_even: As `Layout.is_even`.
     """
     of_tensors = strides or tuple(contiguous(shape) for shape in sides.shapes)
     runs = runs_of(sides, of_tensors)
@@ -98,12 +106,17 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     flat = None
     if runs and len(sizes) == 1 and sides.elements == sizes[0]:
         shifts = {run.offset - run.wire_offset for run in runs}
-        # A dimension of one element has no stride.
         steps = [step for run in runs for step in zip(run.shape, run.strides, run.wire_strides)]
         alike = [len(shifts) == 1, *(size == 1 or step == wire for size, step, wire in steps)]
         if all(alike):  # guard: lies as it travels
             flat = min(shifts)
     is_wire = one is not None and one.wire_strides == contiguous(one.shape)
+    ranks, shape = len(sides.sizes), sides.shapes[0]
+    is_sent = is_even and flat is not None and shape[0] % ranks == 0
+    # A dimension of one element has no stride.
+    dims = zip(shape, of_tensors[0], contiguous(shape))
+    is_sent = is_sent and all(size == 1 or step == dense for size, step, dense in dims)
+    wire_is_sent = is_even and one is not None and one.shape[0] % ranks == 0
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
     if strides is None and disjoint and is_one_each and not any(repeats):
@@ -114,7 +127,15 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
             of_view = shape, tuple(run.wire_strides[dim] for dim in order), run.wire_offset
             in_order.append((of_view, sides.shapes[run.tensor]))
     return Copies(
-        tuple(runs), repeats, sides.elements, flat, disjoint, is_wire, in_order=tuple(in_order)
+        tuple(runs),
+        repeats,
+        sides.elements,
+        flat,
+        is_sent=is_sent,
+        disjoint=disjoint,
+        is_wire=is_wire,
+        wire_is_sent=wire_is_sent,
+        in_order=tuple(in_order),
     )
 
 
@@ -124,7 +145,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Tensor]) -> Tensor:
-    """Copy the parts of ``tensors`` to a new flat buffer.
+    """Copy the parts of ``tensors`` to a new buffer, which is flat unless ``copies.wire_is_sent``.
 
     Args:
         tensors: What is sent.
@@ -133,7 +154,8 @@ def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Ten
     """
     if copies.is_wire:
         # A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
-        return _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format).view(-1)
+        wire = _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format)
+        return wire if copies.wire_is_sent else wire.view(-1)
     wire = new_empty(copies.elements)
     for run in copies.runs:
         wire.as_strided(run.shape, run.wire_strides, run.wire_offset).copy_(_part(tensors, run))

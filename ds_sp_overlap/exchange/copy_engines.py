@@ -108,12 +108,12 @@ class ZeroCta:
         # Pairs are taken and given back in program order, which is the same on every rank.
         pairs = self.free.setdefault(key, [])
         source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
-        source.copy_(send)
+        source.copy_(send.view(-1))
         work = dist.all_to_all_single(target, source, group=self.group, async_op=True)
 
         def wait() -> None:
             work.wait()
-            recv.copy_(target)
+            recv.view(-1).copy_(target)
             pairs.append((source, target))
 
         return SimpleNamespace(wait=wait)

@@ -136,6 +136,12 @@ class Heads(Shares):
                 return False
         return True
 
+    @cached_property
+    def in_slices(self) -> frozenset[str]:
+        """Those of q, k and v whose heads of a group lie apart, evenly spaced: q's for o, too."""
+        kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
+        return frozenset(kinds)
+
     @lru_cache(maxsize=4096)
     def rows_of(
         self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int

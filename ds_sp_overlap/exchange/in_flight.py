@@ -93,23 +93,25 @@ class InFlight:
                 check.plain_exchange(sp_group, each, tensor, name, rope, rope_back)
                 for each, tensor in zip(layout.each, xs)
             ]
-        copies = self.copies = copies_of(sources, tuple(map(Tensor.stride, xs)))
+        copies = self.copies = copies_of(sources, tuple(map(Tensor.stride, xs)), layout.is_even)
         new_empty = x.new_empty
         if layout.also and len({each.dtype for each in xs}) > 1:
             self.dtypes = [each.dtype for each in xs]
             wider = functools.reduce(torch.promote_types, self.dtypes)
             new_empty = partial(new_empty, dtype=wider)
-        self.copies_back = copies_of(targets)
+        self.copies_back = copies_of(targets, None, layout.is_even)
         rotates = rope_back is not None  # guard: rotated, so unpacked
         if rotates or self.copies_back.flat is None:
             recv = new_empty(targets.elements)
         else:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
-            recv = self.outs[0].view(-1)
+            recv = self.outs[0] if self.copies_back.is_sent else self.outs[0].view(-1)
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
             send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
+        elif copies.is_sent:
+            send = x
         else:
             first = x.storage_offset() + copies.flat
             send = x.as_strided((sources.elements,), (1,), first)

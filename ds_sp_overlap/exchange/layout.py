@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import compress
 
 Range = tuple[int, int]  # [start, stop)
@@ -35,6 +35,17 @@ Block = tuple[tuple[int, int, int], ...]
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
     """Return the tokens of one of ``chunks`` parts of ``length`` tokens; parts may be empty."""
     return length * chunk // chunks, length * (chunk + 1) // chunks
+
+
+@lru_cache(maxsize=4096)
+def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
+    """Return whether this rank sends to and receives from every rank equally many elements.
+
+    All ranks find the same answer, unless ranks share query heads: q may then be even on one rank
+    and uneven on another.
+    """
+    first = send_sizes[0]
+    return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,11 @@ class Layout:
     @cached_property
     def targets(self) -> Sides:
         return Sides(tuple(layout.target for layout in self.each), self.apart)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether equal parts are sent and received, see `all_equal`."""
+        return all_equal(self.sources.sizes, self.targets.sizes)
 
     @cached_property
     def inverse(self) -> Layout:

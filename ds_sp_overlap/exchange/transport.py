@@ -1,6 +1,6 @@
 """Moves the bytes of an exchange between ranks.
 
-A transport launches one all-to-all of flat buffers and returns a handle; tests put their own in its
+A transport launches one all-to-all of buffers and returns a handle; tests put their own in its
 place. The values of ``sp_overlap.transport``:
 
     auto          `C10d` over a communicator of our own where NCCL carries the sp group; otherwise
@@ -35,7 +35,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +44,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_singl
 
 from ..warn import say, warn_once
 from .launch_order import LAUNCH_ORDER
+from .layout import all_equal
 
 # Note [Blocks of a communicator]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -83,8 +83,9 @@ class Transport(Protocol):
         Collective: every rank of the group launches the same exchanges in the same order.
 
         Args:
-            send: Flat. Read until the handle has been waited for, never written.
-            recv: Flat. Undefined until the handle has been waited for.
+            send: Contiguous, and flat; but of any shape where the first dimension divides into
+                equal parts for the ranks. Read until the handle has been waited for, never written.
+            recv: Of the same form. Undefined until the handle has been waited for.
             send_sizes: Elements of ``send`` for each rank.
             recv_sizes: Elements of ``recv`` from each rank.
             group: The sp group.
@@ -177,7 +178,8 @@ class C10d:
         if is_replaced or send.is_complex():
             # Somebody's own function is called; torch's sends complex numbers as pairs.
             sizes = recv_sizes or None, send_sizes or None
-            work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
+            buffers = recv.view(-1), send.view(-1)
+            work = dist.all_to_all_single(*buffers, *sizes, group=group, async_op=not on_stream)
         else:
             # The call that torch's function would make, without its checks: less than half of the
             # host's time.
@@ -210,17 +212,6 @@ class Log(NamedTuple):
 log: Log | None = None
 
 
-@lru_cache(maxsize=4096)
-def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
-    """Return whether this rank sends to and receives from every rank equally many elements.
-
-    All ranks find the same answer, unless ranks share query heads: q may then be even on one rank
-    and uneven on another.
-    """
-    first = send_sizes[0]
-    return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
-
-
 class OneRank(Done):
     """The transport of an sp group of one rank, which copies."""
 
@@ -236,7 +227,7 @@ class OneRank(Done):
         group: Any,
         name: str,
     ) -> Handle:
-        recv.copy_(send)
+        recv.view(-1).copy_(send.view(-1))
         return self
 
 

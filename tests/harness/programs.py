@@ -28,13 +28,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.attention.runtime import operations
 from ds_sp_overlap.exchange import sp_group
 from ds_sp_overlap.exchange.geometry import shares_for
 from ds_sp_overlap.exchange.relayed import Relayed
 from ds_sp_overlap.relayout import ops
 from tests.harness import reference, transports
+from tests.harness.moving import always
 from tests.harness.ranks import RankError, on_ranks
 from tests.harness.relayout import REFERENCE
 from tests.harness.uses import Adapted, Scaled
@@ -111,7 +111,7 @@ class Program(Written):
     shapes      local lengths by batch size: a tensor's first dimension says whose tokens it has
     transport   "plain", "late" or "delayed": the last two with spoiled buffers (`transports`)
     autocast    of fp64, which it leaves alone; of fp32 to bf16 if ``half``
-    rank_major  projections write the send buffers wherever that is possible, not from 256 rows on
+    rank_major  projections write the send buffers wherever that is possible, not only from slices
     folds       rotation in the operators that move q and k
     """
 
@@ -790,14 +790,11 @@ def faults(rank, program, delayed, acted):
         acted["rank-major"] += 1
         return by_rank(*args, **kwargs)
 
-    def pays(x, rows, dgrad=False):
-        return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-
     with contextlib.ExitStack() as stack:
         if mover is not None:
             stack.enter_context(transports.spoiled_buffers())
         if program.rank_major:
-            stack.enter_context(mock.patch.object(self_attention, "batched_pays", pays))
+            stack.enter_context(always)
             stack.enter_context(mock.patch.object(operations, "by_rank", counting))
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", REFERENCE._replace(folds=True)))

@@ -166,9 +166,9 @@ def alias(tensor):
 
 def move(send, recv, send_sizes, recv_sizes, group):
     if group is None:
-        recv.copy_(send)
+        recv.view(-1).copy_(send.view(-1))
     else:
-        dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group)
+        dist.all_to_all_single(recv.view(-1), send.view(-1), recv_sizes, send_sizes, group=group)
 
 
 class Transfer:

@@ -71,7 +71,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
     "a send buffer read after delivery": Guard(
         "sent, not read again",
         without="sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
-        "self.recv.split(got)[self.sp_group.rank].copy_(self.send.split(sent)[self.sp_group.rank])\n"  # which needn't travel
+        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # which needn't travel
         "del self.send",
     ),
     "a received buffer read after its unpack": Guard(

@@ -5,9 +5,7 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-import torch
 
-from ds_sp_overlap.attention import self_attention
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
 from tests.harness import layers, relayout
@@ -70,18 +68,6 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
         assert found == [] and seen == {"unpack": 2 + 3, "pack": 1}
 
 
-def rows_asked(rank):
-    """Faults, and the rows of a product for one rank by which it is decided who writes the send buffers; whether it is a dgrad."""
-    asked = []
-    with mock.patch.object(self_attention, "batched_pays", lambda x, rows, dgrad=False: asked.append((rows, dgrad)) or True):
-        return layers.block_faults(rank, Shape(heads=8, kv_heads=4, config={"head_groups": 1})), asked
-
-
-def test_a_product_is_judged_by_the_rows_of_one_rank():
-    q, kv = (8 // 2 * 8, False), (4 // 2 * 8, False)
-    assert on_ranks(2, rows_asked) == [([], [q, q, kv, kv, (8 // 2 * 8, True)])] * 2
-
-
 # Rotary embedding in the kernels that move q, k, dq and dk.
 
 
@@ -138,16 +124,3 @@ def test_a_rotation_left_out_is_seen(name, wrong):
 def test_heads_divide_where_all_ranks_are_sent_as_many_and_none_twice(heads, kv_heads, size, groups, divide):
     geometry = Geometry(size, 0, (3,) * size, 1, heads, kv_heads, groups)
     assert "".join(kind for kind in "qkv" if geometry.divides(kind)) == divide
-
-
-@pytest.mark.parametrize(
-    "dtype,rows,dgrad,pays",
-    [
-        (torch.float32, 256, False, True),
-        (torch.float32, 255, False, False),
-        (torch.float32, 512, True, False),
-        (torch.bfloat16, 512, False, False),
-    ],
-)
-def test_the_benchmark_decides(dtype, rows, dgrad, pays):
-    assert self_attention.batched_pays(torch.empty(1, dtype=dtype), rows, dgrad) == pays

@@ -304,8 +304,8 @@ def of_mixed_backends(rank):
         sp_group.prepare()
         to.clear()
         for on_gpu in (True, False):
-            send = types.SimpleNamespace(is_cuda=on_gpu)
-            sp_group.transport.launch(send, None, (1, 1), (1, 1), "the sp group", "q")
+            send = torch.zeros(2).as_subclass(OnGpu) if on_gpu else torch.zeros(2)
+            sp_group.transport.launch(send, torch.zeros(2), (1, 1), (1, 1), "the sp group", "q")
         over = [(group == "the sp group", async_op) for group, async_op in to]
         return len(nccl.made), over, sp_group.streams(torch.device("cuda")).blocks
 

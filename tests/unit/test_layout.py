@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.layout import Sides
-from ds_sp_overlap.exchange.transport import all_equal
+from ds_sp_overlap.exchange.layout import Sides, all_equal
 from tests.harness.cases import examples
 from tests.harness.guards import Guard, Watched, notices
 

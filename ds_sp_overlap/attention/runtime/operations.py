@@ -30,6 +30,8 @@ def in_range(label: str, function: Callable[..., Any], call: Call, *values: Any)
         return function(call, *values)
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 # Exchanges.
 
 
@@ -220,15 +222,10 @@ def whole(call: Call, pieces: Pieces) -> Tensor | None:
 def begin_merge(
     columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, *bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    part, rows = _part_of(weight.t(), columns), matrix(o)
-    # The product is written into y, so that y is no view: autograd forbids to update in place a
-    # view that a node returns.
-    y = rows.new_empty(*o.shape[:2], part.shape[1])
-    if bias:
-        torch.addmm(bias[0], rows, part, out=matrix(y))
-    else:
-        torch.mm(rows, part, out=matrix(y))
-    return y, rows
+    rows, some = matrix(o), weight if columns is None else cut_ranges(weight, 1, columns)
+    y = F.linear(rows, some, *bias)
+    # No view: autograd forbids to update in place a view that a node returns.
+    return _unsafe_view(y, (*o.shape[:2], y.shape[1])), rows
 
 
 def merge(

@@ -27,25 +27,6 @@ def batched_is_slow(x: Tensor) -> bool:
     return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
 
 
-def batched_pays(x: Tensor, rows: int, dgrad: bool = False) -> bool:
-    """Return whether a batched GEMM that writes the send buffer pays.
-
-    It pays if it takes no longer than one GEMM and a pack. By benchmarks/kernels.py
-    (benchmarks/results/kernels-cpu-gemm.csv), on CPU in fp32: a projection with 256 rows or more
-    takes no longer; with fewer rows it takes up to 10 % longer, and so does the output projection's
-    dgrad with any number of rows. On a GPU nobody has measured it, and
-    it is not done there.
-
-    Args:
-        x: The input of the GEMM, for its dtype and device.
-        rows: Rows of the weight for each rank.
-        dgrad: Whether the GEMM is the output projection's dgrad.
-    """
-    if rows < 256 or dgrad or x.device.type != "cpu":
-        return False
-    return x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-
-
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply ``x`` by the weights of each rank, and write the send buffer.
 
@@ -57,7 +38,7 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [tokens, P, n], in the memory order of the send buffer, [P, tokens, n].
     """
-    operands = x.expand(len(weights), -1, -1), weights
+    operands = x.expand(weights.size(0), -1, -1), weights
     out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
     return out.transpose(0, 1)
 

@@ -124,7 +124,7 @@ class _Run(NamedTuple):
 
     def _view(self, x: Tensor, start: int, step: int) -> Tensor:
         rows, columns = x.stride()
-        shape, strides = (self.slices, len(x), self.size), (step * columns, rows, columns)
+        shape, strides = (self.slices, x.size(0), self.size), (step * columns, rows, columns)
         return x.as_strided(shape, strides, x.storage_offset() + start * columns)
 
 
@@ -176,7 +176,7 @@ def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = N
     if part and batched_is_slow(a):
         y = a @ cut_ranges(whole, 1, part)
         return y if bias is None else y.add_(cut_ranges(bias, 0, part))
-    y = a.new_empty(len(a), sum(stop - start for start, stop in part))
+    y = a.new_empty(a.size(0), sum(stop - start for start, stop in part))
     for run in _runs(part):
         operands = a.expand(run.slices, *a.shape), run.of_whole(whole)
         if bias is None:

@@ -25,7 +25,7 @@ from tests.harness.listening import listening
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.schedules import merged_last
 from tests.harness.transports import Recording
-from tests.harness.uses import CHANGES, USES, only_input_trains
+from tests.harness.uses import CHANGES, USES, only_input_trains, without_gradient_of_the_input
 
 MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
 
@@ -216,22 +216,15 @@ def test_a_tensor_that_attention_holds_and_that_was_changed_in_place_is_noticed(
         assert kind == "RuntimeError" and "a tensor that local attention reads" in message
 
 
-def output_alone_trains(rank):
-    """Faults where nothing but the output projection needs a gradient, so that backward makes nothing again."""
-    shape = Shape(bias=True, config={"head_groups": 2, "window": 1})
-    mine, whole = (layers.projections(shape).requires_grad_(False) for _ in range(2))
-    for layer in (mine, whole):
-        layer["o_proj"].requires_grad_(True)
-    x, dy = layers.whole_inputs(shape)
-    layers.reference_layer(shape, whole, x).backward(dy)
-    attend = layers.block(shape, mine, torch.distributed.group.WORLD)
-    y = layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x))
-    y.backward(layers.my_slice(shape, rank, dy))
-    return layers.unlike(shape, rank, mine, whole)
+def only_output_trains(layer):
+    layer.requires_grad_(False)
+    layer["o_proj"].requires_grad_(True)
 
 
 def test_the_output_projection_alone_may_learn():
-    no_faults(2, output_alone_trains)
+    """Backward makes nothing again."""
+    shape = Shape(bias=True, config={"head_groups": 2, "window": 1})
+    no_faults(2, layers.block_faults, shape, without_gradient_of_the_input, None, 1e-12, only_output_trains)
 
 
 # Attention of other kinds, against the same layer without a window.

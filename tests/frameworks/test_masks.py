@@ -5,15 +5,12 @@ Held against the model on the whole sequence, as in `test_transformers`.
 
 import functools
 import itertools
-import sys
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from transformers import masking_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations.sequence import masks
@@ -265,43 +262,6 @@ def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupporte
         for family, (_, message) in cases.items():
             assert said[family] is not None and said[family][0] == "ValueError", family
             assert message in said[family][1] and "not supported with sequence parallelism" in said[family][1], said[family]
-
-
-class Functions(NamedTuple):
-    """transformers' attention functions; those of one module know nothing of it."""
-
-    there: Any
-    module: Any
-    local: Any
-
-    def get_interface(self, name, default):
-        function = self.there.get_interface(name, default)
-        return lambda module, *args, **kwargs: (self.local if module is self.module else function)(module, *args, **kwargs)
-
-
-def local_attention(rank, family):
-    """A layer that reaches for another attention than transformers' functions; stands for code that can't be read."""
-    with sequence_parallel_model(2, family=family) as (model, _):
-        ds_sp_overlap.enable(model)
-        inputs = cut(batches(1)[0], rank, 2)
-        del inputs["labels"]
-        dispatch, module = ALL_ATTENTION_FUNCTIONS["sdpa"], model.model.layers[1].self_attn
-        at = vars(sys.modules[type(module).__module__])
-        there = at["ALL_ATTENTION_FUNCTIONS"]
-        at["ALL_ATTENTION_FUNCTIONS"] = Functions(there, module, dispatch.before)
-        try:
-            first = refusal(model, **inputs, use_cache=False)
-        finally:
-            at["ALL_ATTENTION_FUNCTIONS"] = there
-        return first, refusal(model, **inputs, use_cache=False)
-
-
-@since_transformers("5.1")
-def test_a_layer_that_runs_without_its_attention_function_is_found_in_the_first_forward():
-    for first, second in on_ranks(2, local_attention, "bitnet"):
-        assert first[0] == "RuntimeError"
-        assert "model.layers.1.self_attn (BitNetAttention) ran without" in first[1]
-        assert second is None
 
 
 # One global sequence for one forward.

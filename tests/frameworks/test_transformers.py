@@ -38,14 +38,10 @@ from tests.harness.models import (
     FP64,
     batches,
     cut,
-    document_by_document,
     errors_of,
-    forget_sequence_parallel,
     outcome,
     overlapped_layers,
-    packed,
     scaled_values,
-    sequence_parallel,
     sequence_parallel_model,
     tiny,
     with_images,
@@ -253,27 +249,6 @@ def test_position_ids_are_gathered_once_a_step_and_not_once_a_layer(checkpointin
         assert seen["first backward"] == seen["second backward"] == 0
 
 
-def reused_buffer(rank):
-    """Errors of two steps whose position_ids come in one buffer that is written anew."""
-    tokens, errors = batches(2), []
-    layouts = [[[32], [32]], [[10, 22], [3, 13, 16]]]
-    alone = [document_by_document(tiny(**EXACT), step, lengths) for step, lengths in zip(tokens, layouts)]
-    with sequence_parallel_model(2, **EXACT) as (model, _):
-        ds_sp_overlap.enable(model)
-        buffer = torch.empty(BATCH, 16, dtype=torch.long)
-        for step, lengths, expected in zip(tokens, layouts, alone):
-            buffer.copy_(packed(lengths).chunk(2, 1)[rank])
-            model.zero_grad()
-            inputs = cut(step, rank, 2)
-            logits = model(input_ids=inputs["input_ids"], position_ids=buffer, use_cache=False).logits
-            errors.append(relative_error(logits, expected["logits"].chunk(2, 1)[rank]))
-    return errors
-
-
-def test_position_ids_written_anew_in_place_are_noticed():
-    assert all(max(errors) < FP64 for errors in on_ranks(2, reused_buffer))
-
-
 def context_parallel(rank):
     with sequence_parallel_model(2) as (model, group):
         _attach_context_parallel_hooks(model)  # as Accelerator.prepare does with cp_size
@@ -339,7 +314,7 @@ num_processes: 2
 main_process_port: 0
 deepspeed_config:
   zero_stage: 2
-  gradient_accumulation_steps: 1{section}
+  gradient_accumulation_steps: 1
 parallelism_config:
   parallelism_config_sp_size: 2
   parallelism_config_sp_backend: deepspeed
@@ -348,9 +323,9 @@ parallelism_config:
 """
 
 
-def launched(folder, section, **variables):
+def launched(folder, **variables):
     """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
-    (folder / "accelerate.yaml").write_text(YAML.format(section=section))
+    (folder / "accelerate.yaml").write_text(YAML)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
     command += ["-m", "ds_sp_overlap", "run", "-m", "tests.harness.launched_by_accelerate"]
     ours = {
@@ -373,19 +348,11 @@ def launched(folder, section, **variables):
 
 @pytest.mark.full
 def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
-    code, output = launched(tmp_path, "", DS_SP_OVERLAP='{"head_groups": 2}')
+    code, output = launched(tmp_path, DS_SP_OVERLAP='{"head_groups": 2}')
     assert (
         code == 0 and "overlapped ['module.model.layers.0.self_attn', 'module.model.layers.1.self_attn'] trained True" in output
     ), output
     assert output.count("2 of 2 layers overlapped") == 1
-
-
-@pytest.mark.full
-def test_a_section_in_accelerates_yaml_does_not_get_lost_in_silence(tmp_path):
-    code, output = launched(tmp_path, "\n  sp_overlap:\n    head_groups: 2")
-    assert code != 0 and 'ValueError: Accelerate YAML: "deepspeed_config.sp_overlap" goes no further than the launcher' in output, (
-        output
-    )
 
 
 # LoRA and frozen projections.
@@ -644,96 +611,6 @@ def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads):
     """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
     for errors in on_ranks(size, under_flash, size, kv_heads, FLASH):
         assert len(errors) == 8 and max(errors.values()) < 1e-6, errors  # both rotate or norm in fp32
-
-
-def stranger_beside_a_friend(rank):
-    """A second model enabled while the attention function is already in hand; errors of both."""
-    tokens = batches(1)[0]
-    whole = [outcome(tiny(family=family, **EXACT), tokens, 0, 1, None) for family in ("bitnet", "llama")]
-    with sequence_parallel_model(2, family="bitnet", **EXACT) as (first, group):
-        second = tiny(family="llama", **EXACT)
-        ds_sp_overlap.enable(first)
-        ds_sp_overlap.enable(second)
-        errors = [worst(outcome(model, tokens, rank, 2, group), x) for model, x in zip((first, second), whole)]
-        ds_sp_overlap.disable(second)
-    return errors
-
-
-def test_a_model_is_enabled_beside_one_of_an_unknown_family():
-    assert all(max(errors) < FP64 for errors in on_ranks(2, stranger_beside_a_friend))
-
-
-# Attention implementations.
-
-
-def under_eager(rank, on_unsupported):
-    """What `enable` does to a model that was set to eager attention."""
-    with sequence_parallel_model(2) as (model, _):
-        model.config._attn_implementation = "eager"
-        group = torch.distributed.group.WORLD
-        return refusal(ds_sp_overlap.enable, model, {"on_unsupported": on_unsupported}, group), overlapped_layers(model)
-
-
-def test_eager_attention_which_nobody_exchanges_is_refused():
-    reason = 'attention "eager" needs a mask of the whole sequence; use "sdpa" or a flash attention'
-    for on_unsupported in ("warn", "error"):
-        for raised, bound in on_ranks(2, under_eager, on_unsupported):
-            assert raised[0] == "ValueError" and bound == []
-            assert f"model.layers.0.self_attn (LlamaAttention): {reason}" in raised[1]
-
-
-def stand_in(seen):
-    """A flash attention of transformers' kind that notes what it is given."""
-
-    def flash(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=0.0,
-        scaling=None,
-        sliding_window=None,
-        position_ids=None,
-        **_,
-    ):
-        seen.append((tuple(query.shape), tuple(key.shape), position_ids.tolist(), attention_mask, sliding_window))
-        o = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True, enable_gqa=True)
-        return o.transpose(1, 2), None
-
-    return flash
-
-
-def flash_calls(rank, family, options):
-    """What a flash attention is given by one forward; and the error against sdpa on the whole sequence."""
-    seen, tokens = [], batches(1)[0]
-    whole = outcome(tiny(family=family, **EXACT), tokens, 0, 1, None)
-    before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    mine = ds_sp_overlap.attention_function(stand_in(seen), documents="positions", heads_alike=True)
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = mine
-    try:
-        model = tiny(family=family, **EXACT)
-        model.config._attn_implementation = "flash_attention_2"
-        mpu = sequence_parallel(model, 2, "flash_attention_2")
-        model.config._attn_implementation = "flash_attention_2"
-        ds_sp_overlap.enable(model, {"head_groups": 2})
-        error = worst(outcome(model, tokens, rank, 2, mpu.get_sequence_parallel_group()), whole)
-        ds_sp_overlap.disable(model)
-        return seen, error
-    finally:
-        ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = before
-        forget_sequence_parallel()
-
-
-@pytest.mark.parametrize("family", ["llama", "bitnet"])
-def test_flash_attention_gets_the_position_ids_of_the_whole_sequence_and_this_ranks_heads(family):
-    for seen, error in on_ranks(2, flash_calls, family, None):
-        assert error < FP64
-        assert len(seen) == 2 * 2, "two layers, two head groups"
-        for query, key, position_ids, attention_mask, _ in seen:
-            assert query == (BATCH, 1, 32, 8) and key == (BATCH, 1, 32, 8)
-            assert position_ids == [list(range(32))] * BATCH
-            assert attention_mask is None
 
 
 # Evaluation and generation.

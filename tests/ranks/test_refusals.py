@@ -58,14 +58,6 @@ TOGETHER = "; give them one batch and sequence, query and key one head dim, key 
 SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
 
 REFUSED = {
-    "fewer heads than ranks": (
-        Case(heads=1, kv_heads=1, config={"shares": 1}),
-        {},
-        BOTH.format(
-            "head scatter of query: 1 heads leave a rank of sp size 2 with no head to attend with; use sp size 1 or less, or "
-            "sp_overlap.shares 2"
-        ),
-    ),
     "mixed dtypes": (
         Case(),
         {"all": {"k": ("float",)}},

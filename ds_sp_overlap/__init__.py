@@ -22,7 +22,7 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
       runtime      projections, exchanges and local attention, in the order of a schedule
     integrations   finds attention layers and rebinds their forward
       after_import runs a function once a framework's module is loaded
-      inspect      what a module's forward computes, all of it accounted for
+      inspect      what a module of transformers computes, all of it accounted for
       sequence     positions, documents, masks of the whole sequence
       transformers, megatron, deepspeed
     tools          planner, timeline of a trace, self-check, command line; loaded when called

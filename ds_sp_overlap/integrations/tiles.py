@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.runtime.linear import can_call_through
 from ..attention.runtime.tiles import run_in_tiles
 from ..warn import warn_once
-from .inspect.accounting import LoadedGlobal, Unknown
+from .inspect.accounting import Unknown
 from .inspect.library import whole_shape
 from .inspect.tokenwise import fixed_state, probe_tokenwise
 from .layers import Binds, FoundLayer
@@ -143,13 +143,9 @@ class _TiledModule:
             raise Unknown("its forward was replaced")
         if reason := _why_whole(module):
             raise Unknown(reason)
-        alike = [one for one in known if (one.state, one.shapes) == (self.state, self.shapes)]
-        self.loaded: list[LoadedGlobal]
-        if alike:
-            self.loaded = alike[0].loaded
-        else:
+        if not any((one.state, one.shapes) == (self.state, self.shapes) for one in known):
             is_norm = not any(True for _ in module.children())
-            self.loaded = probe_tokenwise(name, module, _token_size(module), is_norm)
+            probe_tokenwise(name, module, _token_size(module), is_norm)
 
     def tokens_for(self, x: Tensor) -> int:
         """Return the most tokens in a tile of ``x``.
@@ -168,9 +164,7 @@ class _TiledModule:
         reason = _why_whole(self.module)
         if args or kwargs or not isinstance(x, Tensor) or x.dim() != 3:
             reason = "it is called with something else than hidden states [b, s, m]"
-        elif fixed_state(self.module) != self.state or any(
-            loaded.has_changed() for loaded in self.loaded
-        ):
+        elif fixed_state(self.module) != self.state:
             reason = "it was changed"
         if not reason:
             return run_in_tiles(self.module, x, self.tokens_for(x))

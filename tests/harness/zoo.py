@@ -1,4 +1,4 @@
-"""A forward that nearly is a known one must not be taken for it: forwards of attention, MLPs and norms, each a line or two off a known one.
+"""A forward that nearly is a known one must not be taken for it: forwards of attention and its norms, each a line or two off a known one.
 
 A reader of forwards that looks at what they make of some numbers takes a clamp, a temperature of one or a gate of zeros for nothing,
 and the layer is wrong in silence once they act. So every program here is made twice: as it is at first, where its line does nothing,
@@ -42,7 +42,6 @@ from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader
-from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
 from ds_sp_overlap.integrations.layers import OverlapSettings
 from ds_sp_overlap.integrations.transformers.driven import Driven
 from ds_sp_overlap.integrations.transformers.forward import Forwards
@@ -66,21 +65,14 @@ def forward(self, hidden_states, position_embeddings=None, attention_mask=None, 
     y = self.o_proj(o)
     return y, weights
 """
-MLP = """
-def forward(self, x):
-    g = self.gate_proj(x)
-    u = self.up_proj(x)
-    p = self.act_fn(g) * u
-    y = self.down_proj(p)
-    return y
-"""
 NORM = """
 def forward(self, x):
     y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
     y = self.weight * y
     return y
 """
-SOURCES = {"attention": ATTENTION, "q norm": NORM, "mlp": MLP, "norm": NORM}
+MADE_UP = "transformers.models.zoo"  # code of one's own is not read
+SOURCES = {"attention": ATTENTION, "q norm": NORM}
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
 
@@ -150,7 +142,7 @@ _numbers = itertools.count()
 def namespace(program):
     names = dict(
         torch=torch, nn=nn, F=nn.functional, math=math, ALL_ATTENTION_FUNCTIONS=ALL_ATTENTION_FUNCTIONS,
-        apply_rotary_pos_emb=apply_rotary_pos_emb, eager_attention_forward=eager_attention_forward, __name__="zoo_of_forwards",
+        apply_rotary_pos_emb=apply_rotary_pos_emb, eager_attention_forward=eager_attention_forward, __name__=MADE_UP,
         Scale=Scale, STATE=STATE, functools=functools,
     )  # fmt: skip
     return {**names, **program.names}
@@ -211,7 +203,7 @@ def build(program, own_config=None):
 
     def kind(of, base):
         changed = program.of == of
-        made = type(base.__name__, (base,), {"__module__": "zoo_of_forwards"})
+        made = type(base.__name__, (base,), {"__module__": MADE_UP})
         made.forward = compiled(SOURCES[of], program.changes if changed else (), names if changed else namespace(program))
         if changed:
             program.around(made, names)
@@ -219,16 +211,15 @@ def build(program, own_config=None):
 
     norm = kind("q norm", Norm) if program.of == "q norm" else LlamaRMSNorm
     attention = kind("attention", Attention)(cfg, norm)
-    mlp = kind("mlp", LlamaMLP)(cfg)
-    of_layer = kind("norm", Norm) if program.of == "norm" else LlamaRMSNorm
-    layer = Decoder(cfg, attention, of_layer, mlp)
+    layer = Decoder(cfg, attention, LlamaRMSNorm, LlamaMLP(cfg))
     for parameter in layer.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
-    modules = {"attention": attention, "q norm": attention.q_norm, "mlp": mlp, "norm": layer.input_layernorm}
-    program.setup(modules[program.of])
-    if other := {"q norm": attention.k_norm, "norm": layer.post_attention_layernorm}.get(program.of):
-        program.setup(other)
-    return layer.double(), modules[program.of]
+    module = attention
+    if program.of == "q norm":
+        module = attention.q_norm
+        program.setup(attention.k_norm)
+    program.setup(module)
+    return layer.double(), module
 
 
 def hidden(seq, scale=1.0, batch=2):
@@ -244,12 +235,7 @@ def tables(x):
 def judge(program):
     """What becomes of a program, and why."""
     layer, module = build(program)
-    if program.of in ("attention", "q norm"):
-        return _judge_attention(program, layer.self_attn, module)
-    return _judge_tokenwise(program, module)
-
-
-def _judge_attention(program, attention, module):
+    attention = layer.self_attn
     try:
         reader = Reader("layers.0.self_attn", attention)
     except Unknown as error:
@@ -274,38 +260,6 @@ def _judge_attention(program, attention, module):
                     return "silent", found
     except RuntimeError as error:
         return "refused", str(error)
-    return "whole", ""
-
-
-def _judge_tokenwise(program, module):
-    """Of an MLP or a norm: ``whole`` where it makes of some tokens what it makes of all."""
-    try:
-        loaded = probe_tokenwise(program.of, module, HIDDEN, norm=program.of == "norm")
-    except Unknown as error:
-        return "own", str(error)
-    state = fixed_state(module)
-
-    def apart(seq=6, scale=1.0, batch=2):
-        found = []
-        for parts in ([seq], [1, seq - 1]):
-            leaf = hidden(seq, scale, batch).requires_grad_()
-            y = torch.cat([module(part) for part in leaf.split(parts, 1)], 1)
-            (dx,) = torch.autograd.grad(y.sin().sum(), leaf)
-            found.append(torch.cat((y, dx), -1))
-        error = (found[0] - found[1]).abs().max() / found[0].abs().max()
-        return "" if error < 1e-9 else f"off by {error:.1e}"
-
-    if found := apart():
-        return "silent", f"at first: {found}"
-    with torch.no_grad():
-        program.activate(module)
-    if fixed_state(module) != state or any(each.has_changed() for each in loaded):
-        return "refused", "it changed since it was tried out"
-    for training in (True, False):
-        module.train(training)
-        for sizes in (dict(), dict(seq=40, scale=30.0), dict(batch=1)):
-            if found := apart(**sizes):
-                return "silent", found
     return "whole", ""
 
 
@@ -360,20 +314,6 @@ def several(*changes):
     return change
 
 
-def with_flag():
-    """Holds a flag."""
-
-
-with_flag.flag = with_flag.z_flag = False
-
-
-def keeps_count(module):
-    with_flag.flag = False
-    type(module).warmed = types.FunctionType(
-        (lambda self, x, seen=[]: x * 2 if len(seen) else x).__code__, {"__name__": "zoo_of_forwards", "len": len}, argdefs=([],)
-    )
-
-
 OPERATIONS = {
     "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", put("bound", 1e6), put("bound", 0.5)),
     "abs": ("{x} = {x}.abs()", put("one", 1), put("one", 1)),
@@ -403,11 +343,10 @@ OPERATIONS = {
     "by a flag": ("{x} = {x} * 2 if self.flag else {x}", put("flag", False), put("flag", True)),
     "by evaluation": ("{x} = {x} if self.training else {x} * 2", put("flag", False), put("flag", True)),
     "by gradients": ("{x} = {x} if torch.is_grad_enabled() else {x} * 2", put("flag", False), put("flag", True)),
-    "by requires_grad": ("{x} = {x} if {x}.requires_grad else {x} * 2", put("flag", False), put("flag", True)),
     "by autocast": ("{x} = {x} * 2 if torch.is_autocast_enabled() else {x}", put("flag", False), put("flag", True)),
+    "by requires_grad": ("{x} = {x} if {x}.requires_grad else {x} * 2", put("flag", False), put("flag", True)),
     "by dtype": ("{x} = {x} * 2 if {x}.dtype == torch.float64 else {x}", put("flag", False), put("flag", True)),
     "by device": ("{x} = {x} * 2 if {x}.device.type == 'cpu' else {x}", put("flag", False), put("flag", True)),
-    "by ranks": ("{x} = {x} * 2 if torch.distributed.is_initialized() else {x}", put("flag", False), put("flag", True)),
     "a factor in backward": ("{x} = Scale.apply({x}, self.factors)", put("factors", lambda: [1.0]), inside("factors", 0, 2.0)),
     "a hook": ("{x}.register_hook(lambda dy: dy * self.factor) if {x}.requires_grad else None", put("factor", 1.0), put("factor", 2.0)),
     "detached": ("{x} = {x}.detach() if self.flag else {x}", put("flag", False), put("flag", True)),
@@ -434,20 +373,9 @@ OPERATIONS = {
     "tried": ("\n    try:\n        {x} = {x} * self.factor\n    except Exception:\n        pass", put("factor", 1.0), put("factor", 2.0)),
     "counted": ("self.steps = getattr(self, 'steps', 0) + 1; {x} = {x} * 2 if self.steps > 40 else {x}", put("flag", False), put("steps", 100)),
     "remembered": ("{x} = {x} + self.shared.get('x', 0) * 0; self.shared['x'] = {x}", put("shared", dict), inside("shared", "y", 1)),
-    "an import": ("from tests.harness.zoo import STATE as state; {x} = {x} * 2 if state.scale > 1 else {x}", state(1.0), state(2.0)),
-    "an import of the library": ("import os; {x} = {x} * 2 if os.environ.get('ZOO') else {x}", put("flag", False), put("flag", True)),
-    "an attribute of a function": ("{x} = {x} * 2 if helper.flag else {x}", of_names("helper", with_flag), lambda m: setattr(with_flag, "flag", True)),
-    "an attribute of a function by name": (
-        "{x} = {x} * 2 if getattr(helper, 'flag', False) else {x}", of_names("helper", with_flag), lambda m: setattr(with_flag, "flag", True)),
-    "an attribute of a function behind many names": (
-        "\n    " + "; ".join(f"self.training is None and self.n{i}" for i in range(300)) + "\n    {x} = {x} * 2 if helper.z_flag else {x}",
-        of_names("helper", with_flag), lambda m: setattr(with_flag, "z_flag", True)),
-    "an attribute of a library by name": (
-        "{x} = {x} * 2 if hasattr(nn.Linear, 'of_zoo') else {x}", put("flag", False), lambda m: setattr(nn.Linear, "of_zoo", True)),
     "the text of a size": ("{x} = {x} * 2 if f'{{{x}.shape[-2]}}' == '40' else {x}", put("flag", False), put("flag", True)),
     "the bits of a size": ("{x} = {x} * 2 if {x}.shape[-2].bit_length() == 6 else {x}", put("flag", False), put("flag", True)),
     "a size as it is": ("{x} = {x} * 2 if {x}.shape[-2].real > 20 else {x}", put("flag", False), put("flag", True)),
-    "a default that is counted in": ("{x} = self.warmed({x})", keeps_count, lambda m: type(m).warmed.__defaults__[0].append(1)),
     "a list of the process": ("{x} = {x} * SHARED[0]", of_names("SHARED", [1.0]), lambda m: type(m).forward.__globals__["SHARED"].__setitem__(0, 2.0)),
     "class attribute": ("{x} = {x} * self.__class__.factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
     "type": ("{x} = {x} * type(self).factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
@@ -482,8 +410,6 @@ PLACES = {
         "o = o.reshape(*x.shape[:-1], -1)": "o",
         "y = self.o_proj(o)": "y",
     },
-    "mlp": {"g = self.gate_proj(x)": "gx", "p = self.act_fn(g) * u": "p", "y = self.down_proj(p)": "y"},
-    "norm": {"y = self.weight * y": "y"},
     "q norm": {"y = self.weight * y": "y"},
 }
 
@@ -499,7 +425,7 @@ def inserted(of, place, x, operation):
 def random_program(seed):
     """An operation of `OPERATIONS` at a random place; and its name."""
     draw = random.Random(seed)
-    of = draw.choice(("attention", "attention", "attention", "mlp", "norm", "q norm"))
+    of = draw.choice(("attention", "attention", "attention", "q norm"))
     place = draw.choice(list(PLACES[of]))
     x, operation = draw.choice(PLACES[of][place]), draw.choice(list(OPERATIONS))
     return f"{operation}, of {x} in {of} behind {place}", inserted(of, place, x, operation)
@@ -561,58 +487,6 @@ def patched(factor):
     return activate
 
 
-class Flags:
-    flag = False
-
-
-def by_a_class(forward):
-    """Goes by an attribute of a class in a closure."""
-    flags = Flags
-
-    @functools.wraps(forward)
-    def wrapped(self, hidden_states, **kwargs):
-        hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if flags.flag else hidden_states
-        return forward(self, hidden_states, **kwargs)
-
-    return wrapped
-
-
-def by_a_variable(forward):
-    """Goes by a variable of a closure, which may be bound anew."""
-    turned = False
-
-    def turn():
-        nonlocal turned
-        turned = True
-
-    @functools.wraps(forward)
-    def wrapped(self, hidden_states, **kwargs):
-        hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if turned else hidden_states
-        return forward(self, hidden_states, **kwargs)
-
-    wrapped.turn = turn
-    return wrapped
-
-
-def by_a_list(forward):
-    """One wrapper twice, the inner time with a list in its closure."""
-
-    def turned(marks):
-        def around(forward):
-            def wrapped(self, hidden_states, **kwargs):
-                hidden_states = torch.cat((hidden_states[..., 8:], hidden_states[..., :8]), -1) if len(marks) else hidden_states
-                return forward(self, hidden_states, **kwargs)
-
-            return functools.wraps(forward)(wrapped)
-
-        return around
-
-    marks = []
-    wrapped = turned(())(turned(marks)(forward))
-    wrapped.turn = lambda: marks.append(1)
-    return wrapped
-
-
 def fused(heads):
     """One projection in place of three."""
 
@@ -644,34 +518,24 @@ ROTATES_IF_GIVEN = (
 )
 
 
-def rotating(q, **variables):
-    """apply_rotary_pos_emb with another ``q``, a line of code, by globals and by variables of a function around it."""
+def rotating(q):
+    """apply_rotary_pos_emb with another ``q``, a line of code."""
     source = f"""
-def around({", ".join(variables)}):
-    def apply_rotary_pos_emb(q, k, cos, sin):
-        q, k = rotated_as_ever(q, k, cos, sin)
-        return {q}, k
-
-    def switch(value):
-        {"nonlocal " + ", ".join(variables) if variables else ""}
-        {" = ".join((*variables, "value"))}
-
-    return apply_rotary_pos_emb, switch
+def apply_rotary_pos_emb(q, k, cos, sin):
+    q, k = rotated_as_ever(q, k, cos, sin)
+    return {q}, k
 """
 
     def around(kind, names):
         names.setdefault("FACTOR", 1.0)
         names["rotated_as_ever"] = names["apply_rotary_pos_emb"]
         exec(source, names)
-        names["apply_rotary_pos_emb"], kind.switch = names.pop("around")(**variables)
 
     return around
 
 
 PROGRAMS = {
     "as it is": Program("attention", expected="whole"),
-    "an MLP as it is": Program("mlp", expected="whole"),
-    "a norm as it is": Program("norm", expected="whole"),
     "a norm of heads as it is": Program("q norm", expected="whole"),
     "causal unless there is a mask": Program(
         "attention", (("scaling=self.scaling,", "scaling=self.scaling, is_causal=attention_mask is None,"),)),
@@ -684,7 +548,6 @@ PROGRAMS = {
         inside("args", "scale", 2.0)),
     "scaling of a dict": Program(
         "attention", (("scaling=self.scaling", "scaling=self.args['scale']"),), put("args", lambda: {"scale": 0.5}), inside("args", "scale", 2.0)),
-    "scaling of the process": Program("attention", (("scaling=self.scaling", "scaling=STATE.scale"),), state(1.0), state(2.0)),
     "scaling of a global": Program("attention", (("scaling=self.scaling", "scaling=GLOBAL"),), of_names("GLOBAL", 1.0), of_names("GLOBAL", 2.0)),
     "scaling of a keyword": Program("attention", (("scaling=self.scaling", "scaling=kwargs.pop('factor', 0.5)"),), given={"factor": 3.0}),
     "scaling of a function": Program(
@@ -698,8 +561,6 @@ PROGRAMS = {
     "a call of its own": Program("attention", around=own_call, activate=FACTOR),
     "a linear layer with a call of its own, q": Program("attention", (), linear_with_a_call("q_proj"), lambda m: setattr(m.q_proj, "factor", 2.0)),
     "a linear layer with a call of its own, o": Program("attention", (), linear_with_a_call("o_proj"), lambda m: setattr(m.o_proj, "factor", 2.0)),
-    "an MLP with a call of its own": Program("mlp", around=own_call, activate=FACTOR),
-    "a norm with a call of its own": Program("norm", around=own_call, activate=FACTOR),
     "a norm of heads with a call of its own": Program("q norm", around=own_call, activate=FACTOR),
     "a forward that is patched": Program("attention", activate=patched(2.0)),
     "another projection": Program("attention", activate=lambda m: setattr(m, "q_proj", m.o_proj), expected="whole"),
@@ -725,14 +586,11 @@ PROGRAMS = {
         "attention", (("scaling=self.scaling", "scaling=0.1 if x.shape[1] == 40 else self.scaling"),)),
     "scaling by gradients": Program(
         "attention", (("scaling=self.scaling", "scaling=self.scaling if torch.is_grad_enabled() else 0.1"),)),
-    "an MLP that clamps by its tokens": Program(
-        "mlp", (("y = self", "p = p.clamp(max=p.shape[1] * p.shape[1] * p.shape[1] * p.shape[1])\n    y = self"),)),
     "a rotation that clamps": Program("attention", around=rotating("q.clamp(-100, 100)")),
     "a rotation that scales by a global": Program(
         "attention", around=rotating("q * FACTOR"), activate=of_names("FACTOR", 2.0)),
-    "a rotation that scales by a variable of a closure": Program(
-        "attention", around=rotating("q * factor", factor=1.0), activate=lambda m: type(m).switch(2.0), expected="refused"),
     "a rotation by length": Program("attention", around=rotating("q * 2 if q.shape[2] > 20 else q")),
+    "a rotation by the length that is tried": Program("attention", around=rotating("q * q.shape[2] - q * 7 + q")),
     "a rotation that softcaps": Program("attention", around=rotating("1e9 * torch.tanh(q / 1e9)")),
     "a rotation that is none in bf16": Program("attention", around=rotating("q * 2 if q.dtype == torch.float64 else q")),
     "a rotation that detaches": Program("attention", around=rotating("q.detach()")),
@@ -759,9 +617,6 @@ PROGRAMS = {
     "a keyword that is dropped": Program("attention", (("    cos, sin =", "    kwargs.pop('factor', None)\n    cos, sin ="),), given={"factor": 1}),
     "a mask that is looked at": Program("attention", (("    cos, sin =", "    q = q * 2 if attention_mask is None and not self.training else q\n    cos, sin ="),)),
     "a cache that is looked at": Program("attention", (("    cos, sin =", "    q = q if past_key_values is None else q * 2\n    cos, sin ="),), expected="whole"),
-    "a class in a closure": Program("attention", (), put("one", 1), lambda m: setattr(Flags, "flag", True), around=wrapping(by_a_class)),
-    "a variable of a closure": Program("attention", (), put("one", 1), lambda m: type(m).forward.turn(), around=wrapping(by_a_variable), expected="refused"),
-    "a list in the second of two closures": Program("attention", (), put("one", 1), lambda m: type(m).forward.turn(), around=wrapping(by_a_list), expected="own"),
     "heads of q backwards": Program("attention", ordered("q", (3, 2, 1, 0)), expected="whole"),
     "heads of q in disorder": Program("attention", ordered("q", (2, 3, 1, 0)), expected="whole"),
     "heads of k and v backwards": Program("attention", ordered("k", (1, 0)) + (("    cos, sin =", "    v = torch.stack((v[:, 1], v[:, 0]), 1)\n    cos, sin ="),), expected="whole"),
@@ -776,22 +631,11 @@ PROGRAMS = {
         activate=lambda m: setattr(m, "q_proj", OtherLinear(HIDDEN, HEADS * HEAD_DIM).double()), names={"OtherLinear": OtherLinear}, expected="refused"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
     "no weights": Program("attention", (("return y, weights", "return y, None"),)),
-    "tokens that meet in an MLP": Program("mlp", (("    u =", "    g = g + self.mix * g.mean(1, keepdim=True)\n    u ="),), put("mix", 0.0), put("mix", 1.0)),
-    "tokens that meet in an MLP by length": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 20 else 0)\n    u ="),)),
-    "tokens that meet in an MLP of 40": Program("mlp", (("    u =", "    g = g + (g.mean(1, keepdim=True) if g.shape[1] > 38 else 0)\n    u ="),)),
-    "an MLP that counts its tokens": Program("mlp", (("y = self.down_proj(p)", "y = self.down_proj(p) * (1 if p.shape[1] < 20 else 2)"),)),
-    "a norm over tokens at times": Program("norm", (("y = self.weight * y", "y = self.weight * (y if y.shape[1] < 20 else y - y.mean(1, keepdim=True))"),)),
-    "a norm of all tokens, mixed in": Program("norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
-    "an MLP that takes half its width": Program("mlp", (("    u =", "    g = torch.cat((g[..., :4], g[..., 4:]), -1)\n    u ="),), expected="whole"),
-    "a clamped MLP": Program("mlp", (("    u =", "    g = g.clamp(-self.bound, self.bound)\n    u ="),), put("bound", 1e6), put("bound", 0.5)),
 }  # fmt: skip
 PROGRAMS |= {
     f"{name}, of q": inserted("attention", "q, k = apply_rotary_pos_emb(q, k, cos, sin)", "q", name) for name in OPERATIONS
 }
-OVER_TOKENS = [name for name in OPERATIONS if name.startswith(("sorted", "by joined", "by the length", "out="))]
-PROGRAMS |= {f"{name}, in an MLP": inserted("mlp", "g = self.gate_proj(x)", "g", name) for name in OVER_TOKENS}
-PROGRAMS |= {f"{name}, in a norm": inserted("norm", "y = self.weight * y", "y", name) for name in OVER_TOKENS}
 
 
 def main(arguments=None):

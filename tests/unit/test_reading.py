@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_sp_overlap.integrations.inspect import attention, symbolic_trace
-from ds_sp_overlap.integrations.inspect.accounting import Accounting, Unknown
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader, Source
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
@@ -23,6 +23,7 @@ from tests.harness.cases import since_transformers
 from tests.harness.guards import Guard, Watched, notices
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
+MADE_UP = "transformers.models.made_up"  # code of one's own is not read
 FORWARD = """
 def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -38,6 +39,10 @@ def forward(self, hidden_states, position_embeddings=None, attention_mask=None, 
     o, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, window=self.config.window, **kwargs)
     o = o.reshape(*hidden_states.shape[:-1], -1)
     return self.o_proj(o), weights
+"""
+SCALE = """
+def scale(self):
+    return 0.5
 """
 Q_NORM, ROTATE = "self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)", "apply_rotary_pos_emb(q, k, cos, sin)"
 
@@ -67,17 +72,14 @@ class Layer(nn.Module):
         for name in [*self._modules, *self._parameters]:
             if f"self.{name}" not in source:  # what learns is to be used
                 delattr(self, name)
-        namespace = {}
-        exec(compile(source, "<forward>", "exec"), globals(), namespace)
-        type(self).forward = namespace["forward"]
-
-    def scale(self):
-        return 0.5
+        namespace = {**globals(), "__name__": MADE_UP}
+        exec(compile(source + SCALE, "<forward>", "exec"), namespace)
+        type(self).forward, type(self).scale = namespace["forward"], namespace["scale"]
 
 
 def layer(*changes):
     """Each of a class of its own."""
-    return type("Attention", (Layer,), {})(*changes)
+    return type("Attention", (Layer,), {"__module__": MADE_UP})(*changes)
 
 
 def reading(*changes):
@@ -355,7 +357,7 @@ NEWER = [pytest.param(*rotary, marks=since_transformers("5.1")) for rotary in NE
 @pytest.mark.parametrize("family, expected", [*ROTARIES.items(), *NEWER])
 def test_a_rotary_embedding_is_known_by_what_it_does(family, expected):
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"])
-    found, _ = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
+    found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
     assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == expected
 
 
@@ -375,7 +377,7 @@ def complex_in(exact):
 @pytest.mark.parametrize("head_dim, heads", [(4, 8), (16, 4), (64, 3), (128, 2)])
 def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_products(rounding, exact, head_dim, heads):
     given = ("batch", "seq", heads, head_dim), ("batch", "seq", heads // 2, head_dim), Table.WHOLE
-    found, _ = rotary_of(complex_in(exact), given, ())
+    found = rotary_of(complex_in(exact), given, ())
     assert (found["tables"].__name__, found["neighbours"], found["rounding"]) == ("of_complex", True, rounding)
 
 
@@ -386,6 +388,7 @@ def as_a_module(function):
         def forward(self, *args, **kwargs):
             return function(*args, **kwargs)
 
+    Func.__module__ = "kernels.layer.func"
     return Func()
 
 
@@ -439,14 +442,44 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-8.0, 8.0)
 
 
-def scripted_body(x):
-    return scripted(x)
+def helper(x):
+    return x
 
 
-def test_a_scripted_function_of_which_no_operation_is_seen_is_named():
-    x = torch.ones(2)
-    with pytest.raises(Unknown, match="uses the global scripted"), Accounting():
-        scripted_body(x)
+OWN = {  # code of one's own, and what is said of it
+    "a scripted function": (lambda: layer((Q_NORM, f"scripted({Q_NORM})")), "may run a scripted that is not transformers'"),
+    "a function": (lambda: layer((Q_NORM, f"helper({Q_NORM})")), "may run a helper that is not transformers'"),
+    "a method": (lambda: changed("scale", lambda self: 0.5), "may run a scale that is not transformers'"),
+    "a forward": (lambda: changed("forward", lambda self, x: x), "may run a forward that is not transformers'"),
+    "a class": (lambda: changed("__module__", __name__), "Attention is no class of transformers"),
+    "a wrapper": (lambda: wrapped(lambda self, *args, **kwargs: None), f"its forward is wrapped by {__name__}"),
+}
+
+
+def changed(name, value):
+    module = layer(("scaling=self.scaling", "scaling=self.scale()"))
+    setattr(type(module), name, value)
+    return module
+
+
+def wrapped(wrapper):
+    module = layer()
+    type(module).forward = functools.wraps(type(module).forward)(wrapper)
+    return module
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_code_of_ones_own_is_not_read(what):
+    made, message = OWN[what]
+    with pytest.raises(Unknown, match=message):
+        Reader("layer", made())
+
+
+def own_code():
+    """What is read of a class of one's own, and of a function of one's own."""
+    for what in ("a class", "a function"):
+        with contextlib.suppress(Unknown):
+            yield f"{what} is read: {Reader('layer', OWN[what][0]()).reading}"
 
 
 def test_a_parameter_that_is_one_is_no_constant_one():
@@ -455,7 +488,11 @@ def test_a_parameter_that_is_one_is_no_constant_one():
     assert not attention.has_changed(types.SimpleNamespace(scale=1.0), ("scale",), 1.0)
 
 
-WATCHED = [Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0)]
+WATCHED = [
+    Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0),
+    Watched(Guard("no code of one's own", without="if False:"), lambda: list(own_code()), ranks=0),
+    Watched(Guard("no function of one's own", without="if False:"), lambda: list(own_code()), ranks=0),
+]
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

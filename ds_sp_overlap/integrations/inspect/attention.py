@@ -1,8 +1,8 @@
 """transformers: reads the forward of an attention layer from its symbolic traces.
 
 A `Reading` says what the forward computes. It is complete, since the trace accounts for all that
-the forward does (`accounting`). So a layer is known by what it computes, whatever its source code,
-its class and the version of transformers.
+the forward does (`accounting`). So a layer of transformers is known by what it
+computes, whatever its source code, its class and the version of transformers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...attention.unobserved import unobserved
-from .accounting import MISSING, LoadedGlobal, Unknown, is_plain
+from .accounting import MISSING, Code, LoadedGlobal, Unknown, is_plain
 from .library import own_class, whole_shape
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
@@ -113,7 +113,7 @@ class Read:
         reading: What the layer's forward computes.
         options: The further keywords of the attention function, all constants.
         lookups: The attributes that the forward looked up.
-        loaded_globals: The globals that it loaded.
+        loaded_globals: The globals that its code names.
         norms: For each norm of the layer, by name, its `fixed_state`.
     """
 
@@ -249,7 +249,7 @@ def _read(module: Any, training: bool) -> Read:
     if has_own_call(module):
         raise Unknown("it has a __call__ of its own")
     try:
-        with unobserved(torch.device("cpu")), torch.device("cpu"):
+        with unobserved(torch.device("cpu"), backward=True), torch.device("cpu"):
             return _read_cases(module, training)
     except Unknown:
         raise
@@ -261,13 +261,11 @@ def _read(module: Any, training: bool) -> Read:
 def _read_cases(module: Any, training: bool) -> Read:
     """Read a layer in every case.
 
-    All cases must give the same reading. Lookups and globals of all cases are collected.
+    All cases must give the same reading. Lookups of all cases are collected.
     """
-    # Strings in the code, which later cases give as keywords, see `Accounting.possible_keywords`.
-    keywords: set[str] = set()
+    code, keywords = Code(own_class(type(module))), set[str]()
     readings: list[tuple[Reading, dict[str, Any]]] = []
     lookups: dict[Any, Lookup] = {}
-    loaded_globals: dict[Any, LoadedGlobal] = {}
     with_tables, is_optional = cases(training), False
     rotary = functools.cache(rotary_of)  # which all cases call alike
     # One more case, without tables: the forward may then leave out the rotation (`is_optional`). It
@@ -288,9 +286,8 @@ def _read_cases(module: Any, training: bool) -> Read:
         readings.append((reading, options))
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
-        for loaded in trace.loaded_globals:
-            loaded_globals[id(loaded.namespace), loaded.name] = loaded
-        keywords |= trace.constants
+        # Later cases give the forward a keyword by each name that stands in its code.
+        keywords |= code.words - trace.options.keys()
     first, options = readings[0]
     if any(each != (first, options) for each in readings):  # guard: in every case
         raise Unknown(
@@ -298,13 +295,11 @@ def _read_cases(module: Any, training: bool) -> Read:
         )
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
-    read = Read(first, options, list(lookups.values()), list(loaded_globals.values()), norms={})
+    read = Read(first, options, list(lookups.values()), code.loaded_globals, norms={})
     for source in first.sources.values():
         if (name := source.norm) is not None and name not in read.norms:
             norm = getattr(module, name)
-            read.loaded_globals.extend(
-                probe_tokenwise(name, norm, first.head_dim, norm=True)
-            )  # guard: a norm of each head by itself
+            probe_tokenwise(name, norm, first.head_dim, norm=True)
             read.norms[name] = fixed_state(norm)
     return read
 
@@ -410,21 +405,14 @@ class _Interpreter:
 
     def _rotary(self) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; all calls must give the same."""
-        trace = self.trace
-        found = []
+        trace, found = self.trace, []
         for call in trace.rotations:
             try:
-                keywords, loaded = self.rotary_of(*call)
+                found.append(self.rotary_of(*call))
             except (LookupError, Unknown) as error:
                 reason = f" ({error})" if isinstance(error, Unknown) else ""
                 name = getattr(call[0], "__name__", type(call[0]).__name__)
                 raise Unknown(f"{name} is no rotary embedding that is known here{reason}") from None
-            found.append(keywords)
-            # The package kernels makes a module of the function, whose forward it may replace.
-            if isinstance(call[0], nn.Module):
-                loaded = [*loaded, LoadedGlobal(vars(call[0]), "forward", MISSING)]
-            # A stand-in ran in place of the function, so that the trace has not seen its globals.
-            trace.loaded_globals += loaded
         first = found[0]
         if any(other != first for other in found):
             raise Unknown("q and k are not alike")

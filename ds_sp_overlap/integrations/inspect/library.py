@@ -110,11 +110,8 @@ def _packages_of(function: Any) -> list[str]:
 
 
 def is_library_function(function: Any) -> bool:
-    """Return whether a function and all its decorators are torch's or transformers'.
-
-    Code of others is run and accounted for; ``PACKAGES`` of `accounting` are what it may load.
-    """
-    return {"torch", "transformers"}.issuperset(_packages_of(function))
+    """Return whether a function and all its decorators are torch's, transformers' or PEFT's."""
+    return {"torch", "transformers", "peft"}.issuperset(_packages_of(function))
 
 
 def renames_cache(function: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...rotary import Rotary
-from .accounting import Accounting, LoadedGlobal, free_primes
+from .accounting import Accounting, free_primes
 
 # How (cos, sin) [b, s, 1, d_rot] follow from position embeddings. The given tables have the shape
 # [b, s, d_rot] or [b, s, d_rot / 2].
@@ -76,7 +76,7 @@ ARITHMETIC = (
 
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[dict[str, Any], list[LoadedGlobal]]:
+) -> dict[str, Any]:
     """Tell which `Rotary` computes what a call of ``function`` computes.
 
     Args:
@@ -87,7 +87,7 @@ def rotary_of(
         kwargs: Its keyword arguments, as pairs.
 
     Returns:
-        The keywords of the `Rotary`, and the globals that the function loaded.
+        The keywords of the `Rotary`.
 
     Raises:
         LookupError: if no `Rotary` computes the same, or it can't be told which one does.
@@ -117,7 +117,7 @@ def rotary_of(
     for rounding in ROUNDINGS:
         keywords: dict[str, Any] = dict(tables=tables, neighbours=neighbours, rounding=rounding)
         if all(call.agrees(Rotary(**keywords), *pair, tolerance=0) for pair in dtypes):
-            return {**keywords, "partial": partial}, call.accounting.loaded_globals
+            return {**keywords, "partial": partial}
     raise LookupError
 
 

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from .accounting import (
     MISSING,
     Accounting,
-    LoadedGlobal,
     Unknown,
     forward_of,
     free_primes,
-    has_plain_defaults,
     is_plain,
 )
-from .library import CACHES, functions_of, own_class
+from .library import CACHES, functions_of, is_library_function, own_class
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
@@ -183,7 +181,9 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the object, or what stands for it."""
-        trace, value = self._trace, self._trace.accounting.look_up(self._value, name)
+        trace = self._trace
+        with torch._C.DisableTorchFunction():
+            value = getattr(self._value, name, MISSING)
         if value is MISSING:
             # Somebody may set the attribute before a later call.
             trace.lookups.append(((*self._path, name), MISSING))
@@ -194,11 +194,11 @@ class Proxy:
             return trace.training
         if is_layer and isinstance(value, nn.Module):
             return ChildProxy(name, value, trace)
-        if is_layer and inspect.ismethod(value) and value.__self__ is self._value:
+        function: Any = getattr(type(self._value), name, None)
+        if is_layer and inspect.ismethod(value) and value.__func__ is function:
             # Bound to this proxy, so that its code runs on stand-ins, too.
-            self._check_defaults(name, value.__func__)
-            trace.lookups.append(((name, "__func__"), value.__func__))
-            return types.MethodType(value.__func__, self)
+            trace.lookups.append(((name, "__func__"), function))
+            return types.MethodType(function, self)
         return self._record(name, value)
 
     def __getitem__(self, key: Any) -> Any:
@@ -211,19 +211,12 @@ class Proxy:
         """Return a value found by one more ``step``, or a `Proxy` of it."""
         trace, path = self._trace, (*self._path, step)
         # Later calls can compare constants, tensors and functions.
-        known = is_plain(value) or value is contextlib.nullcontext
-        if isinstance(value, types.FunctionType):
-            self._check_defaults(str(step), value)
-        if known or isinstance(value, (Tensor, types.FunctionType)):
+        known = is_plain(value) or value is contextlib.nullcontext or isinstance(value, Tensor)
+        if known or isinstance(value, types.FunctionType) and is_library_function(value):
             trace.lookups.append((path, value))
             return value
         # What is looked up in any other object is recorded by its proxy.
         return Proxy(value, path, trace)
-
-    def _check_defaults(self, name: str, function: Any) -> None:
-        """Fail for a function with a default that may be changed, such as a list."""
-        if isinstance(function, types.FunctionType) and not has_plain_defaults(function):
-            self._trace.fail(f"looks up {name}, which has a default that is no constant")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
@@ -364,8 +357,6 @@ class Trace:
         weights: Stands for the attention weights, which it returned as well.
         returned: What the forward returned.
         lookups: What the forward looked up.
-        loaded_globals: The globals that it loaded.
-        constants: Strings in its code that may be names of keywords.
 
     Raises:
         Unknown: if the forward does what is not accounted for.
@@ -408,10 +399,6 @@ class Trace:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-        # Behind `replaced`, which has put the globals back into place.
-        self.loaded_globals: list[LoadedGlobal] = self.accounting.globals_now()
-        known = self.options.keys() | inspect.signature(forward).parameters.keys()
-        self.constants: set[str] = self.accounting.possible_keywords() - known
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown; see `Accounting.fail`."""
@@ -448,7 +435,7 @@ class Trace:
             arguments[name] = known[name]
         # The forward takes any keywords.
         if len(names) < len(parameters):
-            further = {"sp_overlap", *keywords}
+            further = {"sp_overlap", *keywords} - {*names}
             self.further_keywords = {name: Opaque(self.fail) for name in further}
         return arguments | self.further_keywords
 

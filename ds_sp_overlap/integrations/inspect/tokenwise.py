@@ -1,6 +1,7 @@
 """Probes norms and MLPs: checks that each is a function of one token at a time.
 
-A copy of the module with random weights runs on all tokens at once, then on the tokens in parts.
+Their code must be torch's, transformers' or PEFT's. A copy of the module with random weights runs
+on all tokens at once, then on the tokens in parts.
 Outputs and gradients must agree. See Note [Alike tokens].
 
 Note [Alike tokens]
@@ -12,18 +13,14 @@ tokens that differ so little that all are sent to the same experts.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import math
-import types
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.sharded import has_plain_parameters
-from .accounting import MOVES, Accounting, LoadedGlobal, Unknown, is_plain
+from .accounting import Unknown, is_plain
 from .library import is_library_function, own_class, whole_shape
 
 BATCH, SEQ = 2, 5
@@ -33,63 +30,6 @@ CROWD = 32
 TOKENS = SEQ + CROWD
 # The most numbers in a parameter that the copy of a module may have.
 MOST = 2**26
-# The attributes that every module has, and the forward that `rebinding` gives to a module.
-_MODULE_ATTRIBUTES = {*vars(nn.Module()), "forward"}
-
-
-class _TokenwiseAccounting(Accounting):
-    """Accounts for code that computes with each token by itself.
-
-    Operations may compute with each number by itself, or over the last dim.
-    """
-
-    NUMBERS = frozenset(
-        "add sub mul div true_divide neg pow square rsqrt sqrt exp log log1p sigmoid tanh relu "
-        "silu gelu softplus relu6 hardtanh mish leaky_relu elu celu selu hardswish hardsigmoid "
-        "softsign logsigmoid erf abs clamp clamp_min clamp_max maximum minimum reciprocal to "
-        "float type type_as expand_as linear __add__ __radd__ __iadd__ __mul__ __rmul__ "
-        "__imul__ __sub__ __rsub__ __pow__ __rpow__ __truediv__ __rtruediv__ __rdiv__ rsub "
-        "where gt lt ge le contiguous clone dim ndim __len__ addcmul_ numel".split()
-    )
-    OVER_LAST = frozenset("mean sum var std norm amax amin max min softmax log_softmax".split())
-    NORMS = frozenset("layer_norm rms_norm".split())
-    SPLITS = frozenset("chunk split split_with_sizes".split())
-    LAST = SPLITS | frozenset("unbind cat concat unsqueeze narrow select".split())
-    SHAPES = frozenset("view reshape flatten unflatten".split())
-
-    def __init__(self, sizes: Collection[int]):
-        super().__init__(self.NUMBERS | self.OVER_LAST | self.NORMS | self.LAST, sizes)
-        # `Accounting` allows all moves, most of which could move numbers between tokens.
-        self.allowed -= MOVES - self.NUMBERS - self.LAST - self.SHAPES - {"__getitem__"}
-        self.allows_idle_dropout = False
-        self.torch_modules = (*self.torch_modules, "torch.nn.modules", "torch._VF")
-
-    def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Execute an operation; fail if it works over another dim than the last.
-
-        A tensor of one dim, such as a weight, may be used in any way that is allowed by name.
-        """
-        x = args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
-        # The dim that the operation works over, wherever the code gives it; None for all dims.
-        if name in self.SPLITS:
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-        else:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 and name != "norm" else None)
-        last = -1, x.dim() - 1, (-1,), [-1]
-        if name in self.OVER_LAST | self.LAST and x.dim() > 1 and dim not in last:
-            self.fail(f"computes over more than a token: {name}")
-        if name in self.NORMS:
-            shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-            if len(shape) != 1:
-                self.fail(f"computes over more than a token: {name}")
-        if name == "__getitem__" and x.dim() > 1:
-            index = args[1]
-            if not (isinstance(index, tuple) and index[0] is ... and len(index) == 2):
-                self.fail("takes some of its tokens")
-        y = function(*args, **kwargs)
-        if name in self.SHAPES and y.shape[-1:] != x.shape[-1:]:
-            self.fail(f"computes over more than a token: {name}")
-        return y
 
 
 class _RankOneLinear(nn.Module):
@@ -159,34 +99,10 @@ def _random_copy(
         children[name] = _random_copy(child, training, generator, dtype)
     own = dict(_parameters=parameters, _buffers=buffers, _modules=children, training=training)
     vars(copy).update({**vars(module), **hooks, **own})
-    # Containers of the module and of its class, to which its forward may append.
-    for name, value in _attributes(module).items():
-        if isinstance(value, (dict, list, set, collections.deque)) and not name.startswith("__"):
-            vars(copy)[name] = _copied(value)
     return copy
 
 
-def _attributes(part: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its class and its constructor gave it, by name."""
-    kind, attributes = own_class(type(part)), dict[str, Any]()
-    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-        attributes.update(vars(base))
-    attributes.update(vars(part))
-    return {name: value for name, value in attributes.items() if name not in _MODULE_ATTRIBUTES}
-
-
-def _copied(x: Any) -> Any:
-    """Copy the dicts, lists, sets and queues in ``x``, so that the originals are not changed."""
-    if isinstance(x, dict):
-        made = x.copy()
-        made.update((name, _copied(value)) for name, value in x.items())
-        return made
-    if type(x) in (list, set, collections.deque):
-        return type(x)(map(_copied, x))
-    return x
-
-
-def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list[LoadedGlobal]:
+def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None:
     """Check that ``module`` is a function of one token [.., size] at a time.
 
     Called when a layer is read: in `enable`, or again after a change. A random copy runs on the
@@ -200,32 +116,23 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list
             modules may consist of linear layers, of modules without parameters, and of
             transformers' modules.
 
-    Returns:
-        The globals that its code loaded; empty if all its code is torch's and transformers'.
-
     Raises:
-        Unknown: if it is no such function. Code of somebody's own may raise anything else.
+        Unknown: if it is no such function, or has code of somebody's own.
     """
     where = f"{name} ({type(module).__name__})"
     if norm and [*module.children(), *module.buffers()]:
         raise Unknown(f"{where} has more than parameters")
-    has_own_code = _check_parts(name, module, norm)
+    _check_parts(name, module, norm)
     dtype = torch.float64
-    loaded_globals: list[LoadedGlobal] = []
     for training in (True, False):
         generator, random_state = torch.Generator().manual_seed(0), torch.get_rng_state()
         copy = _random_copy(module, training, generator, dtype)
         x = torch.randn(BATCH, TOKENS, size, generator=generator, dtype=dtype)
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
-        accounting = None
-        if has_own_code:  # guard: code of one's own is accounted for
-            accounting = _TokenwiseAccounting(x.shape[:-1])
         # A module that stores something between calls is no function of its tokens alone.
         before = _state(copy)
-        whole = _run(where, copy, x, accounting)
-        if accounting is not None:
-            loaded_globals += accounting.loaded_globals  # guard: globals of a module too
+        whole = _run(where, copy, x)
         # A part of an MLP's has no tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
@@ -240,21 +147,16 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> list
             # The module may compute in fp32, and vector units round by position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 raise Unknown(f"{where} makes something else of some tokens than of all")
-    return loaded_globals
 
 
-def _check_parts(name: str, module: nn.Module, norm: bool) -> bool:
+def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
     """Check the types and parameters of a module's parts.
 
     Arguments are those of `probe_tokenwise`.
 
-    Returns:
-        Whether the module has code that is neither torch's nor transformers'.
-
     Raises:
         Unknown: as `probe_tokenwise` does.
     """
-    has_own_code = False
     for path, part in module.named_modules(prefix=name):
         where = f"{path} ({type(part).__name__})"
         if has_own_call(part):
@@ -262,7 +164,8 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> bool:
         # transformers' `use_experts_implementation` gives this method to experts.
         if hasattr(part, "_apply_gate"):
             raise Unknown(f"{where} is a mixture of experts")
-        has_own_code = has_own_code or not is_library_code(part)
+        if not is_library_code(part):  # guard: no code of one's own in tiles
+            raise Unknown(f"{where} has code that is neither torch's nor transformers'")
         if norm:
             continue
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
@@ -272,44 +175,18 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> bool:
             raise Unknown(f"{where} is no plain linear layer, and no activation")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             raise Unknown(f"{where} drops out")
-    return has_own_code
 
 
 def fixed_state(module: nn.Module) -> list[tuple]:
     """Return what must stay the same in a module for its probe to hold, to be compared with ``==``.
 
-    For each part: its class, its forward, and the probability of a dropout. For a part whose class
-    is neither torch's nor transformers' also the attributes of the class and of the part.
+    For each part: its class, its forward, and the probability of a dropout.
     """
     parts = []
     for part in module.modules():
         kind: Any = own_class(type(part))
-        values = {}
-        # Code that is no library's may look at any attribute.
-        if not is_library_code(part):  # guard: whatever it may look at
-            values = _constants(_attributes(part))
-        parts.append((kind, kind.forward, vars(part).get("p"), values))
+        parts.append((kind, kind.forward, vars(part).get("p")))
     return parts
-
-
-def _constants(x: Any, depth: int = 3) -> Any:
-    """Copy the constants in ``x``, and in its dicts, lists and objects; represent others by id.
-
-    Args:
-        x: Anything.
-        depth: How many levels of dicts, lists and objects are looked into.
-    """
-    if is_plain(x):
-        return x
-    if not depth or isinstance(x, (type, nn.Module, Tensor, types.FunctionType)):
-        return id(x)
-    if isinstance(x, (list, tuple)):
-        return [_constants(value, depth - 1) for value in x]
-    inside = x if isinstance(x, dict) else getattr(x, "__dict__", None)
-    # The ``__dict__`` of a generic alias is another kind of mapping, made anew each time.
-    if not isinstance(inside, dict):
-        return id(x)
-    return {name: _constants(value, depth - 1) for name, value in inside.items()}
 
 
 def has_own_call(module: nn.Module) -> bool:
@@ -321,11 +198,12 @@ def has_own_call(module: nn.Module) -> bool:
 
 
 def is_library_code(part: nn.Module) -> bool:
-    """Return whether the class of a module is torch's or transformers', and so is its forward.
+    """Return whether the class of a module is torch's, transformers' or PEFT's, as is its forward.
 
     Somebody may have given the class another forward.
     """
-    is_class = _is_transformers(part) or own_class(type(part)).__module__.startswith("torch.nn.")
+    libraries = "torch.nn.", "transformers.", "peft."
+    is_class = own_class(type(part)).__module__.startswith(libraries)
     return is_class and is_library_function(type(part).forward)
 
 
@@ -339,7 +217,8 @@ def _state(copy: nn.Module) -> dict[tuple[str, str], Any]:
     state = {}
     for path, part in copy.named_modules():
         for name, value in (*vars(part).items(), *part._buffers.items()):
-            state[path, name] = value.clone() if isinstance(value, Tensor) else _constants(value)
+            if isinstance(value, Tensor) or is_plain(value):
+                state[path, name] = value.clone() if isinstance(value, Tensor) else value
     return state
 
 
@@ -355,34 +234,26 @@ def _is_same_state(before: dict, after: dict) -> bool:
     return True
 
 
-def _run(
-    where: str, copy: nn.Module, x: Tensor, accounting: Accounting | None = None
-) -> list[Tensor]:
+def _run(where: str, copy: nn.Module, x: Tensor) -> list[Tensor]:
     """Run a module forward and backward on some tokens.
 
     Args:
         where: The module's name, for errors.
         copy: The module, from `_random_copy`.
         x: [b, s, m]. The tokens.
-        accounting: Accounts for its forward; may be None.
 
     Returns:
         The output and the gradient of the tokens, joined in the last dim: [b, s, 2 m]. Then the
         gradients of the parameters.
 
     Raises:
-        Unknown: if its forward is unknown, or returns anything else.
+        Unknown: if it returns anything else.
     """
     parameters = list(copy.parameters())
     with torch.enable_grad():
         x = x.clone().requires_grad_()
         # The forward may change its input in place, which a leaf would not allow.
-        hidden = x * 1
-        try:
-            with accounting or contextlib.nullcontext():
-                y = type(copy).forward(copy, hidden)
-        except (Unknown, RuntimeError) as error:
-            raise Unknown(f"{where}: {error}") from None
+        y = type(copy).forward(copy, x * 1)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")
     if not y.numel() and not y.requires_grad:  # without tokens

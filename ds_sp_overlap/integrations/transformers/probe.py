@@ -9,7 +9,7 @@ A module of the user's may count its calls: in an attribute of its class, in a g
 a hook. So a probe calls no module of the layer. Own forward and driver both call a `_StandIn` in
 the place of each projection and each norm. Nothing is lost: both would call the same module, and
 what is compared is where the numbers go before and behind it. The code of the layer's own forward
-changes nothing outside of a call, or it could not have been read (`inspect.accounting`).
+is transformers' own, or it could not have been read (`inspect.accounting`).
 """
 
 from __future__ import annotations

@@ -128,16 +128,8 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     # What is missing deeper down, Python says itself.
     if args.module and importlib.util.find_spec(args.script.partition(".")[0]) is None:
         parser.error(f"no module named {args.script!r} on {sys.path[0]} or the rest of sys.path")
-    from ..integrations.megatron.bridge import explain
-
-    try:
-        if args.module:
-            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(args.script, run_name="__main__")
-    except Exception as error:
-        hint = explain(error)
-        if hint:
-            print(f"ds_sp_overlap run: {hint}", file=sys.stderr, flush=True)
-        raise
+    if args.module:
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(args.script, run_name="__main__")
     return 0

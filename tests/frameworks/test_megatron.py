@@ -558,26 +558,6 @@ def test_a_mask_of_as_many_samples_as_a_rank_has_heads_costs_no_head_group(batch
     assert on_ranks(2, widths_of_masked, batch) == [[2, 2]] * 2
 
 
-# What `run` says of errors that are HEAD's own.
-
-
-def raised(function):
-    with pytest.raises(Exception) as error:
-        function()
-    return error.value
-
-
-def mask_for_an_index(batch_dim_idx=torch.ones(2)):
-    if batch_dim_idx == 0:
-        pass
-
-
-def test_known_errors_are_explained():
-    assert "core attention works where the overlap is on" in bridge.explain(raised(mask_for_an_index))
-    assert "--no-pipeline-parallel" in bridge.explain(AssertionError("Invalid Grid"))
-    assert bridge.explain(raised(lambda: 1 / 0)) is None
-
-
 @pytest.mark.full
 def test_run_adds_the_advice_to_the_error(tmp_path):
     script = tmp_path / "script.py"

@@ -160,8 +160,8 @@ class Code:
         kind: The class of the layer.
 
     Attributes:
-        loaded_globals: The globals that they name. The owner of a reading compares them in later
-            calls.
+        loaded_globals: The globals that they name, but for modules and classes, by the id of the
+            namespace and the name. The owner of a reading compares them in later calls.
         words: The strings in their code. Code that looks for a keyword by name contains that name.
 
     Raises:
@@ -172,7 +172,7 @@ class Code:
     def __init__(self, kind: type):
         if not kind.__module__.startswith("transformers."):  # guard: no code of one's own
             raise Unknown(f"{kind.__name__} is no class of transformers")
-        self.loaded_globals: list[LoadedGlobal] = []
+        self.loaded_globals: dict[tuple[int, str], LoadedGlobal] = {}
         self.words: set[str] = set()
         seen = set[types.CodeType]()
         left: list[tuple[str, Any]] = [("forward", forward_of(kind))]
@@ -185,7 +185,8 @@ class Code:
                 continue
             # The package kernels makes a module of a function, whose forward it may replace.
             if isinstance(function, nn.Module) and type(function).__module__.startswith("kernels."):
-                self.loaded_globals.append(LoadedGlobal(vars(function), "forward", MISSING))
+                loaded = LoadedGlobal(vars(function), "forward", MISSING)
+                self.loaded_globals[id(function), "forward"] = loaded
                 continue
             if not is_library_function(function):  # guard: no function of one's own
                 raise Unknown(f"its forward may run a {name} that is not transformers'")
@@ -199,15 +200,17 @@ class Code:
         for code in _codes_in(function.__code__):
             self.words.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
             for name in code.co_names:
-                if name.startswith(_QUESTIONS):  # guard: torch is asked nothing
+                is_of_layer = function.__module__ == kind.__module__
+                if is_of_layer and name.startswith(_QUESTIONS):  # guard: torch is asked nothing
                     raise Unknown(f"its forward asks for {name}")
                 method = getattr(kind, name, None)
                 if isinstance(method, types.FunctionType):
                     yield name, method
-                value = function.__globals__.get(name, MISSING)
-                if value is MISSING:
+                if name not in (names := function.__globals__):
                     continue
-                self.loaded_globals.append(LoadedGlobal(function.__globals__, name, value))
+                value = names[name]
+                if not isinstance(value, (types.ModuleType, type)):
+                    self.loaded_globals[id(names), name] = LoadedGlobal(names, name, value)
                 if callable(value) and not isinstance(value, types.BuiltinFunctionType):
                     yield name, value
 

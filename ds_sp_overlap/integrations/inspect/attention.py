@@ -264,6 +264,7 @@ def _read_cases(module: Any, training: bool) -> Read:
     All cases must give the same reading. Lookups of all cases are collected.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
+    loaded_globals = list(code.loaded_globals.values())
     readings: list[tuple[Reading, dict[str, Any]]] = []
     lookups: dict[Any, Lookup] = {}
     with_tables, is_optional = cases(training), False
@@ -272,7 +273,8 @@ def _read_cases(module: Any, training: bool) -> Read:
     # is given position_ids, so that a forward that makes tables of them is found out: Unknown.
     for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
         try:
-            trace = Trace(module, case, keywords if case.gives_optional else set())
+            given = keywords if case.gives_optional else set()
+            trace = Trace(module, case, loaded_globals, given)
         except Unknown:
             raise
         except Exception:
@@ -295,7 +297,7 @@ def _read_cases(module: Any, training: bool) -> Read:
         )
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
-    read = Read(first, options, list(lookups.values()), code.loaded_globals, norms={})
+    read = Read(first, options, list(lookups.values()), loaded_globals, norms={})
     for source in first.sources.values():
         if (name := source.norm) is not None and name not in read.norms:
             norm = getattr(module, name)

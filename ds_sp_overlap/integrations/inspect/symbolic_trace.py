@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from .accounting import (
     MISSING,
     Accounting,
+    LoadedGlobal,
     Unknown,
     forward_of,
     free_primes,
     is_plain,
 )
-from .library import CACHES, functions_of, is_library_function, own_class
+from .library import CACHES, is_library_function, own_class
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
@@ -303,32 +304,25 @@ class _AttentionFunctions:
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Replace globals that the functions of a layer's class name, until the ``with`` block ends.
-
-    Until then they are replaced for all code of the files that define the layer's class and its
-    bases, not for this layer alone.
+def replaced(
+    loaded_globals: Iterable[LoadedGlobal], replacement: Callable[[str, Any], Any]
+) -> Iterator[None]:
+    """Replace globals until the ``with`` block ends; for all code of their files.
 
     Args:
-        module: The layer.
+        loaded_globals: The globals.
         replacement: Returns what replaces a global, by its name and value; None if it stays.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    places = {}
-    for function in functions_of(type(module)):
-        for name in function.__code__.co_names:
-            # Several functions may name one global; it is replaced once.
-            places[id(function.__globals__), name] = function.__globals__
+    before: list[LoadedGlobal] = []
     try:
-        for (_, name), namespace in places.items():
-            new = replacement(name, namespace[name]) if name in namespace else None
-            if new is not None:
-                before.append((namespace, name, namespace[name]))
-                namespace[name] = new
+        for loaded in loaded_globals:
+            if (new := replacement(loaded.name, loaded.value)) is not None:
+                before.append(loaded)
+                loaded.namespace[loaded.name] = new
         yield
     finally:
-        for namespace, name, value in before:
-            namespace[name] = value
+        for loaded in before:
+            loaded.namespace[loaded.name] = loaded.value
 
 
 class Trace:
@@ -337,6 +331,7 @@ class Trace:
     Args:
         module: The layer.
         case: The way to call it.
+        loaded_globals: The globals that its code names (`Code`).
         keywords: Names of further keywords that it is given if it accepts any, beside "sp_overlap",
             which no forward knows.
 
@@ -362,7 +357,13 @@ class Trace:
         Unknown: if the forward does what is not accounted for.
     """
 
-    def __init__(self, module: Any, case: Case, keywords: set[str]):
+    def __init__(
+        self,
+        module: Any,
+        case: Case,
+        loaded_globals: Iterable[LoadedGlobal],
+        keywords: set[str],
+    ):
         self.module, self.training, self.case = module, case.training, case
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
@@ -395,7 +396,7 @@ class Trace:
         self.accounting = LabelAccounting(case.dtype, sizes)
         forward = forward_of(type(module))
         arguments = self._arguments(forward, keywords)
-        with replaced(module, self._replacement), self.accounting:
+        with replaced(loaded_globals, self._replacement), self.accounting:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")

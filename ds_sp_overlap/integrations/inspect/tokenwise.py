@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.runtime.sharded import has_plain_parameters
-from .accounting import Unknown, is_plain
+from .accounting import Unknown
 from .library import is_library_function, own_class, whole_shape
 
 BATCH, SEQ = 2, 5
@@ -130,16 +130,12 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None
         x = torch.randn(BATCH, TOKENS, size, generator=generator, dtype=dtype)
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
-        # A module that stores something between calls is no function of its tokens alone.
-        before = _state(copy)
         whole = _run(where, copy, x)
         # A part of an MLP's has no tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
-        if not _is_same_state(before, _state(copy)):
-            raise Unknown(f"{where} remembers something of its tokens")
         for index, expected in enumerate(whole):
             of_parts = [part[index] for part in parts]
             # Of all tokens the outputs and their gradients come first.
@@ -210,28 +206,6 @@ def is_library_code(part: nn.Module) -> bool:
 def _is_transformers(part: nn.Module) -> bool:
     """Return whether a module is transformers', which may have any parameters and buffers."""
     return own_class(type(part)).__module__.startswith("transformers.")
-
-
-def _state(copy: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the constants and copies of the tensors that all parts hold, by part and name."""
-    state = {}
-    for path, part in copy.named_modules():
-        for name, value in (*vars(part).items(), *part._buffers.items()):
-            if isinstance(value, Tensor) or is_plain(value):
-                state[path, name] = value.clone() if isinstance(value, Tensor) else value
-    return state
-
-
-def _is_same_state(before: dict, after: dict) -> bool:
-    """Return whether constants are equal, and tensors have the same values."""
-    if before.keys() != after.keys():
-        return False
-    for key, value in before.items():
-        now = after[key]
-        tensors = isinstance(value, Tensor) and isinstance(now, Tensor)
-        if not (torch.equal(value, now) if tensors else value == now):
-            return False
-    return True
 
 
 def _run(where: str, copy: nn.Module, x: Tensor) -> list[Tensor]:

@@ -115,11 +115,12 @@ def refuse_unhonoured(
             f'{where}: attention "{module.config._attn_implementation}" is another function since '
             "ds_sp_overlap.enable; call ds_sp_overlap.enable again"
         )
-    causal = options.get(known.causal) if isinstance(known.causal, str) else None
-    if causal is not None and not causal:  # guard: causal whatever a layer asks
+    option = known.causal if isinstance(known.causal, str) else ""
+    told = getattr(module, "is_causal", True), options.get(option)
+    if any(x is not None and not x for x in told):  # guard: causal whatever a layer asks
         raise ValueError(
             f"{where}: {type(module).__name__} is told that its attention is not causal "
-            f"({known.causal}={causal}); not supported here"
+            f"({option or 'is_causal'}=False); not supported here"
         )
     if options.get("s_aux") is not None and not known.takes_sinks:
         raise ValueError(
@@ -321,29 +322,24 @@ def baseline_applies(
     stock = stock_for(module)
     if stock is None or refusal_of(stock) is not None:
         return False
-    stock_ranks = dist.get_process_group_ranks(stock.process_group)
-    if stock_ranks != dist.get_process_group_ranks(sp_group.group):
-        return False
+    same_ranks = dist.get_process_group_ranks(stock.process_group) == sp_group.ranks
     fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
-    if x.shape[0] != stock.batch_size or not fits_length:
-        return False
+    fits = same_ranks and fits_length and x.shape[0] == stock.batch_size
     seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
-    limits = (pattern.window, pattern.chunk)
-    unlimited = all(limit is None or limit >= seq for limit in limits)
-    one_document = sequence.one_document
-    return even and one_document and unlimited and keywords.get("position_ids") is not None
+    unlimited = all(limit is None or limit >= seq for limit in (pattern.window, pattern.chunk))
+    whole = even and unlimited and sequence.one_document
+    return fits and whole and keywords.get("position_ids") is not None
 
 
 class _Bound(NamedTuple):
     """Holds the overlapped attention of a layer and its model's forwards, for a `Dispatch`.
 
-    ``forwards`` gives the sequence and the pattern of a call; ``where`` is the layer's name, and
-    ``known`` what is known of its attention function.
+    ``forwards`` gives the sequence and the pattern of a call; ``known`` is what is known of the
+    layer's attention function.
     """
 
     attend: ProjectedAttention | LatentAttention
     forwards: Forwards
-    where: str
     known: AttentionFunction
 
 
@@ -372,13 +368,14 @@ class Dispatch:
         """
         if module not in self.attend or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, *args, **kwargs)
-        attend, forwards, where, known = self.attend[module]
+        attend, forwards, known = self.attend[module]
         if args:
             kwargs |= _named(function_of(module)[0], args)
         # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
         keywords = dict(kwargs)
         # Under autocast, norms and rotations may have returned fp32.
         q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        where = attend.layer.where
         sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
         refuse_unhonoured(where, module, known, kwargs, sequence, pattern)
         per_head = {}
@@ -488,7 +485,7 @@ def bind_function(
     dispatch = functions[implementation]
     layer = LayerRuntime(overlap.sp_group, overlap.config, name, overlap.policy)
     known = function_of(module)[1]
-    dispatch.attend[module] = _Bound(attention(layer), forwards, name, known)
+    dispatch.attend[module] = _Bound(attention(layer), forwards, known)
     # The forward stays the same. It is rebound so that a copy, which `attend` lacks, is refused.
     undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,20 +45,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, layers: Collection[nn.Module], config: SpOverlapConfig
+        self, name: str, model: nn.Module, layers: set[nn.Module], config: SpOverlapConfig
     ):
         self.name, self.config = name, config
-        around = []
+        switches = {at: x for at, x in model.named_modules() if hasattr(x, SWITCH)}
         # All modules that can be checkpointed. One that is replaced later is not kept alive.
-        self._switches = weakref.WeakValueDictionary[str, nn.Module]()
-        for at, module in model.named_modules():
-            if hasattr(module, SWITCH):
-                self._switches[at] = module
-                if any(inner in layers for inner in module.modules()):
-                    around.append((at, module))
+        self._switches = weakref.WeakValueDictionary(switches)
         # The innermost modules come first: mostly these run the checkpoints, and errors name them.
-        around.sort(key=lambda named: -named[0].count("."))
-        self.around = dict(around)
+        inward = sorted(switches, key=lambda at: -at.count("."))
+        around = (at for at in inward if not layers.isdisjoint(switches[at].modules()))
+        self.around = {at: switches[at] for at in around}
 
     def checkpointed(self) -> list[str]:
         """Return the names of all modules whose forward, if it runs now, backward runs again; with
@@ -66,12 +62,9 @@ class Checkpoints:
         """
         if not torch.is_grad_enabled():
             return []
-        found = []
-        for at, module in self._switches.items():
-            if is_checkpointed(module):
-                reason = _why_not(vars(module).get(FUNCTION))
-                found.append(f"{at} ({reason})" if reason else at)
-        return found
+        found = {at: x for at, x in self._switches.items() if is_checkpointed(x)}
+        reasons = {at: _why_not(vars(x).get(FUNCTION)) for at, x in found.items()}
+        return [f"{at} ({reason})" if reason else at for at, reason in reasons.items()]
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

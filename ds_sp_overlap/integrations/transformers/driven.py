@@ -63,7 +63,10 @@ class Driven:
         original: The layer's own forward.
         block: The `SelfAttention` that calls the layer's submodules.
         children: The names of these by keywords of the block (`Reading.children`).
+        falls_back: Whether a window is left out (`Forwards.fallible`).
     """
+
+    falls_back = False
 
     def __init__(
         self, where: str, module: Any, reader: Reader, forwards: Forwards, settings: OverlapSettings
@@ -122,12 +125,8 @@ class Driven:
     def must_fall_back(self) -> bool:
         """Return whether the layer, as its modules are on this rank now, runs by no window."""
         self.use()
-        self.fall_back(False)
+        self.block.falls_back = False
         return not self.block.can_window(self.block.split_projections())
-
-    def fall_back(self, is_so: bool) -> None:
-        """Leave a window out, or not, until the next call of this."""
-        self.block.falls_back = is_so
 
     def _own(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
         """Run the layer's own forward, in which stock Ulysses exchanges."""
@@ -160,6 +159,7 @@ class Driven:
         x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
         mask, config = rest.pop("attention_mask", None), self.settings.config
         self.use()
+        self.block.falls_back = self.falls_back
         sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=rest)
         reading, read_options = self.reader.reading, self.reader.options(self.module)
         options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}

@@ -43,8 +43,8 @@ class Forwards:
         running: The forward that is running, the inner one of two; None between forwards.
         fallible: By name, the layers that fall back where a hook or an adapter stands in the way:
             they exchange something else then, so all ranks must. Each has a method
-            ``must_fall_back()`` for this rank, and ``fall_back(is_so)``, called in each forward of
-            the model: whether it does on any rank.
+            ``must_fall_back()`` for this rank, and an attribute ``falls_back``, set in each forward
+            of the model: whether it does on any rank.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
@@ -68,7 +68,7 @@ class Forwards:
     def fall_back(self, names: Collection[str]) -> None:
         """Let the layers that are named fall back, and no others, until the next call of this."""
         for name, layer in self.fallible.items():
-            layer.fall_back(name in names)
+            layer.falls_back = name in names
 
     def sequence_for(self, where: str) -> GlobalSequence | None:
         """Return the global sequence of the forward that is running; None between forwards.
@@ -98,18 +98,13 @@ class Forwards:
             kwargs: Its other keywords. Those that describe this rank's tokens are removed.
 
         Raises:
-            ValueError: for attention that is not causal, a bias for each head, or a mask that the
-                model's mask functions did not make.
+            ValueError: for a bias for each head, or a mask that the model's mask functions did not
+                make.
         """
         sequence = self.sequence_for(where)
         for keyword in _LOCAL_KEYWORDS:
             kwargs.pop(keyword, None)
         position_ids = kwargs.pop("position_ids", None)
-        if not getattr(module, "is_causal", True):
-            raise ValueError(
-                f"{where}: {type(module).__name__} is told that its attention is not causal; "
-                "not supported here"
-            )
         if kwargs.get("position_bias") is not None:
             raise ValueError(
                 f"{where}: attention with position_bias (a mask for each head) can't be split "

@@ -94,6 +94,9 @@ class _Expansion:
 
     Args:
         module: The layer.
+
+    Attributes:
+        falls_back: Whether k and v travel (`Forwards.fallible`).
     """
 
     falls_back = False
@@ -105,10 +108,6 @@ class _Expansion:
         """Return whether k and v travel in place of the latents, by this rank's modules."""
         # An adapter around the projection expands all latents itself.
         return not can_expand_rows(getattr(self.module, PROJECTION))  # guard: adapters are heard
-
-    def fall_back(self, is_so: bool) -> None:
-        """Have k and v travel, or not, until the next call of this."""
-        self.falls_back = is_so
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return what travels in place of k and v."""

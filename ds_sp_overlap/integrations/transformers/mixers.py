@@ -141,13 +141,9 @@ def _bind(
         of_names = [arguments.pop(key, None) for key in ("attention_mask", "conv_mask")]
         mask = next((mask for mask in of_names if mask is not None), None)
         sequence, _ = forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
-        pieces = pieces_of(
-            sequence,
-            overlap.sp_group.rank,
-            reach=mixer.reach(layer),
-            by_states=mixing.mixer.states is not None,
-            by_heads=mixing.mixer.heads is not None,
-        )
+        chosen, rank = mixing.mixer, overlap.sp_group.rank
+        ways = {"by_states": chosen.states is not None, "by_heads": chosen.heads is not None}
+        pieces = pieces_of(sequence, rank, mixer.reach(layer), **ways)
         return mixing(hidden_states, pieces, positions)
 
     return rebind(layer, forward)

@@ -105,17 +105,10 @@ def _mamba2_parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mamba2_kernel(
-    layer: Any,
-    x: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a_log: Tensor,
-    d: Tensor,
-    bias: Tensor,
-    **options: Any,
+    layer: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
 ) -> Any:
-    """Run the kernel on some heads, with the layer's parameters for them."""
+    """Run the kernel on some heads; ``learned`` are their decays, D, and what is added to dt."""
+    a_log, d, bias = learned
     return names_around(layer)["mamba2_chunk_scan"](
         x,
         dt,

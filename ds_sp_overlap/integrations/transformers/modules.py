@@ -219,14 +219,9 @@ def is_attention(kind: type[nn.Module]) -> bool:
     if issubclass(kind, pretrained()):
         return False
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
-    for function in functions_of(kind):
-        # Some files have another table under this name.
-        if (
-            name in function.__code__.co_names
-            and function.__globals__.get(name, library) is library
-        ):
-            return True
-    return False
+    using = (x for x in functions_of(kind) if name in x.__code__.co_names)
+    # Some files have another table under this name.
+    return any(x.__globals__.get(name, library) is library for x in using)
 
 
 def mixes(module: nn.Module) -> bool:
@@ -304,10 +299,8 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
     # The innermost models around attention layers. A convolution elsewhere (of images) is harmless.
-    decoders = set()
-    for name in attention:
-        if models := models_around(name, modules):
-            decoders.add(models[0][1])
+    around = (models_around(name, modules) for name in attention)
+    decoders = {models[0][1] for models in around if models}
     mixing: dict[str, nn.Module] = {}
     inside_exchanged = tuple(f"{name}." for name in exchanged)
     # Inner modules come first: only the innermost module that mixes is named.

@@ -130,10 +130,10 @@ class LatentAttention:
             """Run the call as the forward of the projection; the tensors come through its hooks."""
             inputs, weight = (query, latent, rotated), projection.weight
 
-            def describe() -> tuple[Geometry, Callable[[], tuple]]:
-                """Describe the call, see `layer.Describe`; the latent counts as one KV head."""
+            def geometry() -> Geometry:
+                """Return the geometry, in which the latent counts as one KV head."""
                 _check(*inputs)
-                geometry = geometry_of(
+                return geometry_of(
                     self.layer,
                     query,
                     query.shape[2],
@@ -144,15 +144,13 @@ class LatentAttention:
                     attend="latent attention needs all queries at once",
                 )
 
-                def types() -> tuple:
-                    grads = [torch.is_grad_enabled() and x.requires_grad for x in (*inputs, weight)]
-                    dims = [x.shape[3] for x in inputs]
-                    learned = "gradients of q, latent, rotated key and projection"
-                    return str(query.dtype), *dims, learned, grads
+            def types() -> tuple:
+                grads = [torch.is_grad_enabled() and x.requires_grad for x in (*inputs, weight)]
+                dims = [x.shape[3] for x in inputs]
+                learned = "gradients of q, latent, rotated key and projection"
+                return str(query.dtype), *dims, learned, grads
 
-                return geometry, types
-
-            run, call = self.layer.begin(describe, inputs)
+            run, call = self.layer.begin(geometry, types, inputs)
             # `begin` returns no `Call` only where a baseline is to run, and latents have none.
             assert call is not None
             # Rows of the weight for each head: those of k without rotation, then those of v.

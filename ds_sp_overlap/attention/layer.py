@@ -37,9 +37,10 @@ from .runtime.execution import Call
 # Makes a schedule of what travels with each head group, and of whether the output projection's
 # wgrads come last.
 MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
-# Gives the geometry of a call, and a function that gives whatever else must be the same on all
-# ranks: dtypes, head dims, which gradients are needed.
-Describe = Callable[[], tuple[Geometry, Callable[[], tuple]]]
+# Gives the geometry of a call, or refuses its arguments.
+FindGeometry = Callable[[], Geometry]
+# Gives whatever else must be the same on all ranks: dtypes, head dims, which gradients are needed.
+FindTypes = Callable[[], tuple]
 
 
 @lru_cache(maxsize=256)
@@ -129,14 +130,19 @@ class LayerRuntime:
         )
 
     def begin(
-        self, describe: Describe, inputs: tuple[Tensor, ...], has_baseline: bool = False
+        self,
+        geometry_of_call: FindGeometry,
+        types: FindTypes,
+        inputs: tuple[Tensor, ...],
+        has_baseline: bool = False,
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
 
         Collective as `call` and `Calls.count` are.
 
         Args:
-            describe: Describes the call.
+            geometry_of_call: Gives the geometry.
+            types: Gives what else is compared; asked where the ranks compare their calls.
             inputs: The tensors that the layer works on.
             has_baseline: Whether a baseline computes the same without overlap.
 
@@ -152,7 +158,7 @@ class LayerRuntime:
         if self._no_graph:
             self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
-        call = self.call(describe)
+        call = self.call(geometry_of_call, types)
         # Only here: one rank's input may be no tensor, of which all learn in the first call.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
@@ -227,19 +233,19 @@ class LayerRuntime:
             )
         return self._reads_o.setdefault(kind, any(reads for reads, _ in answers))
 
-    def call(self, describe: Describe) -> Call:
-        """Make a call with the geometry that ``describe`` gives.
+    def call(self, geometry_of_call: FindGeometry, types: FindTypes) -> Call:
+        """Make a call; the arguments are those of `begin`.
 
         Collective on the layer's first call, and with ``sp_overlap.check`` on every call. See
         Note [Agreement of the ranks].
 
         Raises:
-            ValueError: if ``describe`` raises on any rank, or if the ranks differ; on all ranks
-                alike where this is collective. Otherwise what ``describe`` raises, on this rank.
+            ValueError: if an argument raises on any rank, or if the ranks differ; on all ranks
+                alike where this is collective. Otherwise what an argument raises, on this rank.
         """
         is_first = not self.agreed
         if is_first or self.config.check:
-            self.sp_group.agree(self.where, lambda: self._comparable(*describe()))
+            self.sp_group.agree(self.where, lambda: self._comparable(geometry_of_call(), types))
             self.sp_group.prepare()
             if self.config.kv_once_per_node:
                 self.sp_group.find_nodes()
@@ -248,7 +254,7 @@ class LayerRuntime:
                 calls.layers += 1
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
         # Once more, since the geometry depends on nodes that may have been found just now.
-        geometry, _ = describe()
+        geometry = geometry_of_call()
         if is_first and self.tells:
             self._tell(geometry)
         return self._call_of(geometry, is_first and self.config.check)
@@ -284,17 +290,17 @@ class LayerRuntime:
         raise too instead of waiting.
         """
 
-        def describe() -> NoReturn:
+        def raising() -> NoReturn:
             raise error
 
-        self.call(describe)
+        self.call(raising, raising)
 
-    def _comparable(self, geometry: Geometry, types: Callable[[], tuple]) -> str:
+    def _comparable(self, geometry: Geometry, types: FindTypes) -> str:
         """Return what must be the same on all ranks, in words.
 
         Args:
             geometry: Of the call.
-            types: The function of `Describe`; it may raise ValueError.
+            types: As for `begin`; it may raise ValueError.
 
         Raises:
             ValueError: if this rank can't run the layer; `SPGroup.agree` raises it on all ranks.

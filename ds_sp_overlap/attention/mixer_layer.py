@@ -79,8 +79,10 @@ class MixerLayer:
         """
         projections = [getattr(self.layer, name) for name in self.mixer.split]
         splits = all(map(can_split, projections))
-        describe = partial(self._describe, hidden_states, pieces.lengths)
-        run, call = self.runtime.begin(describe, (hidden_states,))
+        geometry = partial(self._geometry, hidden_states, pieces.lengths)
+        run, call = self.runtime.begin(
+            geometry, partial(self._types, hidden_states), (hidden_states,)
+        )
         # Only a baseline runs without a call, and a mixer has none.
         assert call is not None
 
@@ -91,10 +93,8 @@ class MixerLayer:
 
         return run.end(call_through(projections if splits else [], body, *run.inputs))
 
-    def _describe(
-        self, hidden_states: Tensor, lengths: list[int]
-    ) -> tuple[Geometry, Callable[[], tuple]]:
-        """Describe the call, see `layer.Describe`."""
+    def _geometry(self, hidden_states: Tensor, lengths: list[int]) -> Geometry:
+        """Return the geometry of a call."""
         if hidden_states.dim() != 3:
             got = list(hidden_states.shape)
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
@@ -103,28 +103,24 @@ class MixerLayer:
         if heads is None:
             # No heads are dealt to ranks.
             size, batch = group.size, len(hidden_states)
-            geometry = Geometry(
-                size, group.rank, tuple(lengths), batch, size, size, batch_first=True
-            )
-        else:
-            geometry = geometry_of(
-                self.runtime,
-                hidden_states,
-                *heads.counts(self.layer),
-                True,
-                lengths=lengths,
-                extra=(),
-                attend=f"its {heads.what} needs all queries at once",
-            )
+            return Geometry(size, group.rank, tuple(lengths), batch, size, size, batch_first=True)
+        return geometry_of(
+            self.runtime,
+            hidden_states,
+            *heads.counts(self.layer),
+            True,
+            lengths=lengths,
+            extra=(),
+            attend=f"its {heads.what} needs all queries at once",
+        )
 
-        def types() -> tuple:
-            trained = [hidden_states, *self.layer.parameters()]
-            learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
-            words = "gradients of hidden states and parameters"
-            way = "no heads" if heads is None else f"{heads.what} by heads"
-            return str(hidden_states.dtype), hidden_states.shape[2], way, words, learns
-
-        return geometry, types
+    def _types(self, hidden_states: Tensor) -> tuple:
+        """Return what else must be the same on all ranks; called behind `_geometry`."""
+        heads, trained = self.mixer.heads, [hidden_states, *self.layer.parameters()]
+        learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
+        words = "gradients of hidden states and parameters"
+        way = "no heads" if heads is None else f"{heads.what} by heads"
+        return str(hidden_states.dtype), hidden_states.shape[2], way, words, learns
 
     def _choose(self, hidden_states: Tensor) -> None:
         """Choose between states and heads by what the kernel gives, where the mixer has both."""

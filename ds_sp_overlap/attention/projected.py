@@ -132,10 +132,9 @@ class ProjectedAttention:
         """
         kwargs = kwargs or {}
 
-        def describe() -> tuple[Geometry, Callable[[], tuple]]:
-            """Describe the call, see `layer.Describe`."""
+        def geometry() -> Geometry:
             _check(query, key, value, num_kv_heads)
-            geometry = geometry_of(
+            return geometry_of(
                 self.layer,
                 query,
                 query.shape[2],
@@ -147,15 +146,13 @@ class ProjectedAttention:
                 query_chunks=query_chunks,
             )
 
-            def types() -> tuple:
-                grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
-                dims = query.shape[3], value.shape[3]
-                return str(query.dtype), *dims, "gradients of q, k, v", grads
-
-            return geometry, types
+        def types() -> tuple:
+            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
+            dims = query.shape[3], value.shape[3]
+            return str(query.dtype), *dims, "gradients of q, k, v", grads
 
         inputs = query, key, value
-        run, call = self.layer.begin(describe, inputs, has_baseline=baseline is not None)
+        run, call = self.layer.begin(geometry, types, inputs, has_baseline=baseline is not None)
         q, k, v = run.inputs
         # The policy has chosen the baseline.
         if call is None:

@@ -239,14 +239,10 @@ class SelfAttention:
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
+        extra = (*args, *kwargs.values())
         run, call = self.layer.begin(
-            lambda: self.describe(
-                hidden_states,
-                position_embeddings,
-                lengths=sequence_lengths,
-                extra=(*args, *kwargs.values()),
-                query_chunks=query_chunks,
-            ),
+            lambda: self._geometry(hidden_states, sequence_lengths, extra, query_chunks),
+            lambda: self._types(hidden_states, position_embeddings),
             (hidden_states,),
             has_baseline=baseline is not None,
         )
@@ -424,32 +420,26 @@ class SelfAttention:
             by_rank.add("o")
         return frozenset(by_rank)
 
-    def describe(
+    def _geometry(
         self,
         hidden: Tensor,
-        position_embeddings: Any,
         lengths: list[int] | None,
         extra: tuple,
-        query_chunks: QueryChunks | None = None,
-    ) -> tuple[Geometry, Callable[[], tuple]]:
-        """Describe a call, see `layer.Describe`.
+        query_chunks: QueryChunks | None,
+    ) -> Geometry:
+        """Return the geometry of a call, or raise ValueError for arguments that don't fit.
 
         Args:
             hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
-            position_embeddings: For ``rope``.
             lengths: Local sequence length of every rank; None if all are the same.
             extra: Arguments of the local attention beside q, k and v.
             query_chunks: As in a call.
-
-        Raises:
-            ValueError: for arguments that don't fit; for ``position_embeddings``, when the function
-                that is returned is called.
         """
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}"
             )
-        geometry = geometry_of(
+        return geometry_of(
             self.layer,
             hidden,
             self.heads,
@@ -461,17 +451,16 @@ class SelfAttention:
             query_chunks=query_chunks,
         )
 
-        def types() -> tuple:
-            """Return what else must be the same on all ranks."""
-            # Here, where all ranks refuse tables that one rank can't use.
-            self.inputs.tables(position_embeddings)
-            grads = [
-                torch.is_grad_enabled() and (hidden.requires_grad or trained)
-                for trained in self.inputs.learns()
-            ]
-            # A window exchanges more in backward; a hook on one rank alone may stand in its way.
-            windowed = self.may_window and self.can_window(self.split_projections())
-            words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
-            return str(hidden.dtype), self.head_dim, *words
-
-        return geometry, types
+    def _types(self, hidden: Tensor, position_embeddings: Any) -> tuple:
+        """Return what else must be the same on all ranks, or raise ValueError for tables of ``rope``
+        that don't fit.
+        """
+        self.inputs.tables(position_embeddings)
+        grads = [
+            torch.is_grad_enabled() and (hidden.requires_grad or trained)
+            for trained in self.inputs.learns()
+        ]
+        # A window exchanges more in backward; a hook on one rank alone may stand in its way.
+        windowed = self.may_window and self.can_window(self.split_projections())
+        words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
+        return str(hidden.dtype), self.head_dim, *words

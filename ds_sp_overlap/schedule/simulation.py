@@ -41,21 +41,6 @@ class Simulation:
     step_ms: float
 
     @cached_property
-    def compute_ms(self) -> float:
-        """Time in which the compute row computes."""
-        return sum(bar.end - bar.begin for bar in self.compute if bar.step is not None)
-
-    @cached_property
-    def wire_ms(self) -> float:
-        """Time in which the wire carries an exchange."""
-        return sum(bar.end - bar.begin for bar in self.wire)
-
-    @property
-    def exposed(self) -> float:
-        """Share of the time in which nothing is computed."""
-        return 1 - self.compute_ms / self.step_ms if self.step_ms else 0.0
-
-    @cached_property
     def exposed_ms(self) -> dict[str, float]:
         """For each exchange, how long the compute row waits for it."""
         waits = {bar.label: 0.0 for bar in self.wire}

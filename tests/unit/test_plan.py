@@ -36,8 +36,7 @@ def test_costs_are_those_counted_by_hand():
 def test_without_overlap_everything_adds_up():
     result = played(BASELINE)
     # Two heads a rank: 4 projections of 2 ms, three times; attention 8 ms, and 2.5 times that; 8 exchanges of 4 ms.
-    assert (result.step_ms, result.compute_ms, result.wire_ms) == (24 + 28 + 32, 52, 32)
-    assert result.exposed == pytest.approx(32 / 84)
+    assert result.step_ms == 24 + 28 + 32
     assert result.exposed_ms == {what: 4 for what in ("q", "k", "v", "o", "do", "dv", "dk", "dq")}
 
 
@@ -52,7 +51,7 @@ def test_two_groups_are_played_as_by_hand():
     # Wo0 to 18, Wo1 from 19 to 20. Backward: Wo1 dgrad 21, do1 to 23, Wo0 dgrad 22, do0 to 25, wgrads to 24, attention 1 to 34, attention 0 to
     # 44; dqkv1 34-40, dv0 dk0 dq0 44-50; W1' from 44 to 50, then Wv0' Wk0' Wq0' to 56.
     result = played(by_head_groups(("qkv", "qkv")), 2)
-    assert (result.step_ms, result.compute_ms, result.wire_ms) == (56, 52, 32)
+    assert result.step_ms == 56
     # The compute row waits for v0 from 6 to 7, for qkv1 from 11 to 13, and for o1 from 18 to 19.
     assert {what: ms for what, ms in result.exposed_ms.items() if ms} == {"v0": 1, "qkv1": 2, "o1": 1}
 

@@ -281,4 +281,4 @@ def test_one_exchange_at_a_time_is_on_the_wire_and_waits_are_what_is_exposed():
     assert [bar.begin for bar in played.wire] == [1, 11, 21, 31, 41, 51]
     # Behind Wv1, at 6, it waits for q0 k0 v0 until 31, attends until 32, waits for qkv1 until 41, and for o0, o1 until 51 and 61.
     assert played.exposed_ms == {"q0": 5, "k0": 10, "v0": 10, "qkv1": 9, "o0": 9, "o1": 9}
-    assert (played.step_ms, played.compute_ms, played.wire_ms) == (62, 10, 60)
+    assert played.step_ms == 62

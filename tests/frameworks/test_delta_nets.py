@@ -21,9 +21,23 @@ from tests.harness.models import FP64, forget_sequence_parallel, packed, sequenc
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
+from tests.harness.whole import (
+    FP32,
+    against_itself,
+    checkpointed,
+    documents,
+    each_alone,
+    found,
+    inputs_of,
+    padding,
+    rounding,
+    share,
+    tokens_of,
+    trained,
+)
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
+TWO = {"head_groups": 2}
 
 
 def heads(value, key):
@@ -140,21 +154,6 @@ def misses_edges(rank):
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[16, 16], [12, 20]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
 
 
-def against_itself(rank, model):
-    """Error of the gradients of what learns in ``model``, and how many there are."""
-    tokens, results = tokens_of(32), []
-    for lengths, at, group in (([32], 0, None), ([16, 16], rank, dist.group.WORLD)):
-        if group is not None:
-            ds_sp_overlap.enable(model, {"head_groups": 2}, group)
-        model.zero_grad()
-        share(model, *inputs_of(tokens, lengths, at)).backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
-        for x in results[-1].values() if group is not None else ():
-            dist.all_reduce(x, group=group)
-    ds_sp_overlap.disable(model)
-    return worst(results[1], results[0]), len(results[0])
-
-
 def frozen(rank, trained):
     """Error of the gradients of what is trained, where all else is frozen."""
     errors = []
@@ -163,6 +162,7 @@ def frozen(rank, trained):
             model = tiny_model(kind)
             for name, p in model.named_parameters():
                 p.requires_grad = any(word in name for word in trained)
+            ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
             errors.append(against_itself(rank, model)[0])
     return errors
 
@@ -181,6 +181,7 @@ def adapted(rank):
             model = tiny_model(kind)
             targets = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "linear_attn" in name]
             model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
+            ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
             error, learning = against_itself(rank, model)
             assert learning == 2 * len(targets)
             errors.append(error)
@@ -213,47 +214,25 @@ def test_in_bf16_rounding_is_that_of_one_rank():
     assert any(split > 1.5 * alone for figures in on_ranks(2, in_bf16, 1.1) for alone, split in figures)
 
 
-def documents(rank, kind):
-    errors = {}
+def let_run_on(kind):
+    """Error where transformers' own path lets the state run on from document to document."""
     with in_double():
         model, tokens = tiny_model(kind), tokens_of(32)
-        for lengths in ROWS:
-            alone = found(model, each_alone(model, tokens, lengths))
-            ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
-            inputs = inputs_of(tokens, [16, 16], rank, packed(lengths))
-            errors[str(lengths)] = worst(found(model, [share(model, *inputs)], dist.group.WORLD), alone)
-            ds_sp_overlap.disable(model)
-        inputs = inputs_of(tokens, [32], 0, packed(ROWS[0]))
-        together = worst(found(model, [share(model, *inputs)]), found(model, each_alone(model, tokens, ROWS[0])))
-    return errors, together
+        together = found(model, [share(model, *inputs_of(tokens, [32], 0, packed(ROWS[0])))])
+        return worst(together, found(model, each_alone(model, tokens, ROWS[0])))
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2], "kimi_linear"])
 def test_a_packed_document_begins_with_an_empty_state(kind):
-    for errors, together in on_ranks(2, documents, kind):
+    assert let_run_on(kind) > 1e-3, "the two are told apart"
+    for errors in on_ranks(2, documents, tiny_model, kind, [16, 16], ROWS, TWO):
         assert all(error < FP64 for error in errors.values()), errors
-        assert together > 1e-3, "transformers' own path lets the state run on, so that the two are told apart"
-
-
-def padding(rank, kind, lengths):
-    errors = []
-    with in_double():
-        model, tokens = tiny_model(kind), tokens_of(32)
-        for of_row in ([3, 0], [0, 0], [-4, 2], [17, 30]):  # padding in front, or behind
-            mask = torch.stack([torch.arange(32) >= n if n >= 0 else torch.arange(32) < 32 + n for n in of_row]).long()
-            positions = (mask.cumsum(1) - 1).clamp_min(0)
-            whole = found(model, [share(model, *inputs_of(tokens, [32], 0, positions, mask))])
-            ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
-            inputs = inputs_of(tokens, lengths, rank, positions, mask)
-            errors.append(worst(found(model, [share(model, *inputs)], dist.group.WORLD), whole))
-            ds_sp_overlap.disable(model)
-    return errors
 
 
 @pytest.mark.parametrize("kind, lengths", [("qwen3_next", [16, 16]), ("qwen3_5_text", [1, 31])])
 def test_padding_leaves_no_trace(kind, lengths):
     """transformers makes no mask for a rank with one token."""
-    for errors in on_ranks(2, padding, kind, lengths):
+    for errors in on_ranks(2, padding, tiny_model, kind, lengths, TWO):
         assert all(error < FP64 for error in errors), errors
 
 
@@ -301,28 +280,11 @@ def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do
 # Checkpoints, evaluation, caches.
 
 
-def checkpointed(rank, kind, reentrant):
-    """Two forwards with documents of their own, then one backward."""
-    tokens, layouts = tokens_of(32), ROWS[:2]
-    with in_double():
-        model = tiny_model(kind)
-        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
-        ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.train()
-        for layer in model.model.layers:
-            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
-        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
-        error = worst(found(model, losses, dist.group.WORLD), alone)
-        ds_sp_overlap.disable(model)
-    return error
-
-
 @pytest.mark.singles
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    errors = on_ranks(2, checkpointed, kind, reentrant)
+    errors = on_ranks(2, checkpointed, tiny_model, kind, reentrant, TWO)
     assert all(error < FP64 for error in errors), errors
 
 
@@ -432,39 +394,24 @@ def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_
 # Training.
 
 
-def trained(rank, kind, stages, section, steps=3):
-    """Of each stage the largest relative difference of losses, gradients and parameters from the whole sequence's."""
-    off = {}
-    losses, gradients, parameters = training(rank, kind, 0, None, steps)
-    for stage in stages:
-        mine = training(rank, kind, stage, section, steps, checkpoints=stage == 3 and kind != "qwen3_next")
-        off[stage] = (
-            max(abs(a - b) / abs(b) for a, b in zip(mine[0], losses, strict=True)),
-            worst(mine[1], gradients),
-            worst(mine[2], parameters),
-        )
-    return off
-
-
-FP32 = 1e-3  # sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel; see the fault below
-
-
 @pytest.mark.parametrize("kind", [*map(full, KINDS[:-1]), KINDS[-1]])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
     """Each parameter's gradient, those cut by heads too, is reduced as every other's; ZeRO-3 gathers what no module's call asks for."""
-    for off in on_ranks(2, trained, kind, (0, 1, 3), {"head_groups": 2}, timeout_s=200):
-        assert all(max(figures) < FP32 for figures in off.values()), off
+    stages = [(0, False), (1, False), (3, kind != "qwen3_next")]
+    for off in on_ranks(2, trained, kind, stages, TWO, timeout_s=200):
+        assert max(off.values()) < FP32, off
 
 
-def chosen(rank):
+def chosen(rank, kind):
     with listening() as said:
-        return said, trained(rank, "qwen3_5_text", (0,), {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
+        return said, trained(rank, kind, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
 
 
-def test_g_is_chosen_by_timing():
-    for said, off in on_ranks(2, chosen, timeout_s=200):
-        assert any("4 query and 2 KV heads" in line and "kept: G = " in line for line in said), said
-        assert max(off[0]) < FP32, off
+@pytest.mark.parametrize("kind, kv_heads", [("qwen3_5_text", 2), ("youtu", 1)])
+def test_g_is_chosen_by_timing(kind, kv_heads):
+    for said, off in on_ranks(2, chosen, kind, timeout_s=200):
+        assert any(f"4 query and {kv_heads} KV heads" in line and "kept: G = " in line for line in said), said
+        assert max(off.values()) < FP32, off
 
 
 # Guards.
@@ -476,11 +423,15 @@ def faults_of_cuts(rank):
 
 
 def faults_of_documents(rank):
-    return [f"{lengths}: {error}" for lengths, error in documents(rank, "olmo_hybrid")[0].items() if not error < FP64]
+    return [
+        f"{lengths}: {error}"
+        for lengths, error in documents(rank, tiny_model, "olmo_hybrid", [16, 16], ROWS, TWO).items()
+        if not error < FP64
+    ]
 
 
 def faults_of_checkpoints(rank):
-    error = checkpointed(rank, "qwen3_5_text", False)
+    error = checkpointed(rank, tiny_model, "qwen3_5_text", False, TWO)
     return [] if error < FP64 else [f"{error}"]
 
 

@@ -19,12 +19,11 @@ from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import flash
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.listening import listening
-from tests.harness.models import FP64, packed, worst
+from tests.harness.models import FP64, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import again_in_double, each_alone, found, inputs_of, share, tokens_of, training
+from tests.harness.whole import FP32, against_itself, checkpointed, documents, found, inputs_of, share, tokens_of, trained
 
 KINDS = (
     "deepseek_v3",
@@ -32,6 +31,7 @@ KINDS = (
     "minicpm3",
     "longcat_flash",
 )  # forwards unlike one another; youtu, glm4_moe_lite as the first
+TWO = {"head_groups": 2, "on_unsupported": "error"}
 LATENT, ROTATED, K, V = 24, 8, 16, 8  # of `tiny_config`: r, d_rot, d and d_v
 
 
@@ -105,42 +105,14 @@ def test_a_flash_attention_gets_the_expanded_heads():
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
 
 
-def documents(rank, kind):
-    errors = {}
-    with in_double():
-        model, tokens = tiny_model(kind), tokens_of(32)
-        for lengths in ROWS:
-            alone = found(model, each_alone(model, tokens, lengths))
-            assert enabled(model) == {"latent attention"}
-            inputs = inputs_of(tokens, [20, 12], rank, packed(lengths))
-            errors[str(lengths)] = worst(found(model, [share(model, *inputs)], dist.group.WORLD), alone)
-            ds_sp_overlap.disable(model)
-    return errors
-
-
 def test_packed_documents_are_kept_apart():
-    for errors in on_ranks(2, documents, "deepseek_v3"):
+    for errors in on_ranks(2, documents, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO):
         assert all(error < FP64 for error in errors.values()), errors
-
-
-def checkpointed(rank, kind, reentrant):
-    """Two forwards with documents of their own, then one backward."""
-    tokens, layouts = tokens_of(32), ROWS[:2]
-    with in_double():
-        model = tiny_model(kind)
-        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
-        enabled(model)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.train()
-        for layer in model.model.layers:
-            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
-        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
-        return worst(found(model, losses, dist.group.WORLD), alone)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant):
-    errors = on_ranks(2, checkpointed, "youtu", reentrant)
+    errors = on_ranks(2, checkpointed, tiny_model, "youtu", reentrant, TWO)
     assert all(error < FP64 for error in errors), errors
 
 
@@ -193,29 +165,15 @@ def test_latents_pay_while_a_rank_has_more_heads_numbers(size, pay):
 
 def left_at_the_attention_function(rank):
     """Of layers whose heads are smaller, or whose projection was replaced: what is said, and the error."""
-    said, tokens = [], tokens_of(32)
+    said = []
     with in_double():
         for options, adapter in ((dict(kv_lora_rank=48), False), ({}, True)):
             model = tiny_model("deepseek_v3", **options)
             if adapter:
                 model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)).double()
             report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)).split())
-            said.append((report, error_overlapped(rank, model, tokens)))
+            said.append((report, against_itself(rank, model)[0]))
     return said
-
-
-def error_overlapped(rank, model, tokens):
-    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
-    results = []
-    for lengths, at in (([16, 16], rank), ([32], 0)):
-        model.zero_grad()
-        share(model, *inputs_of(tokens, lengths, at)).backward()
-        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        results.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in learning.items()})
-        for x in results[0].values() if at == rank and len(results) == 1 else ():
-            dist.all_reduce(x)
-        ds_sp_overlap.disable(model)
-    return worst(*results)
 
 
 def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function():
@@ -257,7 +215,7 @@ def adapted_afterwards(rank):
         model = tiny_model("deepseek_v3")
         assert enabled(model) == {"latent attention"}
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)).double()
-        return error_overlapped(rank, model, tokens_of(32))
+        return against_itself(rank, model)[0]
 
 
 def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
@@ -376,34 +334,10 @@ def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone():
         assert error < FP64 and calls == 2  # layers
 
 
-FP32 = 1e-3  # sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
-
-
-def trained(rank, stages, section, steps=3):
-    """Of each stage the largest relative difference of losses, gradients and parameters from the whole sequence's."""
-    off, (losses, gradients, parameters) = {}, training(rank, "youtu", 0, None, steps)
-    for stage, checkpoints in stages:
-        mine = training(rank, "youtu", stage, section, steps, checkpoints=checkpoints)
-        loss = max(abs(a - b) / abs(b) for a, b in zip(mine[0], losses, strict=True))
-        off[stage, checkpoints] = loss, worst(mine[1], gradients), worst(mine[2], parameters)
-    return off
-
-
 def test_training_under_zero_is_that_of_the_whole_sequence():
     """The projection's gradient, cut by heads, is reduced as every other's."""
-    for off in on_ranks(2, trained, [(0, False), (3, False), (3, True)], {"head_groups": 2}, timeout_s=200):
-        assert all(max(figures) < FP32 for figures in off.values()), off
-
-
-def chosen(rank):
-    with listening() as said:
-        return said, trained(rank, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
-
-
-def test_g_is_chosen_by_timing():
-    for said, off in on_ranks(2, chosen, timeout_s=200):
-        assert any("4 query and 1 KV heads" in line and "kept: G = " in line for line in said), said
-        assert max(off[0, False]) < FP32, off
+    for off in on_ranks(2, trained, "youtu", [(0, False), (3, False), (3, True)], TWO, timeout_s=200):
+        assert max(off.values()) < FP32, off
 
 
 # Guards.

@@ -21,12 +21,26 @@ from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.models import FP64, packed, worst
+from tests.harness.models import FP64, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import again_in_double, each_alone, found, inputs_of, rounding, share, tokens_of, training
+from tests.harness.whole import (
+    FP32,
+    against_itself,
+    checkpointed,
+    documents,
+    found,
+    inputs_of,
+    padding,
+    rounding,
+    share,
+    tokens_of,
+    trained,
+    training,
+)
 
+STRICT = {"on_unsupported": "error"}
 SHORT = ("lfm2", "lfm2_moe", "lfm3", "zaya")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax", "recurrent_gemma")
 CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
@@ -111,17 +125,6 @@ ROWS = [
 ]
 
 
-def documents(rank, kind, lengths, rows=ROWS):
-    errors = {}
-    with in_double():
-        model, tokens = model_of(kind), tokens_of(32)
-        for row in rows:
-            alone = found(model, each_alone(model, tokens, row))
-            inputs = inputs_of(tokens, lengths, rank, packed(row))
-            errors[str(row)] = compared(rank, model, alone, inputs)
-    return errors
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -136,23 +139,8 @@ def documents(rank, kind, lengths, rows=ROWS):
 )
 @pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
 def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
-    for errors in on_ranks(len(lengths), documents, kind, lengths):
+    for errors in on_ranks(len(lengths), documents, model_of, kind, lengths, ROWS, STRICT):
         assert all(error < FP64 for error in errors.values()), errors
-
-
-def padding(rank, kind, lengths):
-    errors = []
-    with in_double():
-        model, tokens = model_of(kind), tokens_of(32)
-        labels = tokens.roll(-1, 1)
-        for of_row in ([3, 0], [-4, 2], [17, 30]):  # padding in front, or behind
-            mask = torch.stack([torch.arange(32) >= n if n >= 0 else torch.arange(32) < 32 + n for n in of_row]).long()
-            positions = (mask.cumsum(1) - 1).clamp_min(0)
-            real = [row > 0 for row in mask]
-            losses = (share(model, dict(input_ids=tokens[i : i + 1, r]), labels[i : i + 1, r]) for i, r in enumerate(real))
-            alone = found(model, losses)
-            errors.append(compared(rank, model, alone, inputs_of(tokens, lengths, rank, positions, mask)))
-    return errors
 
 
 @pytest.mark.parametrize(
@@ -160,7 +148,7 @@ def padding(rank, kind, lengths):
     [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16]), full("zaya", [1, 31])],
 )
 def test_padding_leaves_no_trace(kind, lengths):
-    for errors in on_ranks(2, padding, kind, lengths):
+    for errors in on_ranks(2, padding, model_of, kind, lengths, STRICT):
         assert all(error < FP64 for error in errors), errors
 
 
@@ -199,7 +187,7 @@ def by_heads(rank, kind, result, lengths, options):
     with kernel(kind, result):
         section = {"check": True, "evaluated": True}
         errors = against_whole(rank, [kind], lengths, options, section)
-        return [*errors.values(), *documents(rank, kind, lengths, ROWS[2:]).values()]
+        return [*errors.values(), *documents(rank, model_of, kind, lengths, ROWS[2:], STRICT).values()]
 
 
 @pytest.mark.parametrize(
@@ -242,21 +230,6 @@ def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ran
 # What learns, and in which precision.
 
 
-def against_itself(rank, model):
-    """Error of the gradients of what learns in ``model``, and how many there are."""
-    tokens, results = tokens_of(32), []
-    for lengths, at, group in (([32], 0, None), ([16, 16], rank, dist.group.WORLD)):
-        if group is not None:
-            ds_sp_overlap.enable(model, {}, group)
-        model.zero_grad()
-        share(model, *inputs_of(tokens, lengths, at)).backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
-        for x in results[-1].values() if group is not None else ():
-            dist.all_reduce(x, group=group)
-    ds_sp_overlap.disable(model)
-    return worst(results[1], results[0]), len(results[0])
-
-
 def partly_trained(rank):
     """Errors where all but some parameters are frozen, and with adapters on every projection."""
     errors = {}
@@ -267,10 +240,12 @@ def partly_trained(rank):
                 for name, p in model.named_parameters():
                     p.requires_grad = any(word in name for word in words)
                 if any(p.requires_grad for p in model.parameters()):
+                    ds_sp_overlap.enable(model, STRICT, dist.group.WORLD)
                     errors[kind, words] = against_itself(rank, model)[0]
             model = get_peft_model(
                 model_of(kind), LoraConfig(r=4, target_modules=targets.split(","), init_lora_weights=False)
             ).double()
+            ds_sp_overlap.enable(model, {}, dist.group.WORLD)
             errors[kind, "lora"], learning = against_itself(rank, model)
             assert learning >= 4
     return errors
@@ -356,23 +331,6 @@ def test_z_is_projected_while_channels_travel():
 # Checkpoints, evaluation, caches, refusals.
 
 
-def checkpointed(rank, kind, reentrant):
-    """Two forwards with documents of their own, then one backward."""
-    tokens, layouts = tokens_of(32), ROWS[:2]
-    with in_double():
-        model = model_of(kind)
-        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
-        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.train()
-        for layer in getattr(model, "backbone", model.base_model).layers:
-            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
-        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
-        error = worst(found(model, losses, dist.group.WORLD), alone)
-        ds_sp_overlap.disable(model)
-    return error
-
-
 @pytest.mark.parametrize(
     "kind, reentrant",
     [
@@ -386,7 +344,7 @@ def checkpointed(rank, kind, reentrant):
     ],
 )
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    errors = on_ranks(2, checkpointed, kind, reentrant)
+    errors = on_ranks(2, checkpointed, model_of, kind, reentrant, STRICT)
     assert all(error < FP64 for error in errors), errors
 
 
@@ -450,28 +408,13 @@ def test_code_that_is_not_known_is_refused_by_name():
 # Training.
 
 
-def trained(rank, kind, stages, steps=3):
-    """Of each stage the largest relative difference of losses, gradients and parameters from the whole sequence's."""
-    off = {}
-    losses, gradients, parameters = training(rank, kind, 0, None, steps)
-    for stage in stages:
-        mine = training(rank, kind, stage, {}, steps, checkpoints=stage == 3)
-        off[stage] = (
-            max(abs(a - b) / abs(b) for a, b in zip(mine[0], losses, strict=True)),
-            worst(mine[1], gradients),
-            worst(mine[2], parameters),
-        )
-    return off
-
-
-FP32 = 1e-3  # as for delta nets
-
-
 @pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
-    stages = (0, 1, 2, 3)[: 3 if kind == "zaya" else 4]  # DeepSpeed's third raises where ranks call other experts
-    for off in on_ranks(2, trained, kind, stages, timeout_s=200):
-        assert all(max(figures) < FP32 for figures in off.values()), off
+    stages = [(0, False), (1, False), (2, False), (3, True)][
+        : 3 if kind == "zaya" else 4
+    ]  # DeepSpeed's third raises where ranks call other experts
+    for off in on_ranks(2, trained, kind, stages, {}, timeout_s=200):
+        assert max(off.values()) < FP32, off
 
 
 def curves(rank, kind, rate, steps=30):
@@ -531,7 +474,7 @@ def faults_of_states(rank):
 
 
 def faults_of_documents(rank):
-    errors = documents(rank, "nemotron_h", [9, 2, 21])
+    errors = documents(rank, model_of, "nemotron_h", [9, 2, 21], ROWS, STRICT)
     return [f"{rows}: {error}" for rows, error in errors.items() if not error < FP64]
 
 
@@ -553,7 +496,7 @@ def test_a_fault_of_the_scan_is_seen():
 
 
 def faults_of_checkpoints(rank):
-    error = checkpointed(rank, "mamba", False)
+    error = checkpointed(rank, model_of, "mamba", False, STRICT)
     return [] if error < FP64 else [f"{error}"]
 
 

@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 import ds_sp_overlap
 from tests.harness.families import draw, tiny_config, tiny_model
-from tests.harness.models import ds_config, engine_of
-from tests.harness.sweep import Double
+from tests.harness.models import ds_config, engine_of, packed, worst
+from tests.harness.sweep import Double, in_double
 
 RATE = 1e-3
+FP32 = 1e-3  # of trainings: sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
 
 
 def tokens_of(seq, rows=2):
@@ -104,6 +105,82 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
             parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return losses, gradients, parameters
+
+
+def trained(rank, kind, stages, section, steps=3):
+    """Of each stage, with checkpoints or without, the largest relative difference of losses, gradients and parameters from the
+    whole sequence's."""
+    off, expected = {}, training(rank, kind, 0, None, steps)
+    for stage, checkpoints in stages:
+        losses, *tensors = training(rank, kind, stage, section, steps, checkpoints=checkpoints)
+        of_losses = max(abs(a - b) / abs(b) for a, b in zip(losses, expected[0], strict=True))
+        off[stage, checkpoints] = max(of_losses, *map(worst, tensors, expected[1:]))
+    return off
+
+
+# Of models in fp64, made by ``make(kind)``.
+
+
+def split_error(rank, model, expected, section, lengths, positions=None, mask=None):
+    """Error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence."""
+    ds_sp_overlap.enable(model, section, dist.group.WORLD)
+    inputs = inputs_of(tokens_of(sum(lengths)), lengths, rank, positions, mask)
+    error = worst(found(model, [share(model, *inputs)], dist.group.WORLD), expected)
+    ds_sp_overlap.disable(model)
+    return error
+
+
+def documents(rank, make, kind, lengths, rows, section):
+    """Errors of packed documents from those of each alone, by their lengths."""
+    errors = {}
+    with in_double():
+        model = make(kind)
+        for row in rows:
+            alone = found(model, each_alone(model, tokens_of(32), row))
+            errors[str(row)] = split_error(rank, model, alone, section, lengths, packed(row))
+    return errors
+
+
+def padding(rank, make, kind, lengths, section):
+    """Errors of rows with padding in front or behind from those of their tokens alone."""
+    errors, tokens = [], tokens_of(32)
+    labels = tokens.roll(-1, 1)
+    with in_double():
+        model = make(kind)
+        for of_row in ([3, 0], [0, 0], [-4, 2], [17, 30]):
+            mask = torch.stack([torch.arange(32) >= n if n >= 0 else torch.arange(32) < 32 + n for n in of_row]).long()
+            real = [row > 0 for row in mask]
+            losses = (share(model, dict(input_ids=tokens[i : i + 1, r]), labels[i : i + 1, r]) for i, r in enumerate(real))
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            errors.append(split_error(rank, model, found(model, losses), section, lengths, positions, mask))
+    return errors
+
+
+def checkpointed(rank, make, kind, reentrant, section):
+    """Error of two forwards with documents of their own, then one backward."""
+    tokens, layouts = tokens_of(32), ([[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]])
+    with in_double():
+        model = make(kind)
+        alone = found(model, (loss for lengths in layouts for loss in each_alone(model, tokens, lengths)))
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for layer in getattr(model, "backbone", model.base_model).layers:
+            layer._gradient_checkpointing_func = again_in_double(layer._gradient_checkpointing_func)
+        losses = [share(model, *inputs_of(tokens, [16, 16], rank, packed(lengths))) for lengths in layouts]
+        error = worst(found(model, losses, dist.group.WORLD), alone)
+        ds_sp_overlap.disable(model)
+    return error
+
+
+def against_itself(rank, model):
+    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it; and how many there are."""
+    results = []
+    for lengths, at, group in (([16, 16], rank, dist.group.WORLD), ([32], 0, None)):
+        learning = {name for name, p in model.named_parameters() if p.requires_grad}
+        result = found(model, [share(model, *inputs_of(tokens_of(32), lengths, at))], group)
+        results.append({name: x for name, x in result.items() if name in learning})
+        ds_sp_overlap.disable(model)
+    return worst(*results), len(results[1])
 
 
 def rounding(rank, model, reference, section, taps, factor=1.0, autocast=False):

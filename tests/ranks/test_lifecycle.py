@@ -475,7 +475,11 @@ def test_a_layer_that_would_be_exchanged_twice_is_refused():
         assert "text.model.layers.0.self_attn.attn is part of text.model.layers.0.self_attn: " + AUTOSP in refused[1]
 
 
-def test_autosps_compile_pass_is_refused_beside_the_section():
-    config = {"train_batch_size": 1, "sp_overlap": {}, "compile": {"deepcompile": True, "passes": ["autosp"]}}
+def with_autosps_pass(rank):
+    config = {"train_batch_size": 2, "sp_overlap": {}, "compile": {"deepcompile": True, "passes": ["autosp"]}}
     with pytest.raises(ValueError, match='sp_overlap: compile.passes has "autosp", which exchanges by itself'):
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+
+
+def test_autosps_compile_pass_is_refused_beside_the_section():
+    on_ranks(2, with_autosps_pass)

@@ -117,16 +117,14 @@ def judge_odd(rank, kind, odd=None):
 
 def judge_misread(rank, kind, odd):
     """With a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
-    execute = accounting.Accounting.execute
+    judge = accounting.Accounting.__torch_function__
 
-    def clamp_for_nothing(account, name, function, args, kwargs):
-        return args[0] if name == "clamp_" else execute(account, name, function, args, kwargs)
+    def clamp_for_nothing(account, function, types, args=(), kwargs=None):
+        is_clamp = getattr(function, "__name__", "") == "clamp_"
+        return args[0] if is_clamp else judge(account, function, types, args, kwargs)
 
     unseen = mock.patch.object(driven, "difference", return_value="")
-    with (
-        mock.patch.multiple(accounting, MOVES=accounting.MOVES | {"clamp_"}),
-        mock.patch.object(accounting.Accounting, "execute", clamp_for_nothing),
-    ):
+    with mock.patch.object(accounting.Accounting, "__torch_function__", clamp_for_nothing):
         trials = judge_odd(rank, kind, odd)
         with unseen:
             trials.update((f"{name}, unseen", trial) for name, trial in judge_odd(rank, kind, odd).items())

@@ -86,7 +86,6 @@ OWN = {"own"}
 NEVER = "if False:"
 WATCHED = [
     Watched(Guard("only known operations", without=NEVER), unless("detached always, of q"), ranks=0),
-    Watched(Guard("sizes that differ may be equal in another call", without="if int(int.__add__(self, 0)) != other: return False\nif False:"), unless("scaling at one length"), ranks=0),
     Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
     Watched(Guard("what is done around it", without=NEVER), unless("a wrapper without autocast", OWN), ranks=0),
     Watched(Guard("torch is asked nothing", without=NEVER), unless("scaling by gradients", OWN), ranks=0),

@@ -81,38 +81,20 @@ class LoadedGlobal(NamedTuple):
 class Size(int):
     """A size of a tensor that varies between calls: of the batch or the sequence, or a multiple.
 
-    Code may give another tensor this size, multiply the size, or compare it with an equal one.
-    Everything else fails.
+    Code may give another tensor this size. Everything else fails.
     """
 
     accounting: Accounting
 
-    def __mul__(self, other: Any) -> int:
-        """Return the product, which varies as well."""
-        self.accounting.sizes.add(product := int.__mul__(self, other))
-        return self.accounting.wrap_size(product)
-
-    __rmul__ = __mul__
-
-    def __eq__(self, other: object) -> bool:
-        """Return True for an equal `Size`; fail for anything else, so never return False."""
-        same = isinstance(other, Size) and int.__eq__(self, other)
-        if not same:  # guard: sizes that differ may be equal in another call
-            self.accounting.fail("compares a size of its tensors")
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
 
 def _refuse_arithmetic(size: Size, *_: Any) -> Any:
-    """Fail; stands for all operators of a `Size` but ``*``, ``==`` and ``!=``."""
+    """Fail; stands for all operators of a `Size`."""
     fail = size.accounting.fail
     return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
 
 for _name in (
-    "add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg pos abs divmod "
+    "eq ne mul rmul add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg pos abs divmod "
     "rdivmod round floor ceil trunc lt le gt ge bool int float hash lshift rlshift rshift rrshift "
     "and rand or ror xor rxor invert str repr format"
 ).split():
@@ -235,6 +217,7 @@ class Accounting(TorchFunctionMode):
 
     Attributes:
         fault: The reason why the code is unknown; empty if it is not.
+        hidden: Stands for the dtypes and devices of tensors; None to show them.
 
     Raises:
         Unknown: if the code does anything that is not accounted for, even if the code itself
@@ -245,6 +228,7 @@ class Accounting(TorchFunctionMode):
         super().__init__()
         self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {0, 1}
         self.fault = ""
+        self.hidden: Any = None
 
     def fail(self, reason: str) -> NoReturn:
         """Raise Unknown, and remember the first reason, with which `__exit__` raises it again."""
@@ -274,7 +258,7 @@ class Accounting(TorchFunctionMode):
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
-            return self.dtype_or_device(name, args[0])
+            return getattr(args[0], name) if self.hidden is None else self.hidden
         if name == "dropout":
             return self._dropout(*args, **kwargs)
         if name == "__getitem__" and not self._is_constant_index(args[1]):
@@ -284,15 +268,7 @@ class Accounting(TorchFunctionMode):
         has_size = any(isinstance(x, Size) for x in (*args, *kwargs.values()))
         if name not in MOVES and has_size:  # guard: sizes are no numbers
             self.fail("computes with a size of its tensors")
-        return self.execute(name, function, args, kwargs)
-
-    def execute(self, name: str, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Execute an operation that is allowed by its name; subclasses check its arguments."""
         return function(*args, **kwargs)
-
-    def dtype_or_device(self, name: str, x: Tensor) -> Any:
-        """Return the dtype or the device of a tensor, as the code sees it."""
-        return getattr(x, name)
 
     def wrap_size(self, count: int) -> int:
         """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""

@@ -132,7 +132,7 @@ class Read:
         names: list[str] = []
         for path, value in self.lookups:
             if has_changed(module, path, value):
-                names.append(".".join(map(str, path)))
+                names.append(".".join(path))
         for name, before in self.norms.items():
             if fixed_state(getattr(module, name)) != before:
                 names.append(name)
@@ -210,16 +210,10 @@ class Reader:
         return {**read.options, **parameters}
 
 
-def has_changed(module: Any, path: tuple[Any, ...], value: Any) -> bool:
+def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
     """Return whether there is now something else than ``value`` at ``path``, a path of a Lookup."""
     for step in path:
-        # An item of a list or dict.
-        if isinstance(step, tuple):
-            try:
-                module = module[step[0]]
-            except (LookupError, TypeError):
-                module = MISSING
-        elif step == "__class__":
+        if step == "__class__":
             module = own_class(type(module))
         else:
             module = getattr(module, step, MISSING)
@@ -292,9 +286,7 @@ def _read_cases(module: Any, training: bool) -> Read:
         keywords |= code.words - trace.options.keys()
     first, options = readings[0]
     if any(each != (first, options) for each in readings):  # guard: in every case
-        raise Unknown(
-            "its forward is another one without a mask, for other tokens or in another dtype"
-        )
+        raise Unknown("its forward is another one without a mask or for other tokens")
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     read = Read(first, options, list(lookups.values()), loaded_globals, norms={})

@@ -49,11 +49,6 @@ class Library:
         )
 
 
-def _version(text: str) -> tuple[int, ...]:
-    """Return (major, minor) of a version such as "2.10.0+cu128"."""
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
-
-
 def load(path: Path) -> Library:
     """Load a library; a failure is no exception.
 
@@ -72,8 +67,6 @@ def load(path: Path) -> Library:
         f"{built['cuda'] or 'none'} for the stable ABI from torch {built['abi']} on, "
         f"found torch {torch.__version__} with CUDA {torch.version.cuda or 'none'}"
     )
-    if _version(torch.__version__) < _version(built["abi"]):
-        return Library(reason=reason, failed=True)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

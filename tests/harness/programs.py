@@ -110,7 +110,7 @@ class Program(Written):
     """
     shapes      local lengths by batch size: a tensor's first dimension says whose tokens it has
     transport   "plain", "late" or "delayed": the last two with spoiled buffers (`transports`)
-    autocast    of fp64, which it leaves alone; of fp32 to bf16 if ``half``
+    autocast    of fp64, which it leaves alone
     rank_major  projections write the send buffers wherever that is possible, not only from slices
     folds       rotation in the operators that move q and k
     """
@@ -122,7 +122,6 @@ class Program(Written):
     layers: tuple
     statements: tuple
     autocast: bool = False
-    half: bool = False
     transport: str = "plain"
     rank_major: bool = False
     folds: bool = False
@@ -604,7 +603,7 @@ class Layer:
         rows = []
         for row in range(batch if self.spec.by_row else 1):
             positions = torch.arange(sum(self.world.program.shapes[batch])) + 3 * row
-            rows.append(reference.rope_tables(positions, self.spec.rotary_dims, self.world.dtype))
+            rows.append(reference.rope_tables(positions, self.spec.rotary_dims, torch.float64))
         tables = (torch.stack(each) for each in zip(*rows))
         return [table * self.modules["turn"].weight if self.spec.learned else table for table in tables]
 
@@ -642,19 +641,14 @@ class World:
     records   what is compared, by name: (tensor or flag, whether it has tokens [b, s, ..])
     """
 
-    def __init__(self, program, rank=None, mover=None, exact=True, nudged=None):
+    def __init__(self, program, rank=None, mover=None, nudged=None):
         self.program, self.rank, self.whole, self.mover = program, rank, rank is None, mover
-        self.exact = exact and self.whole
-        self.dtype = torch.float32 if program.half and not self.exact else torch.float64
         self.values, self.leaves, self.retained, self.records = {}, {}, {}, {}
         self.in_backward = False
         torch.manual_seed(program.seed)
         made = []
         for spec in program.layers:
             made.append(modules_of(spec, program.width, made))
-        if program.half:
-            for modules in made:
-                modules.float().to(self.dtype)
         self.made = nn.ModuleList(made)
         if nudged is not None:
             torch.manual_seed(nudged)
@@ -675,8 +669,7 @@ class World:
     def random(self, name, batch):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.program.seed} {name}".encode()))
         size = batch, sum(self.program.shapes[batch]), self.program.width
-        x = torch.randn(size, dtype=torch.float64, generator=generator)
-        return (x.float() if self.program.half else x).to(self.dtype)
+        return torch.randn(size, dtype=torch.float64, generator=generator)
 
     def part(self, x, batch=None):
         """This rank's tokens of ``x`` [b, s, ..]."""
@@ -684,7 +677,7 @@ class World:
         return x if self.whole else x.narrow(1, sum(lengths[: self.rank]), lengths[self.rank])
 
     def autocast(self):
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast and not (self.program.half and self.exact))
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast)
 
     def parameters(self):
         return list(self.made.named_parameters())
@@ -780,9 +773,6 @@ def faults(rank, program, delayed, acted):
     """What a program gets wrong on this rank; ``acted`` counts what it really did."""
     expected = World(program).run()
     tolerance = 1e-12
-    if program.half:  # nobody is nearer than the whole sequence in one process is
-        rounded = World(program, exact=False)
-        tolerance = 0.02 + 4 * max(errors(rounded, rounded.run(), expected).values())
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
     by_rank = operations.by_rank
 
@@ -805,7 +795,7 @@ def faults(rank, program, delayed, acted):
         world.settle()
         acted["two legs"] += relay.call_count
     wrong = errors(world, got, expected)
-    if not program.half and any(isinstance(e, float) and e > tolerance for e in wrong.values()):
+    if any(isinstance(e, float) and e > tolerance for e in wrong.values()):
         # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
         worlds = [World(program, nudged=seed) for seed in range(3)]
         tolerance = max(
@@ -821,8 +811,7 @@ def faults(rank, program, delayed, acted):
         acted["transfers"] += len(getattr(mover, "transfers", ()))
         found += mover.faults
         mover.faults.clear()
-    kind = "worst bf16" if program.half else "worst"
-    acted[kind] = max([acted[kind], *(e for e in wrong.values() if isinstance(e, float))])
+    acted["worst"] = max([acted["worst"], *(e for e in wrong.values() if isinstance(e, float))])
     return found
 
 
@@ -852,7 +841,7 @@ class _Draw:
         self.random, self.ranks = random.Random(seed), ranks_of(seed)
         self.windows = random.Random(-1 - seed)  # of its own: what else a seed draws is as it was
         self.sharing = random.Random(f"shares {seed}")
-        self.half = self.chance(0.05)
+        self.chance(0.05)  # drew bf16 once: what else a seed draws is as it was
         self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
         self.least = min(map(sum, self.shapes.values()))
         self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
@@ -869,7 +858,7 @@ class _Draw:
         self.program = Program(
             seed=seed, ranks=self.ranks, width=self.some(2, 8), shapes=self.shapes, layers=tuple(self.layers),
             statements=tuple(self.with_retained()),
-            half=self.half, autocast=self.half or self.chance(0.2),
+            autocast=self.chance(0.2),
             transport=self.transport, rank_major=self.chance(0.3), folds=self.chance(0.15), counts=self.chance(0.3),
         )  # fmt: skip
 
@@ -1124,8 +1113,7 @@ def announced(seed):
 
 def told(batch, results, acted):
     for _, counts in results:
-        for kind in ("worst", "worst bf16"):
-            acted[kind] = max(acted[kind], counts.pop(kind, 0))
+        acted["worst"] = max(acted["worst"], counts.pop("worst", 0))
         acted.update(counts)
     reports = []
     for seed in batch:

@@ -38,7 +38,7 @@ def test_a_program_that_once_failed_is_right(seed):
 
 
 FLAGS = (
-    "autocast", "half", "rank_major", "folds", "counts", "block", "batch_first", "view", "fused", "bias", "learned", "by_row", "causal",
+    "autocast", "rank_major", "folds", "counts", "block", "batch_first", "view", "fused", "bias", "learned", "by_row", "causal",
     "same", "alike", "trains", "retain",
 )  # fmt: skip
 VALUES = {  # of what a program says of itself, its layers and its statements, each of which some programs have

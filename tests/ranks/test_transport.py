@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import types
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -237,28 +236,6 @@ def test_a_start_up_that_came_too_late_for_the_order_says_so_once():
     (said, nothing), (here, also) = (on_ranks(2, said_of_the_order, value) for value in (None, "0"))
     assert len(said) == 1 and "Import ds_sp_overlap first" in said[0]
     assert here == also == []
-
-
-def timeouts(rank):
-    group, nccl = dist.new_group([0, 1], timeout=timedelta(minutes=77)), Nccl()
-    with nccl():
-        SPGroup(group, "auto").prepare()
-    return [options["timeout"] for _, options in nccl.made]
-
-
-def test_the_communicator_waits_for_a_rank_as_long_as_the_sp_group():
-    """Else a group that waits for an hour, for a checkpoint, is ended by torch's ten minutes."""
-    assert on_ranks(2, timeouts) == [[timedelta(minutes=77)]] * 2
-
-
-def communicators_of_unequal_ranks(rank):
-    return communicators(rank, "auto", groups_made=lambda: 1 + rank)
-
-
-def test_no_communicator_is_made_where_the_ranks_would_wait_for_it_under_different_names():
-    """torch names a group that only its members make by how many groups this process has."""
-    for made, given, warned in on_ranks(2, communicators_of_unequal_ranks):
-        assert made == [] and len(warned) == 1 and "have made" in warned[0]
 
 
 def test_c10d_uses_the_group_as_it_was_given():

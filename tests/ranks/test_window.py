@@ -485,16 +485,6 @@ def told_of_a_changed_mask(rank):
     return [] if isinstance(addend_changed(rank, with_another_mask), tuple) else ["another mask is read"]
 
 
-def changes_shared_keys(rank):
-    shape = Shape(heads=8, kv_heads=2, config={"head_groups": 4, "window": 2})
-    return refusal(outcome, rank, shape, changes_query_and_key)
-
-
-def test_keys_that_two_groups_read_are_not_changed_in_place_in_silence():
-    for kind, message in on_ranks(2, changes_shared_keys):
-        assert kind == "RuntimeError" and "local attention changes k or v in place" in message
-
-
 # What is refused.
 
 

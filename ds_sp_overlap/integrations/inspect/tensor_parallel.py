@@ -27,16 +27,15 @@ def is_cut(module: nn.Module) -> bool:
 def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
     """Return the query and KV heads of an attention layer on each tensor-parallel rank.
 
-    Pairs (query heads, KV heads), by tensor-parallel rank. The list is empty for a layer that
-    AutoTP did not cut.
+    Pairs (query heads, KV heads), by tensor-parallel rank; one pair for a layer that AutoTP did not
+    cut.
     """
     config, cut = module.config, _cut_layers(module)
-    if not cut:
-        return []
     heads = config.num_attention_heads
+    # A config that gives no KV heads has as many as query heads.
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # If no layer tells the sizes of the slices (fused layers don't), the slices are equal.
-    sizes: Sequence[int] = (1,) * cut[0].tp_world_size
+    sizes: Sequence[int] = (1,) * (cut[0].tp_world_size if cut else 1)
     for layer in cut:
         # AutoTP cuts all layers of an attention along the same KV heads, so one of them is enough.
         if getattr(layer, "_partition_sizes", None):
@@ -45,10 +44,10 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
     return [(heads * size // sum(sizes), kv_heads * size // sum(sizes)) for size in sizes]
 
 
-def heads_here(module: Any) -> tuple[int, int] | None:
-    """Return the query and KV heads of this tensor-parallel rank; None if AutoTP did not cut."""
-    of_ranks = heads_of_ranks(module)
-    return of_ranks[_cut_layers(module)[0].tp_index] if of_ranks else None
+def heads_here(module: Any) -> tuple[int, int]:
+    """Return the query and KV heads of an attention layer on this tensor-parallel rank."""
+    cut = _cut_layers(module)
+    return heads_of_ranks(module)[cut[0].tp_index if cut else 0]
 
 
 def out_features(module: Any) -> int | None:

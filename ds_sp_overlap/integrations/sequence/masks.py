@@ -50,7 +50,7 @@ def read(function: Callable) -> Pattern:
     """Return the pattern of a mask function of transformers.
 
     Called when a model makes its masks, once for each; no mask is computed. Layers and models that
-    say themselves that they are not causal are refused before (`modules.why_not`, `Forwards.of`).
+    say themselves that they are not causal are refused before (`modules.why_not`, `refuse_unhonoured`).
 
     Raises:
         ValueError: for a mask function with a part that is not known here, or without a causal one.

@@ -116,7 +116,6 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundL
             search.add_attention(name, module)
     search.add_mixers()
     search.add_hosts()
-    search.add_rotary_embeddings()
     return search.layers, search.binds
 
 
@@ -214,7 +213,7 @@ class _Search:
 
     def _check_tensor_parallel(self, name: str, module: Any, overlap: OverlapSettings) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
-        of_ranks = heads_of_ranks(module)
+        of_ranks = heads_of_ranks(module) if is_cut(module) else []
         # Each rank checks all, since a rank that is refused alone leaves the others waiting.
         for rank, (heads, kv_heads) in enumerate(of_ranks):
             try:
@@ -249,12 +248,7 @@ class _Search:
             unknown: The reason why its forward is not known.
             overlap: The layer's settings.
         """
-        config, heads = module.config, module.config.num_attention_heads
-        # A config that gives no KV heads has as many as query heads.
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # AutoTP cuts heads and leaves the config as it is.
-        if (here := heads_here(module)) is not None:
-            heads, kv_heads = here
+        heads, kv_heads = heads_here(module)
         # Empty if latents travel in place of k and v; None for a layer that has none.
         no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
@@ -297,7 +291,9 @@ class _Search:
             )
 
     def add_hosts(self) -> None:
-        """Add the models around the layers, whose forward gathers positions and masks."""
+        """Add the models around the layers, which gather positions and masks; and the rotary
+        embeddings whose frequencies depend on the largest position.
+        """
         configs = []
         # Masks are made with the config of the model, or of the language model in it.
         for at in self.hosted:
@@ -308,7 +304,11 @@ class _Search:
         files = [names_around(self.modules[name]) for name in self.mixers]
         namespaces = {id(names): names for names in files if RECURRENT in names}
         bound = {layer.name: layer.module for layer in self.layers if layer.bind is not None}
-        bound |= {name: module for name, module in self.modules.items() if goes_by_length(module)}
+        for name, module in self.modules.items():
+            if goes_by_length(module):
+                bound[name] = module
+                forward = stretched(name, module, self.forwards)
+                self.binds[module] = functools.partial(rebind, module, forward)
         for at, layers in self.hosted.items():
             name, model = at or type(self.model).__name__, self.modules[at]
             functions = {key: layer for key, layer in layers.items() if key in self.unseen}
@@ -327,13 +327,6 @@ class _Search:
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=refuse_copy
             )
-
-    def add_rotary_embeddings(self) -> None:
-        """Add the rotary embeddings whose frequencies depend on the largest position."""
-        for name, module in self.modules.items():
-            if goes_by_length(module):
-                forward = stretched(name, module, self.forwards)
-                self.binds[module] = functools.partial(rebind, module, forward)
 
 
 def layer_shape(model: str) -> dict[str, int | None]:

@@ -301,6 +301,9 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     # The innermost models around attention layers. A convolution elsewhere (of images) is harmless.
     around = (models_around(name, modules) for name in attention)
     decoders = {models[0][1] for models in around if models}
+    # Decoder layers and whole models take a sequence's arguments to pass them to their children.
+    library = sys.modules.get("transformers.modeling_layers")
+    passing_on = getattr(library, "GradientCheckpointingLayer", ()), pretrained()
     mixing: dict[str, nn.Module] = {}
     inside_exchanged = tuple(f"{name}." for name in exchanged)
     # Inner modules come first: only the innermost module that mixes is named.
@@ -308,7 +311,8 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
         if name in exchanged or name.startswith(inside_exchanged):
             continue
         convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        if not convolution and (name in attention or _only_holds(module) or not mixes(module)):
+        passes_on = name in attention or isinstance(module, passing_on)
+        if not convolution and (passes_on or not mixes(module)):
             continue
         models = models_around(name, modules)
         if not models or not takes_tokens(models[0][1]):
@@ -328,16 +332,6 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
             "functions, and each rank would see its own tokens alone; not supported with sequence "
             "parallelism"
         )
-
-
-def _only_holds(module: nn.Module) -> bool:
-    """Return whether a module takes a sequence's arguments only to pass them to its children.
-
-    So do decoder layers and whole models.
-    """
-    library = sys.modules.get("transformers.modeling_layers")
-    block = getattr(library, "GradientCheckpointingLayer", ())
-    return isinstance(module, (block, pretrained()))
 
 
 def first_of(name: str, module: nn.Module, count: int) -> str:

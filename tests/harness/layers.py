@@ -104,6 +104,15 @@ def my_slice(shape, rank, x, batch_first=None):
     return (x if shape.batch_first else x.transpose(0, 1)).contiguous()
 
 
+def mine(rank, shape, *args, change=None, **options):
+    """The layer on this rank: its modules, behind ``change(modules)``, the block over them, and this rank's hidden states and cotangent."""
+    layer = projections(shape)
+    if change:
+        change(layer)
+    x, dy = (my_slice(shape, rank, t) for t in whole_inputs(shape))
+    return layer, block(shape, layer, torch.distributed.group.WORLD, *args, **options), x, dy
+
+
 def call_block(shape, attend, rank, x):
     tables = None
     if shape.rope:

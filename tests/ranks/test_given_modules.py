@@ -164,9 +164,7 @@ def fails_between_start_and_finish(rank, shape, place):
     def broken(*args):
         raise Deliberate(place)
 
-    layer = layers.projections(shape)
-    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    layer, attend, x, _ = layers.mine(rank, shape)
     if place == "attention":
         attend.local_attention = broken
     elif place == "rope":

@@ -41,11 +41,7 @@ def layer_of(rank, shape, mover=None, local=None, change=None):
             [],
             dy,
         )
-    layer = layers.projections(shape)
-    if change:
-        change(layer)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover, local)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layer, attend, x, dy = layers.mine(rank, shape, mover, local, change=change)
     return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
 
 

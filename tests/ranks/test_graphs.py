@@ -38,9 +38,7 @@ def on_streams(layer, backend=None):
 def self_attention(rank, **config):
     """A step of a `SelfAttention`, and its layer."""
     shape = Shape(heads=6, kv_heads=3, config={"head_groups": 1, **config})  # k and v are indexed
-    modules = layers.projections(shape)
-    attend = layers.block(shape, modules, dist.group.WORLD)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    modules, attend, x, dy = layers.mine(rank, shape)
 
     def step(x=x):
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
@@ -97,9 +95,7 @@ def test_a_call_of_a_known_kind_is_captured(make, groups):
 def forward_and_backward_apart(rank):
     """As ``make_graphed_callables`` captures them."""
     shape = Shape(config={"head_groups": 2})
-    modules = layers.projections(shape)
-    attend = layers.block(shape, modules, dist.group.WORLD)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    modules, attend, x, dy = layers.mine(rank, shape)
     backend, found = on_streams(attend.layer), []
     with device_thread(backend):
         for capture in (contextlib.nullcontext, backend.captured):
@@ -126,9 +122,7 @@ def outcome(rank, config, warm, streams):
     config = dict(config)
     transport = CopyEngine() if config.pop("transport", None) else None
     shape = Shape(config={"head_groups": 1, **config})
-    modules = layers.projections(shape)
-    attend = layers.block(shape, modules, dist.group.WORLD, transport)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    modules, attend, x, dy = layers.mine(rank, shape, transport)
     backend = on_streams(attend.layer) if streams else Backend()
 
     def forward():

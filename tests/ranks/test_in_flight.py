@@ -31,8 +31,7 @@ class FailingAtLaunch(transports.Silent):
 def launch_that_fails(rank):
     """As of a communicator that was aborted before."""
     shape = Shape()
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, FailingAtLaunch())
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    _, attend, x, dy = layers.mine(rank, shape, FailingAtLaunch())
     _, message = refusal(layers.call_block(shape, attend, rank, x.requires_grad_()).backward, dy)
     expected = f"layer do0: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error"
     return [] if message.startswith(expected) else [message]
@@ -142,9 +141,7 @@ def graphs_are_freed(rank):
             received.extend(weakref.ref(t) for t in (q, k, v))  # noqa: B023
             return layers.reference.attention(q, k, v)
 
-        layer = layers.projections(shape)
-        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-        call = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attend)
+        layer, call, x, dy = layers.mine(rank, shape, local_attention=attend)
         y = layers.call_block(shape, call, rank, x.requires_grad_())
         if use == "input only":
             torch.autograd.grad(y, x, dy)

@@ -285,9 +285,7 @@ def under_autocast(rank):
         got = {}
         for kept in (section["checkpointing"], "recompute"):
             shape = Shape(8, 4, dtype=torch.float32, config={**section, "checkpointing": kept})
-            layer = layers.projections(shape)
-            call = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=flash)
-            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+            layer, call, x, dy = layers.mine(rank, shape, local_attention=flash)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = keeping(lambda x: layers.call_block(shape, call, rank, x), x.requires_grad_())  # noqa: B023
             y.backward(dy.to(y.dtype))

@@ -278,10 +278,8 @@ def test_a_hook_on_a_norm_sees_it_once():
 def learned_tables(rank, groups):
     """RoPE whose tables learn: no node of ours can give them their gradient."""
     shape = Shape(config={"head_groups": groups})
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
     tables = [t.requires_grad_() for t in layers.reference.rope_tables(torch.arange(6 * rank, 6 * rank + 6), 8, shape.dtype)]
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layer, attend, x, dy = layers.mine(rank, shape)
     attend(x, position_embeddings=tables).backward(dy)
     return [] if all(t.grad is not None and t.grad.abs().max() > 1e-3 for t in tables) else ["no gradient"]
 

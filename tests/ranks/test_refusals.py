@@ -196,9 +196,7 @@ def test_a_refused_call_changes_nothing():
 
 
 def give_block(rank, shape, changes, local_attention=None):
-    layer = layers.projections(shape)
-    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local_attention)
+    layer, attend, x, _ = layers.mine(rank, shape, local_attention=local_attention)
     x = changes["x"](x) if "x" in changes else x
     return refusal(attend, x, position_embeddings=None, sequence_lengths=changes.get("lengths"))
 
@@ -527,9 +525,7 @@ def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
 
 
 def run_block(rank, shape, transport):
-    layer = layers.projections(shape)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, transport)
+    layer, attend, x, dy = layers.mine(rank, shape, transport)
     return refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
 
 

@@ -170,9 +170,7 @@ def schedule_of_window(window):
 
 def ranges(rank, **window):
     shape = Shape(config={"head_groups": 2, **window})
-    layer = layers.projections(shape)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    layer, attend, x, dy = layers.mine(rank, shape)
     with torch.profiler.profile() as profile:
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
     return sorted({event.key for event in profile.key_averages() if event.key.startswith("layer ")})

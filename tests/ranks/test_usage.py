@@ -145,10 +145,7 @@ def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
 def exchanges_of_frozen_parts(rank):
     """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
     shape, mover = Shape(config={"head_groups": 2}), Recording()
-    layer = layers.projections(shape)
-    only_query_trains(layer)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    _, attend, x, dy = layers.mine(rank, shape, mover, change=only_query_trains)
     y = layers.call_block(shape, attend, rank, x)
     mover.log.clear()
     y.backward(dy)
@@ -162,8 +159,7 @@ def test_gradients_that_nobody_needs_are_not_exchanged():
 
 def tables_changed_before_backward(rank):
     shape = Shape()
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    _, attend, x, dy = layers.mine(rank, shape)
     cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
     y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
     cos.mul_(0.5)

@@ -561,9 +561,7 @@ def made_as_before(rank, forward, backward):
         seen.append((q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")))
         return reference.attention(q, k, v)
 
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layer, attend, x, dy = layers.mine(rank, shape, local_attention=local, heads_alike=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=forward):
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
     with torch.autocast("cpu", torch.bfloat16, enabled=backward):

@@ -13,12 +13,10 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import layers, transports
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, refusal
-from tests.harness.streams import Backend
 
 
 class FailingAtLaunch(transports.Silent):
@@ -39,41 +37,6 @@ def launch_that_fails(rank):
 
 def test_a_launch_that_fails_names_its_exchange():
     no_faults(2, launch_that_fails)
-
-
-def block_with_streams(shape, streams, **arguments):
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, **arguments)
-    sp_group, cpu = attend.layer.sp_group, torch.device("cpu")
-    sp_group.sides[cpu] = SideStream(streams, cpu)
-    return attend
-
-
-def stream_order(rank):
-    """The transfer stream waits for the compute stream at launch, and the compute stream for it at finish."""
-    found = []
-    for groups in (1, 2):
-        shape, streams = Shape(config={"head_groups": groups}), Backend()
-        attend = block_with_streams(shape, streams)
-        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-        y = layers.call_block(shape, attend, rank, x.requires_grad_())
-        for way in ("forward", "backward"):
-            log, streams.log[:] = list(streams.log), []
-            for line in ("transfer waits for compute", "compute waits for gate", "compute waits for transfer"):
-                if (count := log.count(line)) != 2 + 2 * groups:  # q, k, v of the first group; those of another together; o
-                    found.append(f"{way}, G = {groups}: {count} times {line}")
-            if (
-                log[:9] != ["transfer waits for compute", "gate waits for compute", "compute waits for gate"] * 3
-                and way == "forward"
-            ):
-                found.append(f"{way}, G = {groups}: {log}")
-            y.backward(dy) if way == "forward" else None
-    return found
-
-
-def test_streams_wait_for_each_other_once_an_exchange():
-    """Guards: `SideStream.begin`, `end` and `before_compute`, called where an exchange is launched and finished."""
-    no_faults(2, stream_order)
 
 
 def test_a_gradient_that_was_not_started_is_named():
@@ -182,11 +145,6 @@ def test_a_half_out_of_place_is_refused():
 
 WATCHED = [
     Watched(Guard("packed, so let go", without="pass"), held_until_finished),
-    Watched(Guard("compute waits for it", without="current = mark[1]"), stream_order),
-    Watched(Guard("sends what is ready", without="pass"), stream_order),
-    Watched(Guard("goes on after the launch", without="pass"), stream_order),
-    Watched(Guard("behind no other transfer", without="self.transfer.record_event(event)"), stream_order),
-    Watched(Guard("freed, waits for nothing", without="pass"), stream_order),
     Watched(Guard("the transfer is let go", without="in_flight = call.in_flight.get(key)"), nothing_stays_in_flight),
     Watched(Guard("this half belongs here", without="if False:"), finished_twice),
     Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),

@@ -1,6 +1,8 @@
 """The order of the streams of exchanges, on a stand-in for an accelerator's interface that writes down what it is asked."""
 
+import contextlib
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools import doctor
+from tests.harness.guards import Guard, Watched, notices
 from tests.harness.relayout import REFERENCE
 from tests.harness.streams import Backend, Stream
 
@@ -37,8 +40,9 @@ class LoggingTransport(OneRank):
         self.backend.log.append(f"wait on {self.backend.current.name}")
 
 
-@pytest.fixture
-def backend(monkeypatch):
+@contextlib.contextmanager
+def logging_backend():
+    """A stand-in in whose log copies are, too."""
     backend = Backend()
 
     def logged(name):
@@ -48,8 +52,14 @@ def backend(monkeypatch):
 
         return move
 
-    monkeypatch.setattr(in_flight.ops, "_TORCH", REFERENCE._replace(pack=logged("pack"), unpack=logged("unpack")))
-    return backend
+    with mock.patch.object(in_flight.ops, "_TORCH", REFERENCE._replace(pack=logged("pack"), unpack=logged("unpack"))):
+        yield backend
+
+
+@pytest.fixture
+def backend():
+    with logging_backend() as backend:
+        yield backend
 
 
 def q_exchange(backend):
@@ -215,3 +225,26 @@ def test_buffers_are_allocated_by_the_compute_stream(backend, monkeypatch):
     q.finish(q.start(torch.randn(2, 3, 4, 8)))
     assert len(allocated_on) >= 3  # send, recv, out
     assert set(allocated_on) == {"compute"}
+
+
+# Guards.
+
+
+def in_order():
+    for test in (
+        test_the_transfer_runs_on_a_stream_of_its_own_between_pack_and_unpack,
+        test_what_is_computed_after_a_launch_is_queued_behind_it,
+    ):
+        with logging_backend() as backend:
+            test(backend)
+    return []
+
+
+WATCHED = [
+    Watched(Guard("goes on after the launch", without="pass"), in_order, ranks=0),
+    Watched(Guard("behind no other transfer", without="self.transfer.record_event(event)"), in_order, ranks=0),
+    Watched(Guard("freed, waits for nothing", without="pass"), in_order, ranks=0),
+]
+
+
+test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -4,12 +4,8 @@ Whatever a user puts around a model is put there: hooks on modules, on all modul
 dispatch and of functions, selective checkpoints, norms of weights and observers that remember what they saw.
 """
 
-import collections
 import contextlib
 import functools
-import io
-import logging
-import warnings
 from collections import Counter
 from unittest import mock
 
@@ -190,118 +186,50 @@ def test_norms_of_weights_that_iterate_saw_the_forwards_alone(prepare):
 
 # Code of the user's own.
 
-# Each line counts a call of the forward that it stands in, somewhere outside of the call.
-COUNTS = {
-    "an attribute of the class": "type(self).seen += 1",
-    "an attribute of the class by its name": "Kind.seen += 1",
-    "a global": "SEEN += 1",
-    "a list of globals": "LIST.append(1)",
-    "a method of a list": "append(1)",
-    "a list of the class": "self.of_class.append(1)",
-    "a list in a dict of the module": "self.by_name['all'].append(1)",
-    "a queue of the module": "self.queue.append(1)",
-    "a method of an object": "self.meter.update()",
-    "an object that is called": "self.meter()",
-    "an attribute of an object": "self.meter.seen += 1",
-    "a variable of the function around it": "seen += 1",
-    "an attribute of a function": "counting()",
-    "a default": "by_default.append(1)",
-    "a logger": "LOGGER.warning('seen')",
-    "a warning": "warnings.warn('seen')",
-    "standard output": "print('seen')",
-    "an attribute of a weight": "next(self.parameters()).seen += 1",
-}
-SOURCE = """
-def make(own):
-    seen = 0
-    def forward(self, hidden_states, {arguments}):
-        global SEEN
-        nonlocal seen
-        {line}
-        return {body}
-    return forward, lambda: seen
-
-def counting():
-    counting.seen += 1
-counting.seen = 0
-"""
-NORM = "hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight"
-WHOLE = "own(self, hidden_states, position_embeddings, attention_mask, **kwargs)"
-PLACES = {
-    "q_proj": ("", "F.linear(hidden_states, self.weight, self.bias)"),
-    "o_proj": ("", "F.linear(hidden_states, self.weight, self.bias)"),
-    "q_norm": ("", NORM),
-    "": ("position_embeddings=None, attention_mask=None, **kwargs", WHOLE),
-}
+PLACES = ("q_proj", "o_proj", "q_norm", "")  # "" is the attention layer
 
 
-class Meter:
-    seen = 0
+def counting(place, own, calls):
+    """A forward that writes outside of its call."""
 
-    def update(self):
-        self.seen += 1
+    def of_projection(self, x):
+        calls.append(place)
+        return nn.functional.linear(x, self.weight, self.bias)
 
-    __call__ = update
+    def of_norm(self, x):
+        calls.append(place)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
+    def of_layer(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        calls.append(place)
+        return own(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
-@contextlib.contextmanager
-def counted(attentions, place, line):
-    """Give the parts of attention layers at ``place`` a forward with ``line`` in it; yield a function that counts calls."""
-    records, heard, logger = [], io.StringIO(), logging.Logger("counted")
-    logger.addHandler(logging.StreamHandler(heard))
-    names = {"SEEN": 0, "LIST": [], "LOGGER": logger, "warnings": warnings, "torch": torch, "F": nn.functional, "__name__": "users"}
-    names["append"], by_default = names["LIST"].append, []
-    parts = [attention.get_submodule(place) for attention in attentions]
-    arguments, body = PLACES[place]
-    if "by_default" in line:
-        arguments, names["BY_DEFAULT"] = f"by_default=BY_DEFAULT, {arguments}", by_default
-    exec(SOURCE.format(arguments=arguments, line=line, body=body), names)
-    forward, seen = names["make"](type(parts[0]).forward)
-    of_class = {"forward": forward, "seen": 0, "of_class": [], "__module__": "users"}
-    names["Kind"] = kind = type("Counted", (type(parts[0]),), of_class)
-    meter, by_name, queue = Meter(), {"all": []}, collections.deque()
-    for part in parts:
-        part.__class__ = kind
-        part.meter, part.by_name, part.queue = meter, by_name, queue
-        for p in part.parameters():
-            p.seen = 0
-
-    def count():
-        lists = names["LIST"], kind.of_class, by_name["all"], queue, by_default, records
-        tagged = sum(p.seen for part in parts for p in part.parameters())
-        numbers = names["SEEN"], kind.seen, meter.seen, seen(), names["counting"].seen, heard.getvalue().count("seen"), tagged
-        return sum(numbers) + sum(map(len, lists))
-
-    with warnings.catch_warnings(), contextlib.redirect_stdout(heard):
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda *_: records.append(1)
-        yield count
+    return {"q_norm": of_norm, "": of_layer}.get(place, of_projection)
 
 
 def calls_counted(rank, place):
-    """For each line: how many calls it counted behind `enable` and each forward, and the worst error."""
-    tokens, found = batches(1)[0], {}
+    """How many calls of two layers are counted behind `enable` and each of three forwards, and the worst error."""
+    tokens, calls = batches(1)[0], []
     options = dict(family="qwen3", layers=2, **EXACT)
     whole = outcome(tiny(**options), tokens, 0, 1, None)
-    for name, line in COUNTS.items():
-        with sequence_parallel_model(2, **options) as (model, group):
-            attentions = [layer.self_attn for layer in model.model.layers]
-            with counted(attentions, place, line) as count:
-                ds_sp_overlap.enable(model, {"head_groups": 2}, group)
-                counts, errors = [count()], []
-                for _ in range(3):
-                    errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
-                    counts.append(count())
-        found[name] = counts, max(errors)
-    return found
+    with sequence_parallel_model(2, **options) as (model, group):
+        for layer in model.model.layers:
+            part = layer.self_attn.get_submodule(place)
+            own = type(part)
+            part.__class__ = type("Counted", (own,), {"forward": counting(place, own.forward, calls), "__module__": "users"})
+        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+        counts, errors = [len(calls)], []
+        for _ in range(3):
+            errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
+            counts.append(len(calls))
+    return counts, max(errors)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_counts_calls_counts_those_of_the_forward_alone(place):
-    for found in on_ranks(2, calls_counted, place):
-        for name, (counts, error) in found.items():
-            assert counts == [0, 2, 4, 6], f"{name}: {counts} calls of two layers behind enable and three forwards"
-            assert error < 1e-6, f"{name}: {error}"  # the family's norms compute in fp32
+    for counts, error in on_ranks(2, calls_counted, place):
+        assert counts == [0, 2, 4, 6]
+        assert error < 1e-6  # the family's norms compute in fp32
 
 
 # Selective checkpoints.

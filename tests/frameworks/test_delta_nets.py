@@ -29,6 +29,7 @@ from tests.harness.whole import (
     each_alone,
     found,
     inputs_of,
+    on_and_off,
     padding,
     rounding,
     share,
@@ -288,35 +289,25 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind,
     assert all(error < FP64 for error in errors), errors
 
 
-def on_and_off(rank, kind):
-    """Collect what is said, and left: by the report, in evaluation, with a cache, behind disable."""
+def refused_alone(model, inputs):
+    """What a layer says that is called by itself, and the model without positions."""
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    return refusal(layer, torch.zeros(2, 16, model.config.hidden_size)), refusal(model, input_ids=inputs["input_ids"])
+
+
+def of_kind(rank, kind):
     with in_double():
-        model, tokens = tiny_model(kind), tokens_of(32)
-        forwards = {name: module.forward for name, module in model.named_modules()}
-        state = {name: x.clone() for name, x in model.state_dict().items()}
-        layer = next(module for module in model.modules() if hasattr(module, "A_log"))
-        names = names_around(layer)
+        model = tiny_model(kind)
+        names = names_around(next(module for module in model.modules() if hasattr(module, "A_log")))
         asked = names["create_recurrent_attention_mask"]
-        whole = model(input_ids=tokens, use_cache=False).logits.split(16, 1)[rank].detach()
-        report = ds_sp_overlap.enable(model, {"head_groups": 2, "check": True}, dist.group.WORLD)
-        inputs, _ = inputs_of(tokens, [16, 16], rank)
-        off = []
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            for training in (True, False):
-                with mode():
-                    off.append((model.train(training)(**inputs, use_cache=training).logits.detach() - whole).abs().max().item())
-        by_itself = refusal(layer, torch.zeros(2, 16, model.config.hidden_size))
-        without = refusal(model, input_ids=inputs["input_ids"])
-        ds_sp_overlap.disable(model)
+        found = on_and_off(rank, model, {"head_groups": 2, "check": True}, refused_alone)
         assert asked is names["create_recurrent_attention_mask"]
-        assert state.keys() == model.state_dict().keys()
-        same = all(module.forward == forwards[name] for name, module in model.named_modules())
-    return " ".join(str(report).split()), off, by_itself, without, same
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
-    for report, off, by_itself, without, same in on_ranks(2, on_and_off, kind):
+    for report, off, (by_itself, without), same in on_ranks(2, of_kind, kind):
         assert "2 of 2 layers overlapped" in report and "linear_attn" in report and "delta rule, G = 2" in report
         assert ("the projection of z under them" in report) == (kind != "qwen3_next")
         assert "its projections are called whole" in report

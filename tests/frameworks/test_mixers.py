@@ -32,6 +32,7 @@ from tests.harness.whole import (
     documents,
     found,
     inputs_of,
+    on_and_off,
     padding,
     rounding,
     share,
@@ -348,36 +349,28 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind,
     assert all(error < FP64 for error in errors), errors
 
 
-def on_and_off(rank, kind):
-    """Collect what is said, and left: by the report, in evaluation, with a cache, by a layer alone, behind disable."""
+def of_kind(rank, kind):
+    """`on_and_off`, and what is said of a layer alone, missing positions, a rank without tokens, a cache, and documents."""
     with in_double():
         model, tokens = model_of(kind), tokens_of(32)
-        forwards = {name: module.forward for name, module in model.named_modules()}
-        layer = next(filter(is_mixer, model.modules()))
-        whole = model(input_ids=tokens, use_cache=False).logits.split(16, 1)[rank].detach()
         filled = model.eval()(input_ids=tokens, use_cache=True).cache
-        report = ds_sp_overlap.enable(model, {"check": True}, dist.group.WORLD)
-        inputs, _ = inputs_of(tokens, [16, 16], rank)
-        off = []
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            for is_training in (True, False):
-                with mode():
-                    off.append((model.train(is_training)(**inputs).logits.detach() - whole).abs().max().item())
-        said = {
-            "layer": refusal(layer, torch.zeros(2, 16, model.config.hidden_size)),
-            "missing": refusal(model, input_ids=inputs["input_ids"]),
-            "empty": refusal(model, **inputs_of(tokens, [32, 0], rank)[0]),
-            "cache": refusal(model, **inputs, cache=filled),
-            "seq_idx": refusal(model, **inputs, seq_idx=torch.full((2, 16), rank, dtype=torch.int32)),
-        }
-        ds_sp_overlap.disable(model)
-        same = all(module.forward == forwards[name] for name, module in model.named_modules())
-    return " ".join(str(report).split()), off, said, same
+
+        def said(model, inputs):
+            layer = next(filter(is_mixer, model.modules()))
+            return {
+                "layer": refusal(layer, torch.zeros(2, 16, model.config.hidden_size)),
+                "missing": refusal(model, input_ids=inputs["input_ids"]),
+                "empty": refusal(model, **inputs_of(tokens, [32, 0], rank)[0]),
+                "cache": refusal(model, **inputs, cache=filled),
+                "seq_idx": refusal(model, **inputs, seq_idx=torch.full((2, 16), rank, dtype=torch.int32)),
+            }
+
+        return on_and_off(rank, model.train(), {"check": True}, said)
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2", "mamba"])
 def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
-    for report, off, said, same in on_ranks(2, on_and_off, kind):
+    for report, off, said, same in on_ranks(2, of_kind, kind):
         assert "tokens before, in_proj under them" in report
         assert ("states, tokens before" in report) == (kind in STATES)
         assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)

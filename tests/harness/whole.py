@@ -183,6 +183,28 @@ def against_itself(rank, model):
     return worst(*results), len(results[1])
 
 
+def on_and_off(rank, model, section, meanwhile):
+    """What `enable` reports, errors of logits in training and evaluation with gradients and without, what ``meanwhile(model, inputs)``
+    gives, and whether `disable` gives every forward and parameter back."""
+    tokens = tokens_of(32)
+    forwards = {name: module.forward for name, module in model.named_modules()}
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    whole = model(input_ids=tokens, use_cache=False).logits.split(16, 1)[rank].detach()
+    report = ds_sp_overlap.enable(model, section, dist.group.WORLD)
+    inputs, _ = inputs_of(tokens, [16, 16], rank)
+    off = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for is_training in (True, False):
+            with mode():
+                logits = model.train(is_training)(**inputs, use_cache=is_training).logits
+            off.append((logits.detach() - whole).abs().max().item())
+    found = meanwhile(model, inputs)
+    ds_sp_overlap.disable(model)
+    same = all(module.forward == forwards[name] for name, module in model.named_modules())
+    same = same and all(torch.equal(x, state.pop(name)) for name, x in model.state_dict().items()) and not state
+    return " ".join(str(report).split()), off, found, same
+
+
 def rounding(rank, model, reference, section, taps, factor=1.0, autocast=False):
     """Errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
     tokens = tokens_of(64)

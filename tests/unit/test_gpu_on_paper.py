@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.simulated import Costs, Rates
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.streams import SideStream
+from ds_sp_overlap.integrations.transformers.layers import mixing_layers
 from ds_sp_overlap.schedule import Op, schedule_of
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS, gpu
 from ds_sp_overlap.tools.planner.gpu.launches import COMPUTE, GATE, TRANSFER, Attention, Gemm, Host, Move, Record, Transfer, Wait
 from ds_sp_overlap.tools.planner.gpu.player import Played
-from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record
+from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record, record_mixer
+from tests.harness.families import tiny_config
 
 # Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
 FIGURES = {name: 0 for name in GPUS["h100"] if name.endswith("_us")} | dict(
@@ -222,6 +225,52 @@ def test_ranks_that_share_heads_attend_with_as_many_queries_and_keys_as_others(g
     assert work[1] == work[2]
     whole, pieces = (sum(paper().grid(each).tiles * paper().grid(each).tile_us for each in calls[shares]) for shares in (1, 2))
     assert whole == pytest.approx(pieces)
+
+
+def moved(launches, name):
+    return [each.n_bytes for each in launches if isinstance(each, Move) and each.name == name]
+
+
+def recorded_mixer(kind):
+    config = tiny_config(kind)
+    with torch.device("meta"):
+        (layers,) = (of for of in mixing_layers(AutoModelForCausalLM.from_config(config)).values() if of[0][1])
+    return layers[0][0], record_mixer(replace(LAYER, width=config.hidden_size), *layers[0]).launches
+
+
+BY_HEADS = ["q", "k", "v", "o", "do", "dv", "dk", "dq"]
+
+
+@pytest.mark.singles
+@pytest.mark.parametrize(
+    "kind, exchanges",
+    [
+        ("recurrent_gemma", ["x", "s", "ds", "dx"]),
+        ("jamba", ["x", *BY_HEADS, "dx"]),
+        ("qwen3_next", BY_HEADS),
+        ("minimax", ["s", "ds"]),
+    ],
+)
+def test_every_way_of_mixing_is_recorded(kind, exchanges):
+    assert [each.name for each in recorded_mixer(kind)[1] if isinstance(each, Transfer)] == exchanges
+
+
+def test_a_mixer_launches_its_exchanges_and_one_kernel_for_its_convolution_and_its_scan():
+    """Mamba 2 on rank 0 of 4: three tokens before, of x, B and C; a state and a decay of each head to three ranks, in fp32."""
+    layer, launches = recorded_mixer("nemotron_h")
+    before = 2 * (layer.conv_kernel_size - 1) * layer.conv_dim
+    states = 4 * 3 * layer.num_heads * (layer.head_dim * layer.ssm_state_size + 1)
+    sent = [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)]
+    assert sent == [("x", before), ("s", states), ("ds", states), ("dx", before)]
+    for name in ("convolution", "scan"):
+        forward, backward = moved(launches, name)
+        assert backward == 2 * forward
+    assert moved(launches, "convolution")[0] == 2 * (2 * layer.conv_dim * 512)  # read and written; nothing is before rank 0
+    # The first products are of x, B and C, then of dt while the tokens before travel; that of z while the states do.
+    order = [
+        getattr(each, "name", each.n if isinstance(each, Gemm) else "") for each in launches if isinstance(each, Gemm | Transfer)
+    ]
+    assert order[:5] == [layer.conv_dim, "x", layer.num_heads, "s", layer.intermediate_size]
 
 
 def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persistent_attention():

@@ -184,17 +184,30 @@ def test_a_transformers_config_gives_the_shape(within, capsys, tmp_path):
     config = Gemma3Config(text_config=sizes) if within else LlamaConfig(**sizes)
     config.save_pretrained(tmp_path)
     assert main(f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1 --tflops 1 --heads 8".split()) == 0
-    assert "a whole layer with its MLP" in (out := capsys.readouterr().out)
+    assert "a whole layer with its MLP" in (out := capsys.readouterr().out) and "mixer" not in out
     assert "8 query and 4 KV heads of 16, model dim 96, 64 tokens" in out
 
 
-def test_layers_that_are_no_attention_are_named(tmp_path, caplog):
+def test_a_step_of_a_hybrid_is_the_sum_over_its_layers(tmp_path, capsys):
     from transformers import Lfm2Config
 
     sizes = dict(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, intermediate_size=128)
-    Lfm2Config(**sizes, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]).save_pretrained(tmp_path)
-    assert main(f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1 --tflops 1".split()) == 0
-    assert f"2 of 3 layers of {tmp_path} are mixers" in caplog.text
+    command = f"plan --model {tmp_path} --seq 64 --sp 2 --bandwidth 1".split()
+    kinds, of_one = ["conv", "full_attention", "conv"], 0
+    for layers in (2, 3):
+        Lfm2Config(**sizes, num_hidden_layers=layers, layer_types=kinds[:layers]).save_pretrained(tmp_path)
+        assert main([*command, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        conv, attention, together = found["hybrid"]
+        of_one = of_one or conv["step_ms"]
+    assert conv["step_ms"] == pytest.approx(2 * of_one)
+    assert [(row["layers"], row["number"]) for row in found["hybrid"]] == [("Lfm2ShortConv", 2), ("Lfm2Attention", 1), ("all", 3)]
+    assert attention["without_ms"] == found["layer"][0]["step_ms"]
+    assert attention["step_ms"] == min(row["step_ms"] for row in found["layer"] if row["groups"])
+    for key in ("without_ms", "step_ms", "exposed_ms"):
+        assert together[key] == pytest.approx(conv[key] + attention[key])
+    assert main(command) == 0
+    assert re.search(r"^Lfm2ShortConv +2 ", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...attention.declared import undeclared
-from ...warn import say
+from ...attention.mixer import Mixer
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions, names_around
@@ -29,6 +29,7 @@ from .attention_function import Dispatch, attention_of, bind_function, function_
 from .checkpoints import Checkpoints
 from .driven import Driven
 from .forward import Forwards, Host, stretched
+from .mixers_by_states import CCA
 from .modules import (
     Watched,
     goes_by_length,
@@ -349,12 +350,6 @@ def layer_shape(model: str) -> dict[str, int | None]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    if others := [kind for kind in kinds if kind in ("linear_attention", "conv")]:
-        say(
-            f"sp_overlap: {len(others)} of {len(kinds)} layers of {model} are mixers, which exchange "
-            "something else (docs/mixers.md); the plan takes them for attention layers"
-        )
     names = {
         "hidden": "hidden_size",
         "heads": "num_attention_heads",
@@ -366,10 +361,10 @@ def layer_shape(model: str) -> dict[str, int | None]:
     return {key: getattr(config, name, None) for key, name in names.items()}
 
 
-def parameters(model: str) -> int:
-    """Return the number of parameters of a config's model, without making the parameters.
+def model_of(model: str) -> nn.Module:
+    """Return the model of a config, on the meta device.
 
-    ``ds-sp-overlap plan --memory`` asks for it.
+    ``ds-sp-overlap plan --model`` asks for it.
 
     Args:
         model: A name, a folder or a file.
@@ -382,4 +377,18 @@ def parameters(model: str) -> int:
 
     config = AutoConfig.from_pretrained(model).get_text_config()
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        return AutoModelForCausalLM.from_config(config)
+
+
+def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, Mixer | None]]]:
+    """Return the layers that mix tokens, by the names of their types; none without mixers.
+
+    A mixer comes with its description. Zaya's are projections of its attention, and left out.
+    """
+    found: dict[str, list] = {}
+    for module in model.modules():
+        mixer = mixers.mixer_of(module)
+        if is_attention(module) or (mixer is not None and mixer is not CCA):
+            found.setdefault(type(module).__name__, []).append((module, mixer))
+    has_mixers = any(mixer for layers in found.values() for _, mixer in layers)
+    return found if has_mixers else {}

@@ -134,12 +134,12 @@ def _complete(args: argparse.Namespace) -> None:
         raise ValueError("--nodes and --gpus-per-node go together, in place of --sp and --measure")
     known: dict[str, Any] = {}
     if args.model is not None:
-        from ...integrations.transformers.layers import layer_shape, parameters
+        from ...integrations.transformers.layers import layer_shape, model_of
 
         try:
             known.update(layer_shape(args.model))
-            if args.memory is not None:
-                known["params"] = parameters(args.model) / 1e9
+            args.made = model_of(args.model)
+            known["params"] = sum(p.numel() for p in args.made.parameters()) / 1e9
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(
                 f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
@@ -351,7 +351,7 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         advice, sizes = _sizes(args)
         return {"sp": sizes, "verdict": advice}, f"{advice}\n\n{tabulate(sizes, headers='keys')}"
     # It loads torch.
-    from .plan import decides_ms, ours_of, plan, verdict
+    from .plan import decides_ms, hybrid, ours_of, plan, verdict
 
     layer, on = _layer(args, args.sp), _gpu(args)
     rows = plan(layer, on)
@@ -360,4 +360,12 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.memory is not None:
         fastest = min(ours_of(rows), key=decides_ms)
         text += f"\n\n{_describe_fits(args, layer, Way(fastest.groups))}"
-    return {"layer": [asdict(row) for row in rows], "verdict": advice}, text
+    found = {"layer": [asdict(row) for row in rows], "verdict": advice}
+    if args.model is not None and (parts := hybrid(layer, on, args.made, rows)):
+        found["hybrid"] = parts
+        text += (
+            "\n\nlayers of a step that mix tokens, those of a kind together; no mixer is measured: "
+            "its convolution and scan are taken for copies of their tensors\n"
+            f"{tabulate(parts, 'keys', floatfmt='.2f')}"
+        )
+    return found, text

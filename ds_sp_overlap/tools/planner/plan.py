@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
 
 from ...autotune.trial import CLOSE, GROUPS
+from ...integrations.transformers.layers import mixing_layers
 from .costs import WINDOWS, LayerShape, Way
 from .gpu.constants import Gpu
 from .gpu.launches import COMPUTE, Host, Launch, Record, Transfer, Wait
 from .gpu.player import Played
-from .gpu.recorder import LAYERS, record
+from .gpu.recorder import LAYERS, record, record_mixer
 
 # A step that would be shorter by less than this share is not worth the bother.
 WORTH = 0.02
@@ -115,6 +119,34 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
     fitting = [way for way in (*map(Way, GROUPS), *WINDOWS) if way.groups <= most]
     ours = [row(way, whole=way.window is None) for way in fitting if with_all or way.window is None]
     return [stock, *with_all * [row(Way(1), "five of eight", five_of_eight, whole=False)], *ours]
+
+
+def hybrid(
+    layer: LayerShape, gpu: Gpu, model: nn.Module, rows: Sequence[Row]
+) -> list[dict[str, Any]]:
+    """Return what the attention layers and mixers of a model take in a step; nothing without mixers.
+
+    Args:
+        layer: Shape of the attention layers.
+        gpu: The GPU.
+        model: The model, on the meta device.
+        rows: The rows of `plan` for an attention layer.
+    """
+    base, best = rows[0], min(ours_of(rows), key=lambda row: row.step_ms)
+    found: list[dict[str, Any]] = []
+    for name, modules in mixing_layers(model).items():
+        (module, mixer), number = modules[0], len(modules)
+        without, step, free = base.step_ms, best.step_ms, best.step_ms - best.exposed_ms
+        if mixer is not None:
+            launches = record_mixer(layer, module, mixer).launches
+            without = Played(gpu, in_one_stream(launches)).us / 1e3
+            step = Played(gpu, launches).us / 1e3
+            free = Played(replace(gpu, free_wire=True), launches).us / 1e3
+        ms = dict(without_ms=without, step_ms=step, exposed_ms=step - free)
+        found.append({"layers": name, "number": number} | {k: number * v for k, v in ms.items()})
+    if found:
+        found.append({"layers": "all"} | {k: sum(row[k] for row in found) for k in ("number", *ms)})
+    return found
 
 
 def ours_of(rows: Sequence[Row]) -> list[Row]:

@@ -10,6 +10,7 @@ device, the list has the copy that it makes on a CPU.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -17,7 +18,9 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,11 +28,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ....attention.layer import LayerRuntime
+from ....attention.mixer import Mixer, Pieces
+from ....attention.mixer_layer import MixerLayer
 from ....attention.runtime import products
 from ....attention.self_attention import SelfAttention
+from ....config import SpOverlapConfig
 from ....exchange.layout import Range
 from ....exchange.sp_group import SPGroup
 from ....exchange.streams import SideStream
@@ -53,6 +60,8 @@ from .launches import (
 
 # Layers that are recorded where there is an MLP: a first, a middle and a last one.
 LAYERS = 3
+# Tokens of which the functions of a mixer tell the shapes of their results: some loop over tokens.
+FEW = 96
 # Files of torch whose functions it calls for a dispatch mode.
 OF_A_MODE = re.compile(r"torch/(_library|_dynamo|_compile\.py|compiler)")
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
@@ -230,11 +239,6 @@ class Recorder(TorchDispatchMode):
             orders = {_order(x) for x in tensors.values() if x.shape == shape}
             self.note(Move(on, name, n_bytes, len(orders) > 1))
 
-    def attention(self, q: Tensor, keys: int, backward: bool) -> None:
-        """Record one launch for attention of q, [s, b, h, d], whose last query sees ``keys``."""
-        seq, batch, heads, head_dim = q.shape
-        self.note(Attention(COMPUTE, seq, keys, batch * heads, head_dim, backward))
-
 
 def _order(x: Tensor) -> tuple[int, ...]:
     """Return the dims of ``x`` in the order in which they lie in memory."""
@@ -257,24 +261,34 @@ def flash_bytes(q: Tensor, k: Tensor) -> int:
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
 
-class _Attend(torch.autograd.Function):
-    """Local attention that is noted as one launch in forward and one in backward."""
+class _Kernel(torch.autograd.Function):
+    """A part of a layer that is noted as one launch in forward and one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, keys: int) -> Tensor:
-        o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.of_call = recorder, keys
-        recorder.attention(q, keys, backward=False)
-        return o
+    def forward(
+        ctx: Any,
+        recorder: Recorder,
+        launches: Sequence[Launch],
+        work_bytes: int,
+        make: Callable[[], Any],
+        *xs: Any,
+    ) -> Any:
+        """Return what ``make`` returns; ``work_bytes`` is what backward takes for itself."""
+        ys = make()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*xs, *ys)
+        ctx.of_call = recorder, launches[1], work_bytes, len(xs)
+        recorder.note(launches[0])
+        return ys
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:
-        (recorder, keys), (q, k, v, *_) = ctx.of_call, ctx.saved_tensors
-        recorder.attention(q, keys, backward=True)
-        gradients = [torch.empty_like(each) for each in (q, k, v)]
-        recorder.held += [recorder.held[-1] + flash_bytes(q, k), recorder.held[-1]]
-        return (*gradients, None, None)
+    def backward(ctx: Any, *dys: Any) -> Any:
+        recorder, launch, work_bytes, inputs = ctx.of_call
+        recorder.note(launch)
+        xs = ctx.saved_tensors[:inputs]
+        gradients = [x if x is None else torch.empty_like(x) for x in xs]
+        recorder.held += [recorder.held[-1] + work_bytes, recorder.held[-1]]
+        return (None, None, None, None, *gradients)
 
 
 class _Layer(nn.Module):
@@ -331,7 +345,14 @@ def record(layer: LayerShape, way: Way) -> Recorder:
         return linears[-1]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None) -> Tensor:
-        return _Attend.apply(q, k, v, recorder, queries[1] if queries else len(q))
+        seq, batch, heads, head_dim = q.shape
+        of = COMPUTE, seq, queries[1] if queries else seq, batch * heads, head_dim
+        launches = Attention(*of, False), Attention(*of, True)
+
+        def make() -> tuple[Tensor, Tensor]:
+            return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+        return _Kernel.apply(recorder, launches, flash_bytes(q, k), make, q, k, v)[0]
 
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
     tables = None
@@ -362,23 +383,27 @@ def record(layer: LayerShape, way: Way) -> Recorder:
             **projections,
         )
         made.layer.sp_group, made.layer.tells = sp_group, False
-        return functools.partial(made, position_embeddings=tables)
+        return partial(made, position_embeddings=tables)
 
     forward: Callable[[Tensor], Tensor] = attention(0)
     if layer.intermediate:
         wide = layer.width, layer.intermediate
         mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(LAYERS)]
         forward = nn.Sequential(*(_Layer(attention(at), mlp) for at, mlp in enumerate(mlps)))
-    no_device = mock.patch.object(products, "unbatched", ())
+    x = torch.empty(shape, dtype=dtype, requires_grad=True)
+    return _second_step(recorder, forward, x, [each.weight for each in linears])
+
+
+def _second_step(
+    recorder: Recorder, forward: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
+) -> Recorder:
+    """Record the second of two steps, since the first one probes and plans."""
+    no_device, dy = mock.patch.object(products, "unbatched", ()), torch.empty_like(x)
     try:
         with recorder, no_device, mock.patch(f"{STOCK}.dist", recorder):
-            x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            dy = torch.empty_like(x)
-            # The first step probes and plans.
             for _ in range(2):
-                x.grad = None
-                for each in linears:
-                    each.weight.grad = None
+                for each in (x, *weights):
+                    each.grad = None
                 recorder.begin()
                 sys.setprofile(recorder.count_calls)
                 y = forward(x)
@@ -388,6 +413,66 @@ def record(layer: LayerShape, way: Way) -> Recorder:
     finally:
         sys.setprofile(None)
     return recorder
+
+
+def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder:
+    """Record a mixer of the width, tokens and ranks of a layer.
+
+    One launch, with the bytes of its tensors, stands for the forward of each convolution and scan,
+    and one with twice as many for its backward.
+
+    Args:
+        layer: Gives the sizes.
+        module: The mixer, on the meta device; stays there.
+        mixer: Its description.
+    """
+    recorder = Recorder()
+    sp_group, tokens = _Alone(layer.sp_size, recorder), layer.seq // layer.sp_size
+    module = copy.deepcopy(module).to(torch.bfloat16)
+    here = copy.deepcopy(module).to_empty(device="cpu")
+
+    def kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands for a function of a mixer, whose results have the shapes of its."""
+
+        def cut(x: Any, tokens: int, to: int) -> Any:
+            """Return x on the meta device; if it has so many tokens, with others."""
+            # A parameter has up to two dimensions; so have positions.
+            if x is None or x.shape[1:2] != (tokens,) or (x.dim() == 2 and x.is_floating_point()):
+                return _to_meta(x)
+            return torch.empty((len(x), to, *x.shape[2:]), dtype=x.dtype, device="meta")
+
+        def run(_: Any, *xs: Any) -> Any:
+            tokens = xs[0].shape[1]
+            with _disable_current_modes():
+                found = function(module, *(cut(x, tokens, FEW) for x in xs))
+                results = found if isinstance(found, tuple) else (found,)
+                shapes = [cut(each, FEW, tokens) for each in results]
+            n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
+            launches = Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes)
+            make = partial(tuple, map(recorder._unwritten, shapes))
+            ys = _Kernel.apply(recorder, launches, 0, make, *xs)
+            return ys if isinstance(found, tuple) else ys[0]
+
+        return run
+
+    if mixer.convolve is not None:
+        mixer = replace(mixer, convolve=kernel("convolution", mixer.convolve))
+    if mixer.states is not None:
+        states = replace(mixer.states, scan=kernel("scan", mixer.states.scan), widths=None)
+        mixer = replace(mixer, states=states, heads=None)
+    elif mixer.heads is not None:
+        mix = kernel(mixer.heads.what, mixer.heads.mix)
+        mixer = replace(mixer, heads=replace(mixer.heads, mix=mix))
+    runtime = LayerRuntime(sp_group, SpOverlapConfig(head_groups=1), "layer")
+    run, pieces = MixerLayer(runtime, here, mixer), Pieces([tokens] * layer.sp_size)
+    positions = torch.arange(tokens).expand(layer.batch, -1) if mixer.by_positions else None
+
+    def forward(x: Tensor) -> Tensor:
+        y = run(x, pieces, positions)
+        return y[0] if isinstance(y, tuple) else y
+
+    x = torch.empty(layer.batch, tokens, layer.width, dtype=torch.bfloat16, requires_grad=True)
+    return _second_step(recorder, forward, x, [*here.parameters()])
 
 
 def _stock(

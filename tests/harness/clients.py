@@ -84,7 +84,7 @@ def rows(number, labels=True):
         yield {"input_ids": tokens[0], **({"labels": tokens[0].clone(), "position_ids": torch.arange(SEQ)} if labels else {})}
 
 
-def _trainer(client, section, folder, stage, lora, checkpointing, accumulation, evaluate, moe, dtype, more_config, model, more):
+def _trainer(client, section, folder, stage, lora, checkpointing, accumulation, evaluate, moe, more_config, model, more):
     """A Trainer or an SFTTrainer, sequence parallel over all ranks."""
     config = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
@@ -99,7 +99,7 @@ def _trainer(client, section, folder, stage, lora, checkpointing, accumulation, 
         parallelism_config=ParallelismConfig(
             sp_size=2, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
         ),
-        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", bf16=dtype == torch.bfloat16, logging_steps=1, report_to="none",
+        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="steps", save_steps=2, eval_strategy="steps" if evaluate else "no", eval_steps=2,
         per_device_eval_batch_size=BATCH, seed=1,
         ignore_data_skip=True,  # of stock Ulysses' loader nothing can be skipped on a resume
@@ -125,7 +125,7 @@ def _trainer(client, section, folder, stage, lora, checkpointing, accumulation, 
 
 def train(
     rank, client, section, folder, *, stage=1, lora=False, checkpointing=None, accumulation=1, evaluate=False, resume=False,
-    moe=False, dtype=torch.float32, more_config=None, model=None, more=None,
+    moe=False, more_config=None, model=None, more=None,
 ):  # fmt: skip
     """Train with a ``client``, "Trainer" or "SFTTrainer"; ``section`` None trains stock. Returns a `Log`.
 
@@ -139,7 +139,7 @@ def train(
     with fresh():
         for start in [None, f"{folder}/checkpoint-2"] if resume else [None]:
             trainer = _trainer(
-                client, section, folder, stage, lora, checkpointing, accumulation, evaluate, moe, dtype, more_config, model, more
+                client, section, folder, stage, lora, checkpointing, accumulation, evaluate, moe, more_config, model, more
             )
             trainer.train(resume_from_checkpoint=start)
             steps = [entry for entry in trainer.state.log_history if "loss" in entry]

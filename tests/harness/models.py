@@ -206,27 +206,6 @@ def step(engine, tokens, rank, size, group, at_gradients=None):
     return loss.item()
 
 
-def train(
-    rank,
-    size,
-    family,
-    section,
-    steps=5,
-    accumulation=1,
-    stage=0,
-    dtype=torch.float32,
-    prepare=None,
-    more_config=None,
-    **model_options,
-):
-    """Losses and grad norms of each step, parameters at the end; ``section`` None trains stock."""
-    run = train_run(
-        rank, size, section, family=family, steps=steps, accumulation=accumulation, stage=stage, dtype=dtype,
-        prepare=prepare, optimizer="AdamW", more_config=more_config, **model_options,
-    )  # fmt: skip
-    return run.losses, run.norms, run.parameters
-
-
 def train_run(
     rank, size, section, family="llama", steps=5, accumulation=1, stage=0, dtype=torch.float32, prepare=None,
     optimizer="SGD", more_config=None, **model_options,

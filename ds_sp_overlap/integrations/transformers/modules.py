@@ -124,7 +124,7 @@ class Watched:
         self,
         at: str,
         model: nn.Module,
-        functions: dict[str, nn.Module],
+        functions: dict[str, Any],
         bound: dict[str, nn.Module],
     ):
         self.at, self.model, self.functions, self.bound = at, model, functions, bound
@@ -141,10 +141,8 @@ class Watched:
                 function.
         """
         for name, layer in self.functions.items():
-            config: Any = layer.config
-            implementation = config._attn_implementation
-            function = attention_functions().get(implementation)
-            overlapped = getattr(function, "attend", ())
+            implementation = layer.config._attn_implementation
+            overlapped = getattr(attention_functions().get(implementation), "attend", ())
             if layer not in overlapped:  # guard: a function that exchanges
                 raise RuntimeError(
                     f'{name}: its attention is "{implementation}" since ds_sp_overlap.enable, and '

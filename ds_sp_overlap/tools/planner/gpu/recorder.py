@@ -265,15 +265,12 @@ class _Kernel(torch.autograd.Function):
     """A part of a layer that is noted as one launch in forward and one in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        recorder: Recorder,
-        launches: Sequence[Launch],
-        work_bytes: int,
-        make: Callable[[], Any],
-        *xs: Any,
-    ) -> Any:
-        """Return what ``make`` returns; ``work_bytes`` is what backward takes for itself."""
+    def forward(ctx: Any, recorder: Recorder, call: Any, *xs: Any) -> Any:
+        """Run a call.
+
+        Its two launches; the bytes that its backward takes for itself; what makes its results.
+        """
+        launches, work_bytes, make = call
         ys = make()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*xs, *ys)
@@ -288,7 +285,7 @@ class _Kernel(torch.autograd.Function):
         xs = ctx.saved_tensors[:inputs]
         gradients = [x if x is None else torch.empty_like(x) for x in xs]
         recorder.held += [recorder.held[-1] + work_bytes, recorder.held[-1]]
-        return (None, None, None, None, *gradients)
+        return (None, None, *gradients)
 
 
 class _Layer(nn.Module):
@@ -352,7 +349,7 @@ def record(layer: LayerShape, way: Way) -> Recorder:
         def make() -> tuple[Tensor, Tensor]:
             return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-        return _Kernel.apply(recorder, launches, flash_bytes(q, k), make, q, k, v)[0]
+        return _Kernel.apply(recorder, (launches, flash_bytes(q, k), make), q, k, v)[0]
 
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
     tables = None
@@ -450,7 +447,7 @@ def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder
             n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
             launches = Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes)
             make = partial(tuple, map(recorder._unwritten, shapes))
-            ys = _Kernel.apply(recorder, launches, 0, make, *xs)
+            ys = _Kernel.apply(recorder, (launches, 0, make), *xs)
             return ys if isinstance(found, tuple) else ys[0]
 
         return run

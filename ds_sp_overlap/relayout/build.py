@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -91,33 +92,13 @@ def torch_root() -> Path:
     return Path(spec.origin).parent
 
 
-def _torch_version(root: Path) -> dict[str, str | None]:
-    """Read the versions of torch and of its CUDA, without importing torch."""
-    text = (root / "version.py").read_text()
-    versions: dict[str, str | None] = {}
-    for key, name in (("torch", "__version__"), ("torch_cuda", "cuda")):
-        match = re.search(rf"^{name}\b[^=]*= *'([^']+)'", text, re.M)
-        versions[key] = match and match.group(1)
-    return versions
-
-
 def gencode(architectures: str) -> list[str]:
-    """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX".
-
-    Raises:
-        BuildError: for names ("Hopper") and other forms.
-    """
+    """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX"."""
     flags = []
     for item in filter(None, re.split(r"[;,\s]+", architectures)):
-        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
-        if match is None:
-            raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST: {item!r} is not of the form 9.0 or 9.0+PTX "
-                f"(in {architectures!r})"
-            )
-        number = match[1] + match[2] + match[3]
+        number = item.removesuffix("+PTX").replace(".", "")
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if match[4]:
+        if item.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
 
@@ -191,8 +172,11 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
         if source.suffix in (".h", ".cpp", ".cu"):
             digest.update(source.read_bytes())
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES
+    # torch's version.py, without torch.
+    versions = runpy.run_path(str(root / "version.py"))
     return {
-        **_torch_version(root),
+        "torch": versions["__version__"],
+        "torch_cuda": versions["cuda"],
         "abi": ABI,
         "architectures": None if cuda is None else architectures,
         "sources": digest.hexdigest(),

@@ -169,8 +169,6 @@ def test_the_arch_list_is_torch_s():
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_100,code=sm_100",
     ]
-    with pytest.raises(build.BuildError, match="'Hopper' is not of the form"):
-        build.gencode("8.0;Hopper")
 
 
 @pytest.mark.parametrize("abi, says", [("2.10", "does not load here"), ("99.0", "stable ABI from torch 99.0 on")])

@@ -31,7 +31,7 @@ The way of a query from a rebound forward to the wire, each file calling the nex
 ``integrations.rebinding`` (stands in the place of the layer's forward) ->
 ``integrations.transformers.driven`` (asks for positions, masks and tables) ->
 ``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->
-``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.plan`` (one node of
+``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.nodes`` (one node of
 autograd for each piece) -> ``attention.runtime.operations`` (what a step of the schedule does) ->
 ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 

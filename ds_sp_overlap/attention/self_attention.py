@@ -36,8 +36,9 @@ from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
+from .runtime.nodes import End
 from .runtime.parts import join_heads
-from .runtime.plan import End, pieces_of
+from .runtime.plan import pieces_of
 from .runtime.products import autocast, batched_is_slow
 from .runtime.walk import Walk, windowed
 

@@ -62,8 +62,8 @@ travel in one exchange, since attention hides it anyway.
 Which code reads a schedule:
 
 - ``attention.runtime.compiler`` turns each step into operations, once for each form of a call.
-  ``attention.runtime.plan`` cuts both programs into pieces, and runs each piece as one node of
-  autograd; ``attention.runtime.walk`` runs piece after piece. ``attention.layer`` calls the
+  ``attention.runtime.plan`` cuts both programs into pieces, ``attention.runtime.nodes`` runs each
+  piece as one node of autograd, ``attention.runtime.walk`` piece after piece. ``attention.layer`` calls the
   function that was passed as ``schedule=``, by default `by_head_groups`; with few groups live at a
   time, ``attention.self_attention`` asks `schedule_of` for a `Windowed` in its place.
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is

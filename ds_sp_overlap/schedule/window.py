@@ -241,6 +241,6 @@ def without_o(schedule: _Kind) -> _Kind:
     """Return the schedule in which no o travels beside do.
 
     For local attention whose backward reads o on no rank, for instance since it recomputes o.
-    ``attention.runtime.plan`` calls it after forward, once ranks have agreed.
+    ``attention.runtime.nodes`` calls it after forward, once ranks have agreed.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

@@ -14,7 +14,8 @@ from ...schedule import Op, Part, Step
 from ..memory.checkpoint_cache import CheckpointPass
 from .execution import Attend, Call, attend_group, with_kv
 from .linear import call_through
-from .plan import End, Piece, pieces_of, run_end, run_piece, run_window
+from .nodes import End, run_end, run_piece, run_window
+from .plan import Piece, pieces_of
 
 # Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
 # none, where q holds the whole sequence.

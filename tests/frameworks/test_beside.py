@@ -28,6 +28,7 @@ from tests.harness.models import (
     batches,
     cut,
     forget_sequence_parallel,
+    forgetting,
     outcome,
     overlapped_layers,
     sequence_parallel,
@@ -89,7 +90,7 @@ def beside_autotp(rank, section, stage, frozen, tp, options):
     options, tokens = {**EXACT, "heads": 8, "kv_heads": 4, **options}, batches(1)[0]
     group = sp_groups((0, 2), (1, 3))
     expected = outcome(tiny(**options), tokens, 0, 1, None)
-    try:
+    with forgetting():
         config = config_of(stage, tensor_parallel={"autotp_size": 2, **tp})
         engine, *_ = deepspeed.initialize(model=tiny(**options), config=config)
         model, got = engine.module, ""
@@ -117,8 +118,6 @@ def beside_autotp(rank, section, stage, frozen, tp, options):
         ds_sp_overlap.disable(model)
         engine.destroy()
         return error, got
-    finally:
-        forget_sequence_parallel()
 
 
 WHOLE, FUNCTION = "all eight exchanges", "attention function"
@@ -157,7 +156,7 @@ def refused_beside_autotp(rank):
     said = []
     for options, registers in (({}, True), ({"heads": 4, "kv_heads": 1}, False)):
         model = tiny(**options)
-        try:
+        with forgetting():
             mpu = sequence_parallel(model, 2) if registers else None
             section = {"sp_overlap": {}} if registers else {}
             config = config_of(tensor_parallel={"autotp_size": 2}, **section)
@@ -167,8 +166,6 @@ def refused_beside_autotp(rank):
                 deepspeed.initialize(model=model, config=config)
                 said.append(refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3))))
             said.append(overlapped_layers(model))
-        finally:
-            forget_sequence_parallel()
     return said
 
 
@@ -299,7 +296,7 @@ def beside_pipeline(rank, kind, section, parts, interval):
     expected = sum(loss_of(whole(x), y) for x, y in zip(tokens, labels)) / MICROBATCHES
     expected.backward()
     group = sp_groups((0, 1), (2, 3))
-    try:
+    with forgetting():
         engine, optimizer = pipeline(kind, group, {} if section is None else {"sp_overlap": section}, parts, interval)
         bound = [name for name in overlapped_layers(engine.module)]
         engine.pipeline_enable_backward_allreduce = False  # which is in fp32
@@ -314,8 +311,6 @@ def beside_pipeline(rank, kind, section, parts, interval):
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
         return max(errors.values()), len(errors) - 1, bound
-    finally:
-        forget_sequence_parallel()
 
 
 @pytest.mark.parametrize(
@@ -353,15 +348,13 @@ class OfKnownGroup(PipelineModule):
 
 def bound_in_pipeline_of_known_group(rank):
     group = sp_groups((0, 1), (2, 3))
-    try:
+    with forgetting():
         with mock.patch(f"{__name__}.PipelineModule", OfKnownGroup):
             engine, _ = pipeline("stock", group, {"sp_overlap": {"head_groups": 2}}, "uniform", 0)
         bound = len(overlapped_layers(engine.module))
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
         return bound
-    finally:
-        forget_sequence_parallel()
 
 
 def test_a_stage_without_attention_is_left_alone_where_its_grid_knows_the_sp_group():
@@ -370,10 +363,8 @@ def test_a_stage_without_attention_is_left_alone_where_its_grid_knows_the_sp_gro
 
 def refused_pipeline(rank, kind, section):
     group = sp_groups((0, 1), (2, 3))
-    try:
+    with forgetting():
         return refusal(pipeline, kind, group, {"sp_overlap": section}, "uniform", 0)
-    finally:
-        forget_sequence_parallel()
 
 
 def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
@@ -387,11 +378,9 @@ def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
 def unlike_pipeline(rank):
     """Return what `pipeline` says where the variable reached the ranks of the first stage alone."""
     group = sp_groups((0, 1), (2, 3))
-    try:
+    with forgetting():
         with mock.patch.dict(os.environ, {"DS_SP_OVERLAP": "1" if rank < 2 else ""}):
             return refusal(pipeline, "stock", group, {}, "uniform", 0)
-    finally:
-        forget_sequence_parallel()
 
 
 def test_a_variable_that_did_not_reach_the_other_stage_is_refused_on_the_ranks_of_all_stages():

@@ -33,6 +33,7 @@ from tests.harness.models import (
     ds_config,
     engine_of,
     forget_sequence_parallel,
+    forgetting,
     mean_loss,
     overlapped_layers,
     scaled_values,
@@ -249,14 +250,12 @@ def bound_layers(rank, folder):
     bound = {}
     for way, initialize in ways.items():
         model = tiny()
-        try:
+        with forgetting():
             engine, *_ = initialize(model, sequence_parallel(model, 2))
             bound[way] = overlapped_layers(engine.module)
             ds_sp_overlap.disable(engine.module)
             bound[way] += overlapped_layers(engine.module)
             engine.destroy()
-        finally:
-            forget_sequence_parallel()
     return bound
 
 
@@ -507,14 +506,12 @@ def said_of_reduce_scatter(rank, cases):
         config["zero_optimization"].update(zero)
         model, names = tiny(), {"__name__": caller, "initialize": deepspeed.initialize}
         exec("def make(self=0, **arguments):\n    return initialize(**arguments)[0]", names)
-        try:
+        with forgetting():
             mpu = sequence_parallel(model, 2)
             with listening(logging.WARNING) as messages:
                 engine = names["make"](model=model, config=config, mpu=mpu)
             ds_sp_overlap.disable(engine.module)
             engine.destroy()
-        finally:
-            forget_sequence_parallel()
         said[stage, str(zero), str(section), caller] = [message for message in messages if "reduce_scatter" in message]
     return said
 
@@ -591,7 +588,7 @@ def on_a_mesh(rank, stage):
         if overlap:
             config["sp_overlap"] = {"head_groups": 1}
         model = tiny(**WIDE)
-        try:
+        with forgetting():
             if not overlap:
                 sequence_parallel(model, 2)  # its mpu stays here: DeepSpeed has the mesh
             with listening(logging.WARNING) as messages:
@@ -604,8 +601,6 @@ def on_a_mesh(rank, stage):
             seen = torch.distributed.get_process_group_ranks(group), overlapped_layers(engine.module)
             ds_sp_overlap.disable(engine.module)
             engine.destroy()
-        finally:
-            forget_sequence_parallel()
     identical = all(torch.equal(found[True][name], x) for name, x in found[False].items())
     as_left = max(relative_error(found[True][name], x) for name, x in expected.items())
     for gradient in found[True].values():

@@ -17,7 +17,7 @@ from tests.harness.cases import full
 from tests.harness.families import draw, tiny_config, tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
-from tests.harness.models import FP64, forget_sequence_parallel, packed, sequence_parallel, worst
+from tests.harness.models import FP64, forgetting, packed, sequence_parallel, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
@@ -323,14 +323,12 @@ def evaluated_apart(rank):
         model, tokens = tiny_model("qwen3_next"), tokens_of(32)
         inputs, _ = inputs_of(tokens, [16, 16], rank)
         alone, whole = model(**inputs).logits, model(input_ids=tokens).logits.split(16, 1)[rank]
-        try:
+        with forgetting():
             sequence_parallel(model, 2, disable_in_eval=True)
             ds_sp_overlap.enable(model, {"head_groups": 1})
             with torch.no_grad():
                 found = [model.train(training)(**inputs, use_cache=False).logits for training in (False, True)]
             ds_sp_overlap.disable(model)
-        finally:
-            forget_sequence_parallel()
     return [(mine - x).abs().max().item() for mine, x in zip(found, (alone, whole))], (alone - whole).abs().max().item()
 
 

@@ -40,7 +40,7 @@ def gradient(rank, size, recipe, stage, reduce_scatter, told=True):
     config["zero_optimization"]["reduce_scatter"] = reduce_scatter
     if size > 1:
         config["sp_overlap"] = {"enabled": True}
-    try:
+    with models.forgetting():
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu if told else None)
         inputs = models.cut(models.batches(1)[0], rank % size, size)
         logits = engine(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
@@ -50,8 +50,6 @@ def gradient(rank, size, recipe, stage, reduce_scatter, told=True):
         found = safe_get_full_grad(dict(engine.module.named_parameters())["model.layers.1.mlp.down_proj.weight"]).clone()
         engine.destroy()
         return found
-    finally:
-        models.forget_sequence_parallel()
 
 
 @pytest.mark.parametrize(

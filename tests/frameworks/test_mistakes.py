@@ -17,7 +17,7 @@ from tests.harness.models import (
     cut,
     ds_config,
     engine_of,
-    forget_sequence_parallel,
+    forgetting,
     sequence_parallel,
     sequence_parallel_model,
     tiny,
@@ -115,11 +115,9 @@ def resume(rank):
 
 
 def two_models(rank):
-    try:
+    with forgetting():
         for seed in (0, 1):
             sequence_parallel(tiny(seed=seed), 2)
-    finally:
-        forget_sequence_parallel()
 
 
 MISTAKES = {

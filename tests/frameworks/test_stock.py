@@ -13,7 +13,7 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.families import tiny_model
-from tests.harness.models import ds_config, engine_of, forget_sequence_parallel, sequence_parallel, tiny
+from tests.harness.models import ds_config, engine_of, forgetting, sequence_parallel, tiny
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import relative_error, sequence_first_attention
 from tests.harness.sweep import in_double
@@ -140,12 +140,10 @@ def delta_net(rank):
         model, tokens = tiny_model("qwen3_next"), tokens_of(32)
         inputs, _ = inputs_of(tokens, [16, 16], rank)
         whole = model(input_ids=tokens).logits.split(16, 1)[rank]
-        try:
+        with forgetting():
             sequence_parallel(model, 2)
             with torch.no_grad():
                 return (model.train()(**inputs, use_cache=False).logits - whole).abs().max().item()
-        finally:
-            forget_sequence_parallel()
 
 
 def test_a_delta_net_begins_with_an_empty_state_on_every_rank():

@@ -98,28 +98,33 @@ def forget_sequence_parallel():
 
 
 @contextlib.contextmanager
-def sequence_parallel_model(size, *args, stock=None, **options):
-    """A tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
-    model = tiny(*args, **options)
+def forgetting():
+    """Leave nothing of sequence parallelism behind the body."""
     try:
-        mpu = sequence_parallel(model, size, model.config._attn_implementation, **(stock or {}))
-        yield model, mpu.get_sequence_parallel_group()
-        ds_sp_overlap.disable(model)
+        yield
     finally:
         forget_sequence_parallel()
 
 
 @contextlib.contextmanager
+def sequence_parallel_model(size, *args, stock=None, **options):
+    """A tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
+    model = tiny(*args, **options)
+    with forgetting():
+        mpu = sequence_parallel(model, size, model.config._attn_implementation, **(stock or {}))
+        yield model, mpu.get_sequence_parallel_group()
+        ds_sp_overlap.disable(model)
+
+
+@contextlib.contextmanager
 def engine_of(model, config, size=2):
     """DeepSpeed's engine of a model under stock Ulysses, and its sp group, None for a size of 1; nothing is left behind."""
-    try:
+    with forgetting():
         mpu = sequence_parallel(model, size)
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
         yield engine, mpu and mpu.get_sequence_parallel_group()
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
-    finally:
-        forget_sequence_parallel()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ds_sp_overlap.integrations.inspect import attention
 from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
-from tests.harness.models import forget_sequence_parallel, sequence_parallel
+from tests.harness.models import forgetting, sequence_parallel
 from tests.harness.transports import move
 
 SEQ, SIZE = 32, 2
@@ -280,7 +280,7 @@ def _first(rank, model):
     expected = attempt(whole, model, batch)
     if isinstance(expected, Raised):
         return expected
-    try:
+    with forgetting():
         registered = attempt(sequence_parallel, model, SIZE, model.config._attn_implementation)
         found = registered if isinstance(registered, Raised) else attempt(split, model, batch, rank, dist.group.WORLD)
         trial.stock = found if isinstance(found, Raised) else errors(found, expected)
@@ -291,8 +291,6 @@ def _first(rank, model):
             for what in ("x",) if alone else ("q", "dk"):
                 with transport(fault := Off(what)):
                     trial.faults[what] = max(overlapped(model, batch, rank, 2, expected)), fault.times
-    finally:
-        forget_sequence_parallel()
     return trial
 
 

@@ -148,7 +148,7 @@ def curve(rank, stage, backward):
     model = models.tiny(initializer_range=0.2)
     mpu = models.sequence_parallel(model, 2)
     config = {**models.ds_config(stage), "sp_overlap": {"head_groups": 2}}
-    try:
+    with models.forgetting():
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
         group, losses = mpu.get_sequence_parallel_group(), []
         for at, tokens in enumerate(models.batches(STEPS).unflatten(0, (STEPS, 1))):
@@ -159,8 +159,6 @@ def curve(rank, stage, backward):
             losses.append(models.step(engine, tokens, rank, 2, group))
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
             return losses, [p.detach().clone() for p in model.parameters()]
-    finally:
-        models.forget_sequence_parallel()
 
 
 def goes_on(rank, stage, backward):

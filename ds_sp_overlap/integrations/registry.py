@@ -7,6 +7,7 @@ each find the attention layers that they know; `enable` rebinds the forward of t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import textwrap
 import weakref
@@ -141,17 +142,20 @@ def enable(
         )
         return Report(note="nothing to do at sp size 1")
     policy = Policy.of(config, sp_group, gradient_process_group)
-    timeline: Timeline | None = None
     overlap = OverlapSettings(sp_group, config, policy)
+    # Ends the trials and the record.
+    closing = contextlib.ExitStack()
+    if policy is not None:
+        closing.callback(policy.close)
     layers: list[FoundLayer] = []
     binds: Binds = {}
     tiles: list[str] = []
 
     def find_and_describe() -> str:
         """Fill the lists above; return the text that must be the same on all ranks."""
-        nonlocal timeline
         ops.check_usable(config.kernels)
-        timeline = Timeline.of(config, sp_group)
+        if (timeline := Timeline.of(config, sp_group)) is not None:
+            closing.callback(timeline.close)
         refuse_shared_ranks(model, sp_group.ranks)
         sharded.look_for_units(model)
         layers[:], found = _find_layers(model, overlap)
@@ -169,7 +173,7 @@ def enable(
         sp_group.prepare()
     except ValueError:
         # The policy listens to the optimizers already, and the timeline may have been made here.
-        _close(policy, timeline)
+        closing.close()
         raise
     for layer in layers:
         if layer.bind is None:
@@ -177,7 +181,7 @@ def enable(
         else:
             binds[layer.module] = layer.bind
     for module, bind in binds.items():
-        _undo[module] = functools.partial(_undo_and_close, bind(), policy, timeline)
+        _undo[module] = functools.partial(_undo_and_close, bind(), closing)
     return Report(layers, sp_group.size, tiles="\n".join(tiles))
 
 
@@ -271,23 +275,13 @@ def _refuse_unusable(
         )
 
 
-def _undo_and_close(
-    undo: Undo, policy: Policy | None, timeline: Timeline | None, module: nn.Module
-) -> None:
+def _undo_and_close(undo: Undo, closing: contextlib.ExitStack, module: nn.Module) -> None:
     """Restore a module's forward, and close what belongs to the whole model.
 
-    So the first module that is restored ends the trials and the record. To close them again does no
-    harm.
+    So the first module that is restored ends the trials and the record.
     """
     undo(module)
-    _close(policy, timeline)
-
-
-def _close(*parts: Policy | Timeline | None) -> None:
-    """Close the policy and the timeline, as far as they exist."""
-    for part in parts:
-        if part is not None:
-            part.close()
+    closing.close()
 
 
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:

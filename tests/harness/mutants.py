@@ -53,8 +53,8 @@ PLANTED = {  # one fault of each kind: file, text that stands there once and beg
     ),
     "gradient missing on one rank": (
         "attention/runtime/operations.py",
-        "return finish(key, name, call)[0]",
-        'return None if call.sp_group.rank == 1 and name[0] == "d" else finish(key, name, call)[0]',
+        "return received if len(received) > 1 else received[0]",
+        'return None if call.sp_group.rank == 1 and name.startswith(" d") else received if len(received) > 1 else received[0]',
     ),
     "silent refusal": (
         "integrations/registry.py",

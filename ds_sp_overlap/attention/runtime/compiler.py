@@ -127,10 +127,7 @@ class Compiler:
         """Finish the exchange of values, of o beside do, or of gradients."""
         if received := self._exchanged(step):
             name = self._name_of_exchange(step)
-            function: Callable[..., Any] = (
-                operations.finish if len(received) > 1 else operations.finish_one
-            )
-            finish = partial(function, step.exchange, f" {name}")
+            finish = partial(operations.finish, step.exchange, f" {name}")
             self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
             if step.grad and step.tensors != O and self.projections is not None:
                 for part in self._needed(step):

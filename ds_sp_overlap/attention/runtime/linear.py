@@ -21,16 +21,10 @@ from . import sharded
 from .products import autocast
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
-# tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None for layers that
-# return one tensor.
-Plain = dict[Callable[..., object], Callable[[Any], "bool | None"]]
-
-
-def _returns_one(module: nn.Module) -> None:
-    """Tell that a layer returns one tensor."""
-
-
-PLAIN: Plain = {nn.Linear.forward: _returns_one}
+# tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None, or a function that
+# returns None, for layers that return one tensor.
+Plain = dict[Callable[..., object], Callable[[Any], bool | None] | None]
+PLAIN: Plain = {nn.Linear.forward: None}
 # A hook may see parts of an output if the Python module that defines it has a name that begins with
 # one of these; `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
@@ -222,9 +216,10 @@ def products_of(
     """
     parameters: list[Tensor | None] = []
     for module in modules:
-        leaves_bias = plain[type(module).forward](module)
+        leaves_bias = plain[type(module).forward]
+        has_none = leaves_bias is not None and leaves_bias(module)
         parameters.append(parameter_of(module, "weight"))
-        parameters.append(None if leaves_bias else parameter_of(module, "bias"))
+        parameters.append(None if has_none else parameter_of(module, "bias"))
     return list(autocast(*parameters)) if cast["enabled"] else parameters
 
 
@@ -232,7 +227,8 @@ def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:
     """Return what a plain linear layer returns for its product: y; or (y, the bias to add or None),
     where layers of its kind may leave the bias to their caller.
     """
-    leaves_bias = plain[type(module).forward](module)
-    if leaves_bias is None:
+    leaves_bias = plain[type(module).forward]
+    leaves = None if leaves_bias is None else leaves_bias(module)
+    if leaves is None:
         return y
-    return y, parameter_of(module, "bias") if leaves_bias else None
+    return y, parameter_of(module, "bias") if leaves else None

@@ -53,15 +53,12 @@ def start_rotated(
     return ()
 
 
-def finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
+def finish(key: Exchanged, name: str, call: Call) -> Any:
     in_flight = call.in_flight.pop(key, None)  # guard: the transfer is let go
     if in_flight is None:
         raise never_started(call.where + name)
-    return in_flight.finish()
-
-
-def finish_one(key: Exchanged, name: str, call: Call) -> Tensor:
-    return finish(key, name, call)[0]
+    received = in_flight.finish()
+    return received if len(received) > 1 else received[0]
 
 
 def _one(values: Sequence[Any]) -> Any:
@@ -157,15 +154,10 @@ def norm_back(
     return _one((matrix(dx), *sums))
 
 
-def _part_of(weight: Tensor, rows: Ranges | None) -> Tensor:
-    """Return some rows of a weight; all, if ``rows`` is None."""
-    return weight if rows is None else cut_ranges(weight, 0, rows)
-
-
 def begin_dx(
     rows: Ranges | None, dtype: torch.dtype, call: Call, dy: Tensor, weight: Tensor
 ) -> Tensor:
-    product = dy @ _part_of(weight, rows)
+    product = dy @ (weight if rows is None else cut_ranges(weight, 0, rows))
     # Without autocast both are alike, and a cast that changes nothing costs the host time.
     return product if product.dtype == dtype else product.to(dtype)
 
@@ -173,7 +165,7 @@ def begin_dx(
 def add_to_dx(
     rows: Ranges | None, rounds: bool, call: Call, dy: Tensor, weight: Tensor, dx: Tensor
 ) -> Tensor:
-    part = _part_of(weight, rows)
+    part = weight if rows is None else cut_ranges(weight, 0, rows)
     if rounds or dx.dtype != dy.dtype:
         dx += dy @ part  # rounds each product, as the layer that is replaced does
         return dx
@@ -232,7 +224,7 @@ def merge(
     columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows = matrix(o)
-    matrix(y).addmm_(rows, _part_of(weight.t(), columns))
+    matrix(y).addmm_(rows, weight.t() if columns is None else cut_ranges(weight.t(), 0, columns))
     return y, rows
 
 

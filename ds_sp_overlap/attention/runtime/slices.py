@@ -114,15 +114,12 @@ class _Run(NamedTuple):
     step: int
     place: int
 
-    def of_whole(self, x: Tensor) -> Tensor:
-        """Return the slices of the columns of ``x`` [n, whole] as a view [slices, n, size]."""
-        return self._view(x, self.start, self.step)
+    def view(self, x: Tensor, is_whole: bool) -> Tensor:
+        """Return the slices of the columns of ``x`` as a view [slices, n, size].
 
-    def of_part(self, x: Tensor) -> Tensor:
-        """Return the slices of the columns of ``x`` [n, part] as a view [slices, n, size]."""
-        return self._view(x, self.place, self.size)
-
-    def _view(self, x: Tensor, start: int, step: int) -> Tensor:
+        ``x`` is [n, whole] if ``is_whole``, else [n, part].
+        """
+        start, step = (self.start, self.step) if is_whole else (self.place, self.size)
         rows, columns = x.stride()
         shape, strides = (self.slices, x.size(0), self.size), (step * columns, rows, columns)
         return x.as_strided(shape, strides, x.storage_offset() + start * columns)
@@ -178,11 +175,11 @@ def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = N
         return y if bias is None else y.add_(cut_ranges(bias, 0, part))
     y = a.new_empty(a.size(0), sum(stop - start for start, stop in part))
     for run in _runs(part):
-        operands = a.expand(run.slices, *a.shape), run.of_whole(whole)
+        operands = a.expand(run.slices, *a.shape), run.view(whole, True)
         if bias is None:
-            torch.bmm(*operands, out=run.of_part(y))
+            torch.bmm(*operands, out=run.view(y, False))
         else:
-            torch.baddbmm(run.of_whole(bias[None]), *operands, out=run.of_part(y))
+            torch.baddbmm(run.view(bias[None], True), *operands, out=run.view(y, False))
     return y
 
 
@@ -199,11 +196,11 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
     if batched_is_slow(a):
         return put_ranges(whole, 1, part, a @ b, add)
     for run in _runs(part):
-        operands = a.expand(run.slices, *a.shape), run.of_part(b)
+        operands = a.expand(run.slices, *a.shape), run.view(b, False)
         if add:
-            run.of_whole(whole).baddbmm_(*operands)
+            run.view(whole, True).baddbmm_(*operands)
         else:
-            torch.bmm(*operands, out=run.of_whole(whole))
+            torch.bmm(*operands, out=run.view(whole, True))
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:

@@ -150,7 +150,10 @@ def _complete(args: argparse.Namespace) -> None:
     needed += ["layers", "params"] if args.memory is not None else []
     missing = [f"--{key}" for key in needed if getattr(args, key) is None]
     if missing:
-        raise ValueError(f"{' and '.join(missing)} missing; give them, or --model")
+        remedy = "give them, or --model"
+        if args.model is not None:
+            remedy = "the model's config has none (a model without attention?); give them"
+        raise ValueError(f"{' and '.join(missing)} missing; {remedy}")
     if args.sp == 1:
         raise ValueError("--sp 1 exchanges nothing; give the ranks of the sp group, at least 2")
     if args.head_dim is None and args.hidden % args.heads:

@@ -145,9 +145,14 @@ class C10d:
         # Whether NCCL carries tensors on a GPU. It is then called synchronously, by which, from
         # torch 2.8 on, NCCL works in the current stream itself and the host does not wait.
         self.on_stream = False
+        # Whether buffers are made flat, for backends of which it isn't known that they don't mind.
+        self.flattens = True
 
     def prepare(self, sp_group: Any) -> None:
         self.on_stream = sp_group.group is not None and backend_of(sp_group.group, "cuda") == "nccl"
+        if sp_group.group is not None:
+            pairs = dist.get_backend_config(sp_group.group).split(",")
+            self.flattens = not {pair.split(":")[-1] for pair in pairs} <= {"gloo", "nccl"}
         if self.own and self.on_stream:
             if "max_ctas" not in self.settings:
                 sp_group.find_nodes()  # alike on all ranks
@@ -171,6 +176,8 @@ class C10d:
         if all_equal(send_sizes, recv_sizes):
             # Equal splits cost the host half as much.
             send_sizes = recv_sizes = ()
+        if self.flattens:
+            send, recv = send.view(-1), recv.view(-1)
         if log is not None and log.keeper.enabled:
             work = log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
             return work or DONE

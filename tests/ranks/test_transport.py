@@ -291,6 +291,22 @@ def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_
     assert on_ranks(2, of_mixed_backends) == [(1, [(False, False), (True, True)], False)] * 2
 
 
+def dims_of_buffers(rank):
+    """Of what a group is given to receive and to send: before it is known which backend carries it, and over gloo."""
+    seen, transport = [], C10d()
+    group = types.SimpleNamespace(alltoall_base=lambda recv, send, *_: seen.append((recv.dim(), send.dim())))
+    for prepare in (False, True):
+        if prepare:
+            transport.prepare(SPGroup(dist.group.WORLD))
+        transport.launch(torch.zeros(2, 3), torch.zeros(2, 1, 3), (3, 3), (3, 3), group, "q")
+    return seen
+
+
+def test_buffers_are_flat_for_backends_that_may_mind():
+    """That of torch's fake process group copies what is sent to what is received, which have different shapes."""
+    assert on_ranks(2, dims_of_buffers) == [[(1, 1), (3, 2)]] * 2
+
+
 def launched_on_its_stream(rank, name):
     """What c10d is asked for where NCCL carries the exchange; gloo stands in for it, and delivers."""
     nccl, asked, exchange = Nccl(), [], dist.all_to_all_single

@@ -67,19 +67,16 @@ def bind_arguments(
         the heads of the group.
     """
     geometry = call.geometry
-    if any(isinstance(x, PerHead) for x in (*args, *kwargs.values())):
-
-        def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
-            heads = geometry.query_range(geometry.sp_rank, group)
-            own_args, own_kwargs = slice_per_head(heads, args, kwargs)
-            return local_attention(q, k, v, *own_args, **own_kwargs, **named(queries))
-
-        return attend
-    if geometry.shares == 1:
+    has_slices = any(isinstance(x, PerHead) for x in (*args, *kwargs.values()))
+    if geometry.shares == 1 and not has_slices:
         return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
-    return lambda group, q, k, v, queries: local_attention(
-        q, k, v, *args, **kwargs, queries=queries
-    )
+
+    def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
+        heads = geometry.query_range(geometry.sp_rank, group)
+        own_args, own_kwargs = slice_per_head(heads, args, kwargs)
+        return local_attention(q, k, v, *own_args, **own_kwargs, **named(queries))
+
+    return attend
 
 
 def named(queries: tuple[Range, ...]) -> dict[str, Range]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,6 @@ from .runtime.execution import Call
 from .runtime.linear import Plain, Pure, can_recompute, can_split
 from .runtime.parts import cut
 from .runtime.projections import Cuts, Projections, Rows
-from .runtime.slices import parts_of
 
 # What `rope` must be, for errors.
 ROPE = (
@@ -51,8 +49,6 @@ class InputModules:
         plain: Plain,
         pure: Pure,
     ):
-        if rope is not None and not _takes_two(rope):
-            raise ValueError(f"{where}: rope= can't be called with two arguments; {ROPE}")
         self.where, self.heads, self.kv_heads, self.head_dim = where, heads, kv_heads, head_dim
         self.first_rows, self.norm_last, self.rope = first_rows, norm_last, rope
         self.plain, self.pure = plain, pure
@@ -277,17 +273,5 @@ def _cuts_of(
         rows[part] = Rows(module, elements, ranks=geometry.parts if is_by_rank else 0)
     of_modules = []
     for index in range(count):
-        of_modules.append(parts_of(*(part.rows for part in rows.values() if part.module == index)))
+        of_modules.append(tuple([part.rows for part in rows.values() if part.module == index]))
     return Cuts(rows, of_modules, norms)
-
-
-def _takes_two(function: Callable) -> bool:
-    """Return whether ``function`` can be called with two arguments, as far as Python can tell."""
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:
-        # It has no signature.
-        return True
-    return True

@@ -184,22 +184,14 @@ class ProjectedAttention:
             As a call of the object.
         """
         self.layer.warn_if_window_is_ignored()
-        # For each call of the local attention, whether it returned o 3-D. Exchanges want it 4-D,
-        # and the caller gets it back as his attention makes it.
-        is_flat: list[bool] = []
-
-        def attend(group: int, *heads: Any) -> Any:
-            o = local(group, *heads)
-            is_flat.append(isinstance(o, Tensor) and o.dim() == 3)
-            return o
-
         pieces = pieces_of(call.schedule, False, False, given=True, arrives=arrive is not None)
-        walk = Walk(call, pieces, attend, arrive=arrive)
+        walk = Walk(call, pieces, local, arrive=arrive)
         for kind, x in zip("qkv", (query, key, value)):
             walk.values |= cut_heads(call, kind, x)
         walk.run("inputs", "attention", "output")
         o = join_heads(call, walk.values)
-        return o.flatten(2) if is_flat[0] else o
+        # Exchanges want o 4-D; the caller gets it as his attention makes it.
+        return o.flatten(2) if call.is_flat else o
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:

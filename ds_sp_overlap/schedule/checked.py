@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import groupby, product
 
-from .steps import QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, Tensors, section_of
+from .steps import QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, Tensors, section, section_of
 from .window import Windowed
 
 
@@ -56,9 +56,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
                 f"schedule, {name}: its sections are {', '.join(sections)}; "
                 "each is one piece, see `Schedule`"
             )
-    mirrored = [step.mirror for step in reversed(schedule.attention)]
-    attention = [step for step in schedule.backward if section_of(step) == "attention"]
-    for step, expected in zip(attention, mirrored):
+    mirrored = [step.mirror for step in reversed(section(schedule.forward, "attention"))]
+    for step, expected in zip(section(schedule.backward, "attention"), mirrored):
         if step != expected:
             raise ValueError(
                 f"schedule, backward: {step}, where autograd has {expected}: "

@@ -151,7 +151,7 @@ class Schedule:
     @cached_property
     def starts(self) -> Program:
         """The starts of q, k and v, in the order of forward."""
-        return tuple(step for step in self.inputs if step.op is Op.START)
+        return tuple(s for s in section(self.forward, "inputs") if s.op is Op.START)
 
     @cached_property
     def exchange_of(self) -> dict[Part, Step]:
@@ -172,16 +172,6 @@ class Schedule:
         return frozenset(step.parts[0] for step in self.starts if len(step.tensors) == 1)
 
     @cached_property
-    def inputs(self) -> Program:
-        """The inputs section of forward."""
-        return _section(self.forward, "inputs")
-
-    @cached_property
-    def attention(self) -> Program:
-        """The attention section of forward."""
-        return _section(self.forward, "attention")
-
-    @cached_property
     def last_attended(self) -> int:
         """The group that attends last in forward.
 
@@ -194,16 +184,6 @@ class Schedule:
         """The tensors that travel beside do."""
         # o, where the backward of attention reads o and forward saved the local o; else none.
         return next((step.beside for step in self.backward if step.beside), ())
-
-    @cached_property
-    def backward_of_output(self) -> Program:
-        """The output section of backward."""
-        return _section(self.backward, "output")
-
-    @cached_property
-    def backward_of_inputs(self) -> Program:
-        """The inputs section of backward."""
-        return _section(self.backward, "inputs")
 
     def name(self, step: Step) -> str:
         """Return the name of an exchange; without a number if there is one head group."""
@@ -244,6 +224,6 @@ def section_of(step: Step) -> str:
     return "output" if step.tensors == O else "inputs"
 
 
-def _section(program: Program, name: str) -> Program:
-    """Return the steps of one section."""
+def section(program: Program, name: str) -> Program:
+    """Return the steps of one section of a program, in their order."""
     return tuple(step for step in program if section_of(step) == name)

@@ -146,7 +146,7 @@ def weights_read(rank, born_partitioned, **section):
 
         return reads_weights
 
-    plan._pieces.clear()
+    plan.pieces_of.cache_clear()
     plan.flat = reading
     try:
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
@@ -166,7 +166,7 @@ def weights_read(rank, born_partitioned, **section):
         return reads[:before], after, reads[before:]
     finally:
         plan.flat = flat
-        plan._pieces.clear()
+        plan.pieces_of.cache_clear()
 
 
 @pytest.mark.singles

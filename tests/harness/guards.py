@@ -102,7 +102,7 @@ def removed(guard):
         while wrapper is not None:
             getattr(wrapper, "cache_clear", lambda: None)()
             wrapper = getattr(wrapper, "__wrapped__", None)
-        plan._pieces.clear()  # what was compiled with the guard
+        plan.pieces_of.cache_clear()  # what was compiled with the guard
 
     function = inspect.unwrap(found)
     namespace: dict = {}

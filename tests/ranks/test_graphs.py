@@ -118,7 +118,7 @@ def test_forward_and_backward_may_be_captured_apart():
 
 def outcome(rank, config, warm, streams):
     """What a step in a capture raises, behind those that ``warm`` makes."""
-    plan._pieces.clear()  # lists that another layer compiled
+    plan.pieces_of.cache_clear()  # lists that another layer compiled
     config = dict(config)
     transport = CopyEngine() if config.pop("transport", None) else None
     shape = Shape(config={"head_groups": 1, **config})

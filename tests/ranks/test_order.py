@@ -252,7 +252,7 @@ WATCHED = [
     Watched(
         Guard(
             "the wgrad comes last",
-            without='backward = tuple(sorted(schedule.backward_of_output, key=lambda s: (-s.group, "wgrad dgrad start".index(s.op.value))))',
+            without='backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',
         ),
         functools.partial(wgrad_out_of_place, groups=2),
     ),

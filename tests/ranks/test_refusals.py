@@ -380,7 +380,7 @@ def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, 
 
 
 ROPES = {
-    "takes q and k": (lambda q, k, cos, sin: (q, k), "layer: rope= can't be called with two arguments; it takes (x, position_"),
+    "takes q and k": (lambda q, k, cos, sin: (q, k), "layer: rope= failed ("),
     "takes cos": (lambda x, cos: x * cos.unsqueeze(0), "layer: rope= failed ('tuple' object has no attribute 'unsqueeze'); it"),
     "returns two": (
         lambda x, tables: (x, x),

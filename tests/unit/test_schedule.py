@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import Op, Schedule, Step, by_head_groups, by_window, check, draw, order, simulate, window, without_o
+from ds_sp_overlap.schedule.steps import section
 from tests.harness.schedules import merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -87,7 +88,7 @@ def test_exchanges_that_together_are_not_q_k_and_v_are_refused(sent, says):
     made = by_head_groups(("qkv",))
     starts = tuple(Step(Op.START, tuple(of), False, group) for of, group in sent)
     with pytest.raises(ValueError, match=f"^schedule, forward: {says}"):
-        check(Schedule((*starts, *made.attention[:3]), made.backward), ("qkv",))
+        check(Schedule((*starts, *section(made.forward, "attention")[:3]), made.backward), ("qkv",))
 
 
 def test_weight_gradients_come_last_unless_it_is_said_otherwise():

@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...exchange.geometry import Geometry
 from ...exchange.in_flight import InFlight
 from ...exchange.legs import legs_of
 from ...exchange.relayed import PartlyRelayed, Relayed
@@ -37,7 +36,7 @@ from . import operations
 from .execution import Call
 from .flat import Name, Operation
 from .pieces import Pieces
-from .slices import Parts, Ranges, parts_of
+from .slices import Parts, Ranges
 
 # The shape and the dtype of a tensor.
 Kind = tuple[torch.Size, torch.dtype]
@@ -345,7 +344,8 @@ class Compiler:
 
     def _columns(self) -> Parts:
         """Return for each head group the columns of the weight that its heads are multiplied with."""
-        return _columns(self.geometry, self.shapes["weight",][1] // self.geometry.heads)
+        geometry, head_dim = self.geometry, self.shapes["weight",][1] // self.geometry.heads
+        return tuple([geometry.rows_of("o", g, 0, head_dim) for g in range(geometry.groups)])
 
     def _dy(self) -> Name:
         """Return the name of dy as a matrix."""
@@ -382,12 +382,13 @@ class Compiler:
         """Add what comes behind the last step of backward."""
         dx = ("d", "x")
         if dx in self.writers:
-            self.add(partial(operations.view, self.shapes["x",]), [dx], [dx])
+            self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
         # Those of the projections of q, k and v first, whose memory is larger.
         for name in [name for name in self.writers if name[0] == "pieces"]:
             self.add(operations.whole, [name], [("d", *name[1:])])
         if self.needs.get(("bias",)):
-            self.add(operations.sum_tokens, [self._dy()], [("d", "bias")])
+            whole = partial(operations.gradient_of_whole, operations.sum_rows)
+            self.add(whole, [self._dy()], [("d", "bias")])
 
 
 def _values(parts: Sequence[Part]) -> list[Name]:
@@ -398,9 +399,3 @@ def _values(parts: Sequence[Part]) -> list[Name]:
 def _gradient(name: Name) -> Name:
     """Return the name of the gradient of what has this name."""
     return ("d", *name)
-
-
-@lru_cache(maxsize=4096)
-def _columns(geometry: Geometry, head_dim: int) -> Parts:
-    groups = range(geometry.groups)
-    return parts_of(*(geometry.rows_of("o", group, 0, head_dim) for group in groups))

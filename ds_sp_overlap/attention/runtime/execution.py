@@ -44,6 +44,7 @@ class Call:
         local: The local attention of a call that runs by a window.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor without a gradient.
+        is_flat: Whether local attention returned o with heads and head dim flattened.
         variant: The operations that were run last, see `plan`.
     """
 
@@ -55,6 +56,7 @@ class Call:
     autocast: dict[str, Any]
     empty: Tensor
     variant: Any = None
+    is_flat = False
 
     def __init__(
         self,
@@ -124,15 +126,13 @@ def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(index, device=device)
 
 
-def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
+def with_head_dim(o: Any, q: Tensor, call: Call) -> Tensor:
     """Give the output of local attention a dimension for its heads.
-
-    `ProjectedAttention.overlapped` notes by itself which form ``o`` has, to return that form.
 
     Args:
         o: The output for ``q``, [.., .., heads, d_v], or [.., .., heads d_v]; ``d_v`` is its own.
         q: [.., .., heads, d]. The heads of a group that this rank attends with.
-        where: Name of the layer, for errors.
+        call: The call, which is told the form of ``o``.
 
     Returns:
         o as [.., .., heads, d_v].
@@ -142,15 +142,17 @@ def with_head_dim(o: Any, q: Tensor, where: str) -> Tensor:
             attention.
     """
     if not isinstance(o, Tensor):
-        raise ValueError(f"{where}: local attention must return one tensor, got {type(o).__name__}")
+        raise ValueError(
+            f"{call.where}: local attention must return one tensor, got {type(o).__name__}"
+        )
     if o.shape == q.shape:
         return o
     if o.dim() == 3 and o.shape[-1] % q.shape[2] == 0:
-        o = o.unflatten(-1, (q.shape[2], -1))
+        o, call.is_flat = o.unflatten(-1, (q.shape[2], -1)), True
     if o.dim() != 4 or o.shape[:3] != q.shape[:3]:
         raise ValueError(
-            f"{where}: local attention of query {list(q.shape)} must return that shape (another "
-            "head dim is fine), or the same with heads and head dim flattened, got "
+            f"{call.where}: local attention of query {list(q.shape)} must return that shape "
+            "(another head dim is fine), or the same with heads and head dim flattened, got "
             f"{list(o.shape)}"
         )
     return o
@@ -179,13 +181,17 @@ def attend_in_pieces(
     # next range, where ranks share query heads.
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
-        return [with_head_dim(attend(group, q, k, v), q, call.where)]
+        return [with_head_dim(attend(group, q, k, v), q, call)]
     # Inference tensors have no version counter that tells of a change: attention gets copies.
     before = None if k.is_inference() else (k._version, v._version)
-    pieces = []
-    for part, *tokens in pieces_of_queries(geometry, q):
+    pieces, first, part = [], 0, q
+    tokens: list[Range] = []
+    for start, stop in geometry.own_queries:
+        if geometry.shares > 1:
+            part, tokens = q.narrow(geometry.seq_dim, first, stop - start), [(start, stop)]
+            first += stop - start
         keys = (k.clone(), v.clone()) if before is None else (k, v)
-        pieces.append(with_head_dim(attend(group, part, *keys, *tokens), part, call.where))
+        pieces.append(with_head_dim(attend(group, part, *keys, *tokens), part, call))
     if before is not None and (k._version, v._version) != before:  # guard: keys stay as they are
         remedy = (
             "set sp_overlap.head_groups to 1"
@@ -196,20 +202,4 @@ def attend_in_pieces(
             f"{call.where}: local attention changes k or v in place, and attends to them once more "
             f"afterwards; have it change a copy (k = k * scale), or {remedy}"
         )
-    return pieces
-
-
-def pieces_of_queries(geometry: Geometry, q: Tensor) -> list[tuple[Tensor] | tuple[Tensor, Range]]:
-    """Cut q into the ranges of tokens that local attention is called for.
-
-    Returns:
-        A list of (piece of q, its range of global tokens); [(q,)] where no ranks share heads.
-    """
-    if geometry.shares == 1:
-        return [(q,)]
-    pieces: list[tuple[Tensor] | tuple[Tensor, Range]] = []
-    first = 0
-    for start, stop in geometry.own_queries:
-        pieces.append((q.narrow(geometry.seq_dim, first, stop - start), (start, stop)))
-        first += stop - start
     return pieces

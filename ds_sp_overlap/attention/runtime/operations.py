@@ -173,20 +173,12 @@ def add_to_dx(
     return dx.addmm_(dy, part)
 
 
-def view(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
-    return x.view(*shape)
-
-
 # Gradients of parameters.
 
 
 def sum_rows(dy: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum the rows of ``dy``, which is given transposed."""
     return torch.sum(dy, 1) if out is None else torch.sum(dy, 1, out=out)
-
-
-def sum_tokens(call: Call, dy: Tensor) -> Tensor:
-    return dy.sum(0)
 
 
 def gradient_of_whole(compute: Any, call: Call, dy: Tensor, *rest: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slices import Ranges, cutter, disjoint_cover, mm_to_slices, put_ranges
+from .slices import Parts, Ranges, cutter, disjoint_cover, mm_to_slices, put_ranges
 
 
 class Pieces:
@@ -28,7 +28,7 @@ class Pieces:
         self,
         shape: Sequence[int],
         dim: int,
-        parts: tuple[Ranges, ...],
+        parts: Parts,
         late: bool = False,
     ):
         self.shape, self.dim, self.late = shape, dim, late

@@ -29,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ...exchange.streams import refuse_captured
 from ...profiling.ranges import is_profiled
 from ...schedule import O, Op, Part, Program, Schedule, Step, Windowed
-from ...schedule.steps import section_of
+from ...schedule.steps import section, section_of
 from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat
@@ -220,14 +221,11 @@ def _saved(operations: list[Operation]) -> list[Name]:
     return list(read)
 
 
-# Pieces by the identity of their schedule, which they keep.
-_pieces: dict[tuple, tuple[Schedule, list[Piece]]] = {}
-
-
+@lru_cache(maxsize=_MOST)
 def pieces_of(
     schedule: Schedule, inputs: bool, output: bool, given: bool = False, arrives: bool = False
 ) -> list[Piece]:
-    """Cut the programs of a schedule into pieces, see Note [Pieces].
+    """Cut the programs of a schedule into pieces, see Note [Pieces]; once for each schedule.
 
     Args:
         schedule: The schedule.
@@ -236,16 +234,6 @@ def pieces_of(
         given: Whether q, k and v are there before the first piece.
         arrives: Whether foreign code changes q, k and v on arrival.
     """
-    key = id(schedule), inputs, output, given, arrives
-    if key not in _pieces:
-        if len(_pieces) >= _MOST:
-            _pieces.clear()
-        _pieces[key] = schedule, _cut(schedule, inputs, output, given, arrives)
-    return _pieces[key][1]
-
-
-def _cut(schedule: Schedule, inputs: bool, output: bool, given: bool, arrives: bool) -> list[Piece]:
-    """Cut the programs of a schedule; the arguments are those of `pieces_of`."""
     if isinstance(schedule, Windowed):
         return [Piece("", (), schedule.forward, schedule.backward, is_last=True)]
     # For each piece, the foreign steps in front of it, and its own.
@@ -263,12 +251,10 @@ def _cut(schedule: Schedule, inputs: bool, output: bool, given: bool, arrives: b
             cut.append(([step], []))
     pieces = []
     for foreign, own in cut:
-        section = section_of(own[0])
+        name = section_of(own[0])
         backward = tuple(step.mirror for step in reversed(own))  # guard: in the order drawn
-        if section == "inputs" and inputs:
-            backward = schedule.backward_of_inputs
-        if section == "output" and output:
-            backward = schedule.backward_of_output  # guard: the wgrad comes last
+        if name == "inputs" and inputs or name == "output" and output:
+            backward = section(schedule.backward, name)  # guard: the wgrad comes last
         takes, gives = list[Part](), list[Part]()
         for step in own:
             if step.op is Op.START and (step.tensors == O or not inputs):
@@ -276,5 +262,5 @@ def _cut(schedule: Schedule, inputs: bool, output: bool, given: bool, arrives: b
             if step.op is Op.FINISH and (step.tensors != O or not output):
                 gives += step.parts
         of_piece = tuple(foreign), tuple(own), backward, tuple(takes), tuple(gives)
-        pieces.append(Piece(section, *of_piece, is_last=own is cut[-1][1]))
+        pieces.append(Piece(name, *of_piece, is_last=own is cut[-1][1]))
     return pieces

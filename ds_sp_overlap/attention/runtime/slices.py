@@ -48,21 +48,7 @@ from .products import batched_is_slow
 
 # A part.
 Ranges = tuple[Range, ...]
-
-
-class Parts(tuple[Ranges, ...]):
-    """Several parts, to be made by `parts_of`, which makes equal ones once.
-
-    The hash is that of the object's identity, since every call of a layer asks for the hash.
-    """
-
-    __hash__ = object.__hash__
-
-
-@lru_cache(maxsize=4096)
-def parts_of(*parts: Ranges) -> Parts:
-    """Return the one object that stands for these parts."""
-    return Parts(parts)
+Parts = tuple[Ranges, ...]
 
 
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
@@ -227,7 +213,7 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         place += size
 
 
-def cutter(parameter: Tensor, dim: int, parts: tuple[Ranges, ...]) -> Callable[[Ranges], Tensor]:
+def cutter(parameter: Tensor, dim: int, parts: Parts) -> Callable[[Ranges], Tensor]:
     """Return a function that does for each of ``parts`` what `cut_ranges` does.
 
     Where each part is one range and the parts tile ``dim``, all views are made now, at once.
@@ -240,7 +226,7 @@ def cutter(parameter: Tensor, dim: int, parts: tuple[Ranges, ...]) -> Callable[[
 
 
 @lru_cache(maxsize=4096)
-def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int]] | None:
+def _tiles(parts: Parts, size: int) -> tuple[list[Ranges], list[int]] | None:
     """Return the parts in order, and their sizes; None unless single ranges tile the dimension."""
     order = sorted(parts)
     if any(len(part) != 1 for part in order) or not disjoint_cover(parts, size):
@@ -249,7 +235,7 @@ def _tiles(parts: tuple[Ranges, ...], size: int) -> tuple[list[Ranges], list[int
 
 
 @lru_cache(maxsize=4096)
-def disjoint_cover(parts: tuple[Ranges, ...], size: int) -> bool:
+def disjoint_cover(parts: Parts, size: int) -> bool:
     """Return whether the parts cover a dimension of ``size``, and don't overlap."""
     covered = 0
     for start, stop in sorted(chain.from_iterable(parts)):

@@ -30,7 +30,7 @@ from ..profiling.steps import in_checkpoint
 from ..profiling.timed import TimedCall
 from ..profiling.timeline import Timeline
 from ..relayout import ops
-from ..schedule import Schedule, Windowed, by_head_groups, check
+from ..schedule import Schedule, by_head_groups, check
 from ..warn import inform, warn_once
 from .runtime.execution import Call
 
@@ -275,12 +275,6 @@ class LayerRuntime:
     def _call_of(self, geometry: Geometry, checked: bool) -> Call:
         """Make a call with this geometry and the schedule for it; ``checked`` as for `Call`."""
         schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
-        if isinstance(schedule, Windowed) and schedule.last_use != geometry.last_use:
-            raise ValueError(
-                "schedule= makes a Windowed whose KV heads are used last by the groups "
-                f"{schedule.last_use}, but here they are by {geometry.last_use}; give by_window "
-                "those of the layer's heads"
-            )
         return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
 
     def refuse(self, error: Exception) -> None:

@@ -26,7 +26,7 @@ from ..exchange.geometry import Geometry
 from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
-from ..schedule import Windowed, by_head_groups, schedule_of
+from ..schedule import by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
 from .call_geometry import geometry_of
 from .declared import config_for
@@ -81,8 +81,7 @@ class SelfAttention:
         heads_alike: Whether the local attention treats all heads alike on all ranks; otherwise, and
             unless `attention_function` declares it, there is one head group. The slices of a
             `PerHead` follow the heads.
-        schedule: Makes a `Schedule` as `schedule.by_head_groups` does, or a `Windowed`, whose
-            backward recomputes q, k and v.
+        schedule: Makes a `Schedule` as `schedule.by_head_groups` does.
 
     Raises:
         ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
@@ -269,18 +268,10 @@ class SelfAttention:
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, call, args, kwargs)
-        can_window = self.can_window(split)
-        if can_window and call.window is not None and not isinstance(call.schedule, Windowed):
+        if call.window is not None and self.can_window(split):
             call.schedule = schedule_of(call.geometry, call.window, self.layer.config.wgrad)
-        if isinstance(call.schedule, Windowed):
             # The host reads the states of random generators, and may hold attention.
             self.layer.refuse_graph("sp_overlap.window and checkpointing")
-            if not can_window:
-                raise ValueError(
-                    f"{self.layer.where}: schedule= makes a Windowed, whose backward makes q, k "
-                    "and v again, for which projections must be computed part by part; these "
-                    "can't be (adapters, hooks, RoPE that learns): return a Schedule"
-                )
             call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
             call.projections = self.inputs.split(call)
             return self._windowed(call, tables, hidden_states)

@@ -80,10 +80,9 @@ projection comes after the last ``merge``, and autograd orders the backward of t
 applies RoPE after the exchange. A step whose result nobody needs is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
-``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The
-function may also return a `Windowed`. The layer calls it for each number of head groups that it
-tries, and checks every schedule that it returns. The config must then leave out ``window`` and
-``checkpointing``.
+``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
+calls it for each number of head groups that it tries, and checks every schedule that it returns.
+The config must then leave out ``window`` and ``checkpointing``.
 """
 
 from .by_groups import by_head_groups, by_starts

@@ -27,8 +27,7 @@ under its attention. From W = 2 on, every exchange has work to hide it.
 
 A layer runs in this order if the config sets a window, or with ``checkpointing`` "keep" or
 "offload" (W = max(1, G // 2), unless a window is set). If projections
-can't be computed part by part, the layer warns and holds all groups; a `Windowed` from
-``schedule=`` raises. When a checkpoint that saved attention reruns the layer, the layer merges the
+can't be computed part by part, the layer warns and holds all groups. When a checkpoint that saved attention reruns the layer, the layer merges the
 saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. A
 checkpoint that saves no attention repeats all of forward.
 

@@ -1,6 +1,8 @@
-"""A schedule of one's own, and steps in words."""
+"""A schedule of one's own, what must hold of a window, and steps in words."""
 
-from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts
+from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts, needs_of
+from ds_sp_overlap.schedule.checked import check_program, check_starts
+from ds_sp_overlap.schedule.steps import Q
 
 
 def merged_last(kinds, wgrad_last=True):
@@ -36,3 +38,68 @@ def step_of(words):
     if "d" in tensors:
         beside, tensors = tensors[: tensors.index("d")], tensors[tensors.index("d") + 1 :]
     return Step(Op(op), tensors, grad, int(group), beside)
+
+
+def check_window(schedule, kinds):
+    """Raise ValueError for the first fault of a `Windowed`, as `check` does for another schedule; return it.
+
+    It attends to its groups in order, in backward in reverse, and has no more groups in memory than its window.
+    """
+    check_starts(schedule, kinds)
+    forward, backward = needs_of(kinds, schedule.starts)
+    # Backward recomputes q, k and v.
+    restarts = [step for step in schedule.backward if step.op is Op.START and not step.grad]
+    for start in restarts:
+        projects = [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
+        backward |= {start: projects, start._replace(op=Op.FINISH): [start]}
+        backward |= {project: [] for project in projects}
+    for kind, group in schedule.parts:
+        if not any((kind, group) in start.parts for start in restarts):
+            raise ValueError(f"schedule, backward: start {kind} {group} is missing")
+    last = schedule.groups - 1
+    for group in range(schedule.groups):
+        if group:
+            forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
+        # The start of do with o frees the local o, which wgrad o reads.
+        if schedule.beside:
+            backward[Step(Op.START, O, True, group)].append(Step(Op.WGRAD, O, True, group))
+        attend_needs = backward[Step(Op.ATTEND, O, True, group)]
+        if group < last:
+            attend_needs.append(Step(Op.ATTEND, O, True, group + 1))
+        # A group reads q, k and v that are recomputed with it, and shared k and v that were
+        # recomputed with a later group, see Note [Shared KV heads] in `window`.
+        for start in restarts:
+            is_shared = start.group < group <= schedule.last_use[start.group]
+            if start.group == group or start.tensors != Q and is_shared:
+                attend_needs.append(start._replace(op=Op.FINISH))
+    # o travels beside do in all groups or in none.
+    backward_beside = {}
+    for step, earlier in backward.items():
+        with_o = [_with(schedule.beside, need) for need in earlier]
+        backward_beside[_with(schedule.beside, step)] = with_o
+    for name, program, needs in (
+        ("forward", schedule.forward, forward),
+        ("backward", schedule.backward, backward_beside),
+    ):
+        check_program(name, program, needs)
+        # The groups between their projection of q and the end of their attention.
+        live = set()
+        for step in program:
+            if step.op is Op.PROJECT and step.tensors == Q:
+                live.add(step.group)
+            if len(live) > schedule.window:
+                raise ValueError(f"schedule, {name}: {step} while {len(live) - 1} groups are held; the window is {schedule.window}")
+            if step.op is Op.ATTEND:
+                live.discard(step.group)
+    if schedule.recompute != tuple(step for step in schedule.forward if step.op is Op.MERGE):
+        raise ValueError(
+            f"schedule, recompute: {', '.join(map(str, schedule.recompute)) or 'empty'}; where a "
+            "checkpoint saved attention, the merges of forward run again, and nothing else"
+        )
+    return schedule
+
+
+def _with(beside, step):
+    """Return the step; with ``beside`` if it starts or finishes the exchange of do."""
+    sends_do = step.on_wire and step.tensors == O and step.grad
+    return step._replace(beside=beside) if sends_do else step

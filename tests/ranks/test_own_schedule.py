@@ -1,12 +1,11 @@
 """A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
 
 import inspect
-from dataclasses import replace
 
 import pytest
 import torch
 
-from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_window, draw, order, simulate, without_o
+from ds_sp_overlap.schedule import Schedule, by_head_groups, by_window, draw, order, simulate
 from tests.harness import layers
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks
@@ -44,56 +43,12 @@ def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kin
     assert draw(made, made.forward) != draw(by_head_groups(kinds), by_head_groups(kinds).forward)
 
 
-def windowed(kinds, wgrad_last=True, window=1):
-    """With fewer groups live at a time, of four KV heads or of two on two ranks in two groups."""
-    last_use = (1, 1) if "q" in kinds else tuple(range(len(kinds)))
-    return by_window(kinds, last_use, window, wgrad_last)
-
-
-def merged_backwards(kinds, wgrad_last=True):
-    """Return `windowed` with its merges last, in descending order of the groups."""
-    base = windowed(kinds, wgrad_last)
-    merges = tuple(Step(Op.MERGE, O, False, group) for group in reversed(range(len(kinds))))
-    forward = tuple(step for step in base.forward if step.op is not Op.MERGE)
-    return replace(base, forward=forward + merges, recompute=merges)
-
-
-@pytest.mark.parametrize("function", [windowed, merged_backwards])
-@pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
-def test_a_schedule_whose_backward_makes_q_k_and_v_again_is_run_and_recorded(kv_heads, kinds, function):
-    made = without_o(function(kinds))  # attention is run again, and reads no o
-    for found, log in on_ranks(2, run_by, function, 2, kv_heads):
-        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
-
-
-def whole_projections(rank):
-    shape = Shape(config={"head_groups": 2, "projections": False})
-    layer = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-    layer.layer.schedule = windowed
-    try:
-        layers.call_block(shape, layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-    except ValueError as error:
-        return str(error)
-
-
-def test_it_is_refused_where_projections_are_called_whole():
-    for said in on_ranks(2, whole_projections):
-        assert "schedule= makes a Windowed" in said and "projections must be computed part by part" in said
-
-
 WRONG = {
     "too early": (
         lambda kinds: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward),
         "schedule, forward: start q 0 comes before project q 0",
     ),
-    "of a window, of other heads": (
-        lambda kinds: by_window(kinds, (1, 1), 1),
-        "schedule= makes a Windowed whose KV heads are used last by the groups (1, 1), but here they are by (0, 1)",
-    ),
-    "of a window that recomputes something else": (
-        lambda kinds: replace(windowed(kinds), recompute=windowed(kinds).forward[:1]),
-        "schedule, recompute: ",
-    ),
+    "of a window": (lambda kinds: by_window(kinds, (0, 1), 1), "schedule= makes a Windowed, whose backward makes q, k and v again"),
 }
 
 

@@ -12,7 +12,7 @@ from ds_sp_overlap import schedule
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import Op, Schedule, Step, by_head_groups, by_window, check, draw, order, simulate, window, without_o
 from ds_sp_overlap.schedule.steps import section
-from tests.harness.schedules import merged_last, step_of
+from tests.harness.schedules import check_window, merged_last, step_of
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -28,7 +28,7 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
     assert check(merged_last(kinds, wgrad_last), kinds) != made or len(kinds) == 1
 
 
-def refuses_a_step_missing_or_twice(made, kinds, data):
+def refuses_a_step_missing_or_twice(made, kinds, data, check=check):
     """In either program."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
@@ -65,7 +65,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def refuses(made, kinds, which, step, before, says):
+def refuses(made, kinds, which, step, before, says, check=check):
     changed = moved(getattr(made, which), step_of(step), step_of(before))
     with pytest.raises(ValueError, match=f"^schedule, {which}: {re.escape(says)}"):
         check(replace(made, **{which: changed}), kinds)
@@ -127,9 +127,9 @@ GEOMETRIES = [  # where no rank needs a new KV head for a group, where groups sh
 @settings(deadline=None)
 @given(geometry=st.sampled_from(GEOMETRIES), most=windows, wgrad_last=st.booleans(), products_last=st.booleans())
 def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, most, wgrad_last, products_last):
-    made = check(by_window(geometry.kinds, geometry.last_use, most, wgrad_last, products_last), geometry.kinds)
+    made = check_window(by_window(geometry.kinds, geometry.last_use, most, wgrad_last, products_last), geometry.kinds)
     assert made.groups == geometry.groups and made.window == min(most, made.groups)
-    alone = check(without_o(made), geometry.kinds)
+    alone = check_window(without_o(made), geometry.kinds)
     assert alone.forward == made.forward
     assert [step._replace(beside=()) for step in made.backward] == list(alone.backward)
     # the same products in both, and those of the schedule that holds all groups
@@ -143,13 +143,13 @@ def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, mo
 @given(kinds=kinds, most=windows, data=st.data())
 def test_a_window_holds_wherever_kv_heads_are_used_last(kinds, most, data):
     last = tuple(data.draw(st.integers(group, len(kinds) - 1)) if "k" in kinds[group] else group for group in range(len(kinds)))
-    check(by_window(kinds, last, most), kinds)
+    check_window(by_window(kinds, last, most), kinds)
 
 
 @settings(deadline=None)
 @given(geometry=st.sampled_from(GEOMETRIES), most=windows, data=st.data())
 def test_a_windowed_schedule_with_a_step_missing_or_twice_is_refused(geometry, most, data):
-    refuses_a_step_missing_or_twice(by_window(geometry.kinds, geometry.last_use, most), geometry.kinds, data)
+    refuses_a_step_missing_or_twice(by_window(geometry.kinds, geometry.last_use, most), geometry.kinds, data, check_window)
 
 
 # Of four groups in twos, of which the first two share KV heads.
@@ -169,7 +169,7 @@ REFUSED_OF_A_WINDOW = {
 @pytest.mark.parametrize("name", REFUSED_OF_A_WINDOW)
 def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
     kinds = ("qkv", "q", "qkv", "qkv")
-    refuses(by_window(kinds, (1, 1, 2, 3), 2), kinds, *REFUSED_OF_A_WINDOW[name])
+    refuses(by_window(kinds, (1, 1, 2, 3), 2), kinds, *REFUSED_OF_A_WINDOW[name], check_window)
 
 
 def starts_in_forward(window):
@@ -188,14 +188,14 @@ def test_what_is_not_made_again_is_missed():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
     without = tuple(step for step in made.backward if step.parts != (("k", 0),) or step.grad)
     with pytest.raises(ValueError, match="^schedule, backward: start k 0 is missing"):
-        check(replace(made, backward=without), ("qkv", "qkv"))
+        check_window(replace(made, backward=without), ("qkv", "qkv"))
 
 
 def test_a_checkpoint_that_saved_attention_merges_and_does_nothing_else():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
     for recompute, said in (((), "empty"), (made.forward[:1], "project q 0")):
         with pytest.raises(ValueError, match=f"^schedule, recompute: {said}; .* the merges of forward"):
-            check(replace(made, recompute=recompute), ("qkv", "qkv"))
+            check_window(replace(made, recompute=recompute), ("qkv", "qkv"))
 
 
 def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():

@@ -1,5 +1,6 @@
 """What becomes of an overlapped model: copied, saved, wrapped, given adapters, thrown away."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -10,6 +11,8 @@ import deepspeed
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import prune
 
 import ds_sp_overlap
@@ -22,60 +25,6 @@ from tests.harness.ranks import on_ranks, refusal
 def loss_of(model, rank, size):
     inputs = models.cut(models.batches(1)[0], rank, size)
     return models.mean_loss(model, inputs, torch.distributed.group.WORLD)
-
-
-def copies(rank, how):
-    with models.sequence_parallel_model(2) as (model, _):
-        ds_sp_overlap.enable(model, {"head_groups": 2})
-        expected = loss_of(model, rank, 2).item()
-        if how == "deepcopy":
-            other = copy.deepcopy(model)
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            other = torch.load(file, weights_only=False)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()  # a copy that drives the original's projections would notice
-        found = [loss_of(other, rank, 2).item() - expected]  # stock, which is registered
-        report = ds_sp_overlap.enable(other, {"head_groups": 2})
-        found.append(loss_of(other, rank, 2).item() - expected)
-        ds_sp_overlap.disable(other)
-        stale = [name for name, module in other.named_modules() if "forward" in vars(module)]
-        ds_sp_overlap.disable(model)
-        return found, [layer.got for layer in report.layers], stale
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_of_an_overlapped_model_is_a_model_of_its_own_and_can_be_overlapped_itself(how):
-    for differences, got, stale in on_ranks(2, copies, how):
-        assert differences == pytest.approx([0, 0], abs=1e-5)  # fp32 sums in another order; a zeroed model is off by 0.1
-        assert all("all eight" in layer for layer in got) and len(got) == 2
-        assert stale == []
-
-
-def adapters(rank, when):
-    """Loss, and how many LoRA parameters get a gradient, with the adapter put in before or after ``enable``."""
-    with models.sequence_parallel_model(2) as (model, _):
-        lora = LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)
-        if when == "after":
-            ds_sp_overlap.enable(model, {"head_groups": 2})
-        torch.manual_seed(3)
-        model = get_peft_model(model, lora)
-        if when == "before":
-            ds_sp_overlap.enable(model, {"head_groups": 2})
-        loss = loss_of(model, rank, 2)
-        loss.backward()
-        trained = [p.grad is not None and p.grad.abs().sum().item() > 0 for n, p in model.named_parameters() if "lora" in n]
-        ds_sp_overlap.disable(model)
-        return loss.item(), sum(trained), len(trained)
-
-
-def test_an_adapter_that_is_put_in_after_enable_is_trained_like_one_put_in_before():
-    before, after = on_ranks(2, adapters, "before"), on_ranks(2, adapters, "after")
-    assert before == after
-    assert all(trained == every == 8 for _, trained, every in after)
 
 
 def thrown_away(rank):
@@ -132,22 +81,6 @@ def test_ranks_that_disagree_about_gradients_are_refused_before_they_hang_in_bac
         assert "about to exchange different things" in message and "[True, True, True]" in message
 
 
-class Named:
-    def __call__(self, q, k, v, num_kv_heads):
-        assert num_kv_heads == 7
-        return reference.attention(q, k, v)
-
-
-def keyword_of_the_local_attention(rank):
-    case = Case()
-    q, k, v = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3])
-    return dropin.module(case, local=Named())(q, k, v, 0, num_kv_heads=7).shape == q.shape
-
-
-def test_keywords_of_the_local_attention_are_its_own():
-    assert on_ranks(2, keyword_of_the_local_attention) == [True, True]
-
-
 # Models of transformers in fp64, against the same model on the whole sequence.
 
 EXACT = dict(dtype=torch.float64, initializer_range=0.2)
@@ -191,6 +124,11 @@ def hooked_weights(model):
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.register_hook(lambda grad: 2 * grad)
         layer.self_attn.o_proj.weight.register_hook(lambda grad: grad.flip(0))
+
+
+def adapted(model):
+    torch.manual_seed(3)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)).double()
 
 
 def compiled_projections(model):
@@ -246,7 +184,7 @@ def changed(rank, change):
 
 
 PROJECTIONS = [
-    tied_projections, one_weight_in_two_projections, weight_normed, orthogonal, old_weight_norm, pruned, hooked_weights,
+    tied_projections, one_weight_in_two_projections, weight_normed, orthogonal, old_weight_norm, pruned, hooked_weights, adapted,
     compiled_projections,
 ]  # fmt: skip
 
@@ -327,41 +265,32 @@ def test_a_model_may_be_cast_after_it_was_overlapped(dtype):
 # Wrappers that own the parameters.
 
 
-def in_ddp(rank):
-    model = models.tiny(**EXACT)
-    ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    found = []
-    for step in range(2):
-        got = gradients_of(model, loss_of(wrapped, rank, 2))
-        expected = {name: grad / 2 for name, grad in whole_gradients().items()}  # DDP averages
-        found += layers.faults(1e-9, **{f"{name} {step}": (got[name], grad) for name, grad in expected.items()})
-    ds_sp_overlap.disable(model)
-    return found
-
-
-def in_fsdp1(rank):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
+def wrapped(rank, wrap):
+    """Faults of the gradients of two steps of an overlapped model whose parameters a wrapper owns."""
     model, found = models.tiny(**EXACT), []
     ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
-    policy = ModuleWrapPolicy({type(model.model.layers[0])})
-    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+    owner, expected = wrap(model), {name: grad / 2 for name, grad in whole_gradients().items()}  # both average
     for step in range(2):
-        wrapped.zero_grad()
-        loss_of(wrapped, rank, 2).backward()
-        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-            got = {name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in wrapped.named_parameters()}
-        expected = {name: grad / 2 for name, grad in whole_gradients().items()}
+        owner.zero_grad()
+        loss_of(owner, rank, 2).backward()
+        gathered = (
+            FullyShardedDataParallel.summon_full_params(owner, with_grads=True) if wrap is in_fsdp1 else contextlib.nullcontext()
+        )
+        with gathered:
+            got = {name.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for name, p in model.named_parameters()}
         found += layers.faults(1e-9, **{f"{name} {step}": (got[name], grad) for name, grad in expected.items()})
     ds_sp_overlap.disable(model)
     return found
 
 
-@pytest.mark.parametrize("wrap", [in_ddp, in_fsdp1], ids=lambda wrap: wrap.__name__)
+def in_fsdp1(model):
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, in_fsdp1], ids=lambda wrap: wrap.__name__)
 def test_gradients_are_right_in(wrap):
-    assert on_ranks(2, wrap) == [[], []]
+    assert on_ranks(2, wrapped, wrap) == [[], []]
 
 
 # The drop-in and the block themselves.

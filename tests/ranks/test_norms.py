@@ -181,19 +181,6 @@ def test_a_graph_that_is_kept_gives_the_same_again():
     no_faults(2, faults, known, 2, None, as_it_is, True)
 
 
-def calls(rank):
-    """How often a norm that counts was called in a forward and backward of two groups."""
-    shape = Shape(config={"head_groups": 2})
-    model = Both(shape, Counting)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    layers.call_block(shape, model.block(), rank, x.requires_grad_()).backward(dy)
-    return [norm.calls.item() for norm in model.norms.values()]
-
-
-def test_a_norm_with_a_buffer_is_called_once_a_group():
-    assert on_ranks(2, calls) == [[2, 2]] * 2
-
-
 def as_a_function(norm):
     return lambda heads: norm(heads)
 
@@ -273,20 +260,6 @@ def hooked(rank):
 
 def test_a_hook_on_a_norm_sees_it_once():
     assert on_ranks(2, hooked) == [(4, 1, [[2, 6, 4, 8]])] * 2
-
-
-def learned_tables(rank, groups):
-    """RoPE whose tables learn: no node of ours can give them their gradient."""
-    shape = Shape(config={"head_groups": groups})
-    tables = [t.requires_grad_() for t in layers.reference.rope_tables(torch.arange(6 * rank, 6 * rank + 6), 8, shape.dtype)]
-    layer, attend, x, dy = layers.mine(rank, shape)
-    attend(x, position_embeddings=tables).backward(dy)
-    return [] if all(t.grad is not None and t.grad.abs().max() > 1e-3 for t in tables) else ["no gradient"]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_tables_that_learn_get_a_gradient(groups):
-    no_faults(2, learned_tables, groups)
 
 
 # Guards.

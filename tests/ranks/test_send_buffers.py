@@ -9,44 +9,10 @@ import pytest
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import ops
 from tests.harness import layers, relayout
-from tests.harness.cases import pairs, singles
-from tests.harness.layers import HEADS, Shape, groups_for
+from tests.harness.cases import pairs
+from tests.harness.layers import Shape, groups_for
 from tests.harness.moving import OPERATORS, always, counted, kinds
-from tests.harness.ranks import no_faults, on_ranks
-
-
-def faults_written_by_the_gemm(rank, shapes):
-    with always:
-        return layers.faults_of_all(rank, shapes)
-
-
-def shapes_for(size, heads, kv_heads, **options):
-    return [
-        Shape(
-            heads=heads, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=(3,) * size, batch_first=batch_first,
-            rope=rope, rotary=rotary, config={"head_groups": groups, **options.get("config", {})},
-            **{name: value for name, value in options.items() if name != "config"},
-        )
-        for batch, batch_first in ((1, True), (3, True), (3, False))
-        for rope, rotary in ((False, False), (True, False), (True, True))
-        if rope or not options.get("bias")  # without RoPE the gradient of a key's bias is 0, and a relative error says nothing
-        for groups in groups_for(heads, size)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("heads,kv_heads", HEADS)
-def test_the_block_equals_the_reference(heads, kv_heads, size):
-    no_faults(size, faults_written_by_the_gemm, singles(shapes_for(size, heads, kv_heads)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"bias": True}, {"fused": True, "bias": True}, {"config": {"wgrad": False}}, {"config": {"check": True}}],
-    ids=str,
-)
-def test_the_block_equals_the_reference_with(options):
-    no_faults(2, faults_written_by_the_gemm, singles(shapes_for(2, 8, 4, **options)))
+from tests.harness.ranks import on_ranks
 
 
 def relayouts(rank, rotary, batch_first):

@@ -18,15 +18,12 @@ from ds_sp_overlap.attention.mixer_layer import MixerLayer
 from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from ds_sp_overlap.schedule import by_head_groups, order
-from tests.harness import dropin, layers, reference, transports
+from tests.harness import dropin, layers, reference
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
-from tests.harness.transports import Recording
-from tests.harness.uses import CHANGES
 
 # Query heads, KV heads and r, by the number of ranks: more ranks than heads, heads that don't divide, KV heads that parts share.
 HEADS = {
@@ -189,39 +186,6 @@ def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
 # Other uses.
 
 
-@pytest.mark.parametrize("change", singles(CHANGES), ids=lambda change: change.__name__)
-def test_projections_that_are_called_whole_frozen_or_shared(change):
-    shapes = [Shape(4, 2, 4, config={"shares": 2, "head_groups": 2}), Shape(1, 1, 4, lengths=(5, 2), batch_first=False)]
-    no_faults(2, changed, shapes, change)
-
-
-def changed(rank, shapes, change):
-    return [fault for shape in shapes for fault in layers.block_faults(rank, shape, change=change)]
-
-
-SPOILED = [
-    Shape(2, 1, 4, 2, (4,) * 4, config={"shares": 2}),
-    Shape(1, 1, 4, 2, (5, 0, 4, 2), False),
-    Shape(4, 2, 4, 1, (3,) * 4, config={"shares": 2}),
-]
-
-
-def spoiled(rank, shapes, transport):
-    with transports.spoiled_buffers():
-        return layers.faults_of_all(rank, shapes, transport)
-
-
-@pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
-def test_results_do_not_depend_on_when_the_bytes_move(transport):
-    no_faults(4, spoiled, SPOILED, transport)
-
-
-def test_check_mode_compares_the_exchanges_of_shares():
-    config = {"check": True, "head_groups": 1}
-    shapes = [Shape(heads, 1, 4, 2, (5, 0, 4, 2), first, config=config) for heads, first in ((1, True), (2, False))]
-    no_faults(4, layers.faults_of_all, shapes)
-
-
 def with_given_tokens(rank, chunks):
     """The tokens of each share, as for packed documents; of the whole layer and of the drop-in."""
     shape, case = Shape(2, 1, 4, 2, (4,) * 4), Case(2, 1, 4, 4, 2, (4,) * 4)
@@ -255,23 +219,6 @@ def slopes_differ(rank):
 
 def test_slopes_of_alibi_are_counted_from_the_place_of_each_query():
     no_faults(4, slopes_differ)
-
-
-def recorded(rank, groups):
-    mover = Recording()
-    shape = Shape(4, 2, 4, lengths=(4, 4), rope=False, config={"shares": 2, "head_groups": groups})
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover, heads_alike=True)
-    y = attend(torch.randn(2, 4, shape.width, dtype=torch.float64, requires_grad=True))
-    forward, mover.log[:] = list(mover.log), []
-    y.sum().backward()
-    return forward, list(mover.log)
-
-
-@pytest.mark.parametrize("kinds", [("qkv",), ("qkv", "qkv")])
-def test_the_order_is_the_one_that_is_drawn(kinds):
-    drawn = by_head_groups(kinds)
-    expected = order(drawn, drawn.forward), order(drawn, drawn.backward)
-    assert on_ranks(2, recorded, len(kinds)) == [expected] * 2
 
 
 # What can't attend with a share of the queries.

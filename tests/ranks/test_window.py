@@ -99,37 +99,6 @@ def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, k
     no_faults(size, faults_of, singles(shapes_of(heads, kv_heads, size)), kind, layers.backward, None, again)
 
 
-@pytest.mark.parametrize("lengths", [(5, 2), (1, 1), (0, 4), (3, 1, 4, 2), (0, 5, 0, 1)], ids=str)
-def test_a_window_equals_the_reference_for_unequal_local_sequences(lengths):
-    shapes = [
-        Shape(
-            heads=8, kv_heads=kv_heads, head_dim=4, batch=batch, lengths=lengths, batch_first=batch_first,
-            config={"head_groups": 2, "window": window},
-        )
-        for kv_heads in (8, 2)
-        for batch in (1, 3)
-        for batch_first in (True, False)
-        for window in (1, 2)
-    ]  # fmt: skip
-    for kind in (Flash, Math):
-        no_faults(len(lengths), faults_of, singles(shapes), kind)
-
-
-SWITCHES = [{"wgrad": False}, {"check": True}, {"checkpointing": "keep"}, {"kernels": "torch"}, {"window": 5}]
-
-
-@pytest.mark.parametrize("switch", SWITCHES, ids=str)
-def test_a_window_equals_the_reference_for_all_switches(switch):
-    shapes = [
-        Shape(heads=8, kv_heads=kv_heads, rope=rope, config={"head_groups": 4, "window": window, **switch})
-        for kv_heads in (8, 2)
-        for rope in (True, False)
-        for window in (1, 2)
-    ]
-    for kind in (Flash, Math):
-        no_faults(2, faults_of, singles(shapes), kind)
-
-
 # Uses and changes.
 
 SHAPES = [

@@ -280,7 +280,8 @@ def steps_of_their_own(rank, how, options):
         expected = found if expected is None else {name: expected[name] + x for name, x in found.items()}
     errors = []
     for reentrant in (True, False):
-        with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+        counted = mock.patch.object(Positions, "gather", autospec=True, side_effect=Positions.gather)
+        with sequence_parallel_model(2, **EXACT, **options) as (model, group), counted as gathers:
             ds_sp_overlap.enable(model)
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.train()
@@ -294,6 +295,7 @@ def steps_of_their_own(rank, how, options):
                 logits = model(input_ids=inputs["input_ids"], position_ids=positions, use_cache=False).logits
                 loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
             loss.backward()
+            assert gathers.call_count == 2, "positions are gathered once a forward: by no layer, and not in backward"
             found = {name: p.grad for name, p in model.named_parameters()}
             for gradient in found.values():
                 torch.distributed.all_reduce(gradient, group=group)

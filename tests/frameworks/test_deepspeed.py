@@ -728,36 +728,3 @@ def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_with
         # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
         calls = {case: found[case][2] for case in found}
         assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0
-
-
-# Recomputation.
-
-
-def recomputing(kind):
-    def prepare(model):
-        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
-        if kind == "deepspeed":
-            deepspeed.checkpointing.configure(None, partition_activations=False)
-            for layer in model.model.layers:
-                layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
-        model.train()
-        return model
-
-    return prepare
-
-
-def with_recomputation(rank, kind, stage):
-    train = functools.partial(train_run, rank, 2, stage=stage, accumulation=2, steps=2, **WIDE)
-    stored = train({"head_groups": 1})
-    prepare = recomputing(kind)
-    one, two = (train({"head_groups": groups}, prepare=prepare) for groups in (1, 2))
-    return one.equals(stored), two.distance(stored)
-
-
-@pytest.mark.singles
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant", "deepspeed"])
-def test_recomputed_activations_give_the_same_training(kind, stage):
-    for identical, off in on_ranks(2, with_recomputation, kind, stage):
-        assert identical
-        assert all(off[what] <= FP32[what] for what in FP32), off

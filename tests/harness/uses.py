@@ -3,6 +3,7 @@ and attention that don't train, are shared or are dressed up."""
 
 import functools
 
+import deepspeed
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -52,6 +53,11 @@ def reentrant(call, layer, x, dy):
 
 def non_reentrant(call, layer, x, dy):
     return layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), layer, x, dy)
+
+
+def checkpointed_by_deepspeed(call, layer, x, dy):
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    return layers.backward(lambda x: deepspeed.checkpointing.checkpoint(call, x), layer, x, dy)
 
 
 def selective(call, layer, x, dy):
@@ -159,6 +165,7 @@ USES = [
     evaluation,
     reentrant,
     non_reentrant,
+    checkpointed_by_deepspeed,
     selective,
     saved_on_cpu,
     in_anomaly_mode,

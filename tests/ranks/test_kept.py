@@ -3,6 +3,7 @@
 fp64: 1e-12 where a layer's rounding is 1e-15 to 1e-14, and the smallest mistake more than 1e-3.
 """
 
+import functools
 import gc
 import weakref
 
@@ -70,26 +71,12 @@ def nested(call, layer, x, dy):
     return layers.backward(lambda x: keeping(lambda x: call(keeping(inner, x.sin()).sin()).cos(), x), layer, x, dy)
 
 
-def second_backward(call, layer, x, dy):
-    y = keeping(lambda x: call(x.tanh()).sin(), x)
-    y.backward(dy, retain_graph=True)
-    y.backward(dy * dy)
-    return {"output": y, "dx": x.grad}
-
-
 def half_by_half(call, layer, x, dy):
     """Two calls in one checkpoint, which is computed again for each."""
     first, second = keeping(lambda x: (call(x.tanh()).sin(), call(x.sin()).sin()), x)
     first.backward(dy)
     second.backward(dy * dy)
     return {"first": first, "second": second, "dx": x.grad}
-
-
-def a_part_then_all(call, layer, x, dy):
-    y = keeping(lambda x: call(x.tanh()).sin(), x)
-    (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
-    y.backward(dy)
-    return {"only": only, "dx": x.grad}
 
 
 def a_backward_within(call, layer, x, dy):
@@ -108,26 +95,19 @@ def to_its_end(call, layer, x, dy):
         return between_others(call, layer, x, dy)
 
 
-def accumulated(call, layer, x, dy):
-    first = keeping(lambda x: call(x.tanh()).sin(), x)
-    second = keeping(lambda x: call(x.sin()).sin(), x)
-    (first * dy).sum().backward()
-    (second * dy).sum().backward()
-    between_others(call, layer, 2 * x, dy)
-    return {"first": first, "second": second, "dx": x.grad}
+def in_checkpoints(use):
+    """``use`` of `uses`, each of whose calls is in a checkpoint."""
 
+    @functools.wraps(use)
+    def of_checkpoints(call, layer, x, dy):
+        return use(lambda x: keeping(lambda x: call(x.tanh()).sin(), x), layer, x, dy)
 
-def without_a_backward(call, layer, x, dy):
-    keeping(lambda x: call(3 * x).sin(), x)
-    with torch.no_grad():
-        quiet = keeping(lambda x: call(x.tanh()).sin(), x)
-    assert not quiet.requires_grad
-    return {"quiet": quiet, **between_others(call, layer, x, dy)}
+    return of_checkpoints
 
 
 USES = [
-    alone, between_others, fed_with_its_own_output, one_after_another, nested, second_backward, half_by_half, a_part_then_all,
-    a_backward_within, to_its_end, accumulated, without_a_backward,
+    alone, between_others, fed_with_its_own_output, one_after_another, nested, half_by_half, a_backward_within, to_its_end,
+    *map(in_checkpoints, (uses.second_backward, uses.grad_of_input_then_backward, uses.accumulation, uses.without_grad)),
 ]  # fmt: skip
 
 

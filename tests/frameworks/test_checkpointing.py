@@ -10,7 +10,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.sequence.layer import DistributedAttention
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,7 @@ from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.attention.memory.recompute import Attended
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.integrations.sequence.masks import Masks
-from tests.harness import clients, layers, megatron_layers
+from tests.harness import layers, megatron_layers
 from tests.harness.cases import full, since_transformers
 from tests.harness.families import tiny_model
 from tests.harness.flash import NAME, flash_attention
@@ -170,43 +169,6 @@ def test_training_is_that_without_checkpointing(stage):
     for kept, recomputed, (stored, fewer, more) in on_ranks(2, trained, stage):
         assert kept and recomputed
         assert stored == fewer < more
-
-
-def with_trainer(rank, folder, checkpointing, section):
-    with counting() as counted:
-        log = clients.train(rank, "Trainer", section, folder, stage=2, accumulation=2, checkpointing=checkpointing)
-    return log, counted.exchanges
-
-
-def test_a_trainer_keeps_attention(tmp_path):
-    section = {**KEEP, "head_groups": 2}
-    (stored, exchanges), *_ = on_ranks(2, with_trainer, f"{tmp_path}/stored", None, section)
-    for log, count in on_ranks(2, with_trainer, f"{tmp_path}/kept", False, section):
-        assert log.equals(stored) and count == exchanges and log.bound == 2
-
-
-def adapted(rank):
-    """LoRA on all projections: they are called whole, attention runs again as ever."""
-    tokens = batches(1)[0]
-    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
-
-    def dressed(model):
-        torch.manual_seed(3)
-        return get_peft_model(model, lora).double()
-
-    expected = outcome(dressed(tiny(**WIDE, **EXACT)), tokens, 0, 1, None)
-    with sequence_parallel_model(2, **WIDE, **EXACT) as (model, group):
-        model = dressed(model)
-        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})
-        model.train()
-        report = ds_sp_overlap.enable(model, KEEP)
-        return worst(outcome(model, tokens, rank, 2, group), expected), " ".join(str(report).split())
-
-
-def test_a_layer_whose_projections_are_called_whole_says_that_it_is_not_kept():
-    for error, report in on_ranks(2, adapted):
-        assert error < FP64
-        assert "so sp_overlap.window and sp_overlap.checkpointing can't be had" in report
 
 
 class Caller(nn.Module):

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
@@ -33,7 +32,6 @@ from tests.harness.models import (
     train_run,
     worst,
 )
-from tests.harness.policies import scripted
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import relative_error
 from tests.harness.sweep import in_double
@@ -149,25 +147,6 @@ def test_local_sequences_may_be_uneven_and_padded():
         assert max(errors) < FP64, errors
 
 
-def adapted(rank):
-    """The error with adapters on q and v, and what the report says."""
-    tokens, group = batches(1)[0], torch.distributed.group.WORLD
-
-    def with_lora():
-        torch.manual_seed(3)
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return get_peft_model(made(heads=2, kv_heads=1), lora).double()
-
-    whole, mine = outcome(with_lora(), tokens, 0, 1, None), with_lora()
-    report = ds_sp_overlap.enable(mine, {}, group)
-    return worst(outcome(mine, tokens, rank, 4, group), whole), report.layers[0].lacks
-
-
-def test_adapted_projections_share_too():
-    for error, lacks in on_ranks(4, adapted):
-        assert error < FP64 and "called whole: q_proj" in lacks
-
-
 def beside_others(rank, cases):
     """Errors of models whose layers are not all alike: expanded latents, and delta nets with heads enough."""
     tokens, errors = tokens_of(32), {}
@@ -191,37 +170,6 @@ OTHERS = [
 def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_shares():
     for errors in on_ranks(4, beside_others, OTHERS):
         assert max(errors.values()) < 1e-10, errors  # many more sums, of the delta rule
-
-
-def timed(rank, options):
-    """Of 22 steps with scripted times: the largest error, what ran in the layers, and what the table says of the first."""
-    tokens, group = batches(1)[0], torch.distributed.group.WORLD
-    whole, model, errors = outcome(made(**options), tokens, 0, 1, None), made(**options), []
-    costs = {1: 1.4, 2: 1.3}
-    with scripted(costs) as ran:
-        report = ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}, "on_unsupported": "error"}, group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(22):
-            errors.append(worst(outcome(model, tokens, rank, 4, group), whole))
-            optimizer.step()
-    ds_sp_overlap.disable(model)
-    return max(errors), [candidate for _, candidate in ran], report.layers[0].got
-
-
-ONE, THREE = dict(heads=2, kv_heads=1), dict(heads=6, kv_heads=2)  # query heads a part, two ranks to each
-TIMED = [
-    full(ONE, set(), None),
-    (THREE, {1, 2}, 2),
-]
-
-
-@pytest.mark.parametrize("options, tried, kept", TIMED)
-def test_what_is_chosen_by_timing_is_right_in_every_step(options, tried, kept):
-    """With one query head a rank there is no number of groups to choose."""
-    every = on_ranks(4, timed, options)
-    for error, ran, got in every:
-        assert error < FP64 and "2 ranks share query heads" in got
-        assert ran == every[0][1] and set(ran) == tried and ran[-1:] == [kept] * bool(tried), (ran, got)
 
 
 # Training with DeepSpeed.

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import ds_sp_overlap
 from ds_sp_overlap.integrations import tiles
 from tests.harness.cases import full
-from tests.harness.models import EXACT, FP64, batches, cut, ds_config, outcome, sequence_parallel_model, tiny, train_run, worst
+from tests.harness.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
 
@@ -179,23 +179,3 @@ def auto_of(m, inner, tokens):
 def test_auto_keeps_temporaries_of_a_tile_below_half_of_the_input():
     assert auto_of(8, 32, 2800) == [100, 58]  # 14 and 3 * 8 times a tile are half of 2800
     assert auto_of(8, 32, 3) == [1, 1] and auto_of(8, 32, 0) == [1, 1]
-
-
-def reduced(rank):
-    """How often ZeRO reduces each parameter's gradient."""
-    import deepspeed
-
-    counts: dict = {}
-    with sequence_parallel_model(2, **dict(EXACT, dtype=torch.float32)) as (model, group):
-        mpu = deepspeed.utils.groups.mpu
-        engine, *_ = deepspeed.initialize(model=model, config=ds_config(1, sp_overlap=SECTION), mpu=mpu)
-        for name, parameter in engine.module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: counts.update({name: counts.get(name, 0) + 1}))
-        inputs = cut(batches(1)[0], rank, 2)
-        engine.backward(share(engine, inputs))
-    return counts
-
-
-def test_each_gradient_is_delivered_once():
-    for counts in on_ranks(2, reduced):
-        assert len(counts) == 21 and set(counts.values()) == {1}

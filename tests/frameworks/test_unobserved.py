@@ -128,23 +128,6 @@ def test_observers_see_of_the_first_forward_what_they_see_of_the_second(section)
                 assert found == expected, f"{kind}: {len(found)}, not {len(expected)}; {more}"
 
 
-def squares(rank, section):
-    """The calls of a hook on the first layer's output projection in the first forward, and the sum of squares of what it was given."""
-    tokens, found = batches(1)[0], []
-    with sequence_parallel_model(2, **LLAMA) as (model, group):
-        if section is not None:
-            ds_sp_overlap.enable(model, section, group)
-        hook = lambda _, args: found.append(float(args[0].square().sum()))  # noqa: E731
-        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(hook)
-        outcome(model, tokens, rank, 2, group)
-    return found
-
-
-def test_a_hook_for_calibration_sees_attention_and_no_made_up_numbers():
-    for expected, found in zip(on_ranks(2, squares, None), on_ranks(2, squares, {"head_groups": 2}), strict=True):
-        assert len(found) == len(expected) == 1 and abs(found[0] - expected[0]) < FP64 * expected[0]
-
-
 # State.
 
 

@@ -1083,7 +1083,7 @@ def check(seeds, task=run, *args, enough=5):
                 reports += told(batch, on_ranks(size, task, batch, *args, timeout_s=PATIENCE_S + 2 * len(batch)), acted)
             except RankError as error:  # by which of them? The ranks start anew
                 alone = (report for seed in batch for report in on_its_own(seed, task, args, acted))
-                reports += list(itertools.islice(alone, enough)) or [f"seeds {batch}, together only:\n{raised(error)}"]
+                reports += list(itertools.islice(alone, enough)) or [f"seeds {batch}, together only:\n{error}"]
             if len(reports) >= enough:
                 return reports, acted
     return reports, acted
@@ -1093,18 +1093,7 @@ def on_its_own(seed, task, args, acted):
     try:
         return told([seed], on_ranks(ranks_of(seed), task, [seed], *args, timeout_s=PATIENCE_S), acted)
     except RankError as error:
-        return [f"{announced(seed)}\n{raised(error)}"]
-
-
-def raised(error):
-    """What each rank raised, or where it hangs."""
-    lines = []
-    for text in str(error).split("--- ")[1:]:
-        rank, *said = text.strip().splitlines()
-        threads = [i for i, line in enumerate(said) if "hread 0x" in line]  # the main one is the last
-        said = [said[0], *said[threads[-1] + 1 :][:12]] if threads else said[-12:]
-        lines += [f"  {rank}", *(f"    {line}" for line in said)]
-    return "\n".join(lines)
+        return [f"{announced(seed)}\n{error}"]
 
 
 def announced(seed):

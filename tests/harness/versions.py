@@ -2,7 +2,6 @@
 
     make versions                                   every combination for which there is a Python here
     python -m tests.harness.versions --only 4.56    those that have this version of something
-    python -m tests.harness.versions --borrow .venv packages of this venv serve where a combination asks for the same version
 
 A row of the page stays until its combination is tried again. Not part of CI.
 """
@@ -49,21 +48,13 @@ def python_of(venv):
     return venv / "bin/python"
 
 
-def made(combination, folder, borrow):
+def made(combination, folder):
     """A venv with the combination."""
     python, *versions = combination
     venv = folder / "-".join(["py" + python, *(f"{name}{version or 'newest'}" for name, version in zip(NAMES, versions))])
     if not (venv / "ready").exists():
         shutil.rmtree(venv, ignore_errors=True)
         subprocess.run([f"python{python}", "-m", "venv", venv], check=True)
-        if borrow and (borrow / "lib" / f"python{python}").exists():  # packages with compiled parts are of one Python
-            paths = [
-                subprocess.check_output(
-                    [python_of(where), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-                )
-                for where in (borrow, venv)
-            ]
-            Path(paths[1].strip(), "borrowed.pth").write_text(paths[0])
         pip = [python_of(venv), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         wanted = [f"{name}=={version}" if version else name for name, version in zip(NAMES, versions)]
         subprocess.run([*pip, "setuptools", "wheel"], check=True)
@@ -119,7 +110,6 @@ def write(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="VERSION")
-    parser.add_argument("--borrow", type=Path, metavar="VENV")
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions")
     given = parser.parse_args()
     for combination in COMBINATIONS:
@@ -129,7 +119,7 @@ def main():
             print(f"{combination}: no python{combination[0]} here", file=sys.stderr)
             continue
         print(f"{combination}: installing, then testing", flush=True)
-        write([row_of(made(combination, given.folder.resolve(), given.borrow))])
+        write([row_of(made(combination, given.folder.resolve()))])
 
 
 if __name__ == "__main__":

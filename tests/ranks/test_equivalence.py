@@ -109,6 +109,23 @@ def test_arguments_reach_local_attention_once_a_head_group():
         assert calls == [(2, 0.3, "mine")] * 2
 
 
+def with_a_tensor_of_three_slices(rank, case):
+    """A tensor whose slices happen to be as many as the heads of one rank; attention makes nothing of it."""
+    sizes = []
+
+    def attend(q, k, v, extra):
+        sizes.append(q.shape[2])
+        return reference.attention(q, k, v)
+
+    found = dropin.dropin_faults(rank, case, attend=dropin.module(case, local=attend), extra=torch.zeros(3, 12, 12))
+    return found + [f"groups {sizes}"] * (len(sizes) != 1)
+
+
+def test_ranks_with_different_head_counts_agree_on_the_number_of_groups():
+    """5 heads on 2 ranks, 3 and 2: an argument with 3 slices means heads to one rank only, if each looks at its own."""
+    no_faults(2, with_a_tensor_of_three_slices, Case(heads=5, kv_heads=5))
+
+
 def over_the_world(rank, case):
     """Without a group, as DeepSpeed's class and as the drop-in."""
     classes = Upstream, ds_sp_overlap.DistributedAttention

@@ -31,6 +31,8 @@ SHORT = [  # of a message, what the page says instead
     (r"^its forward calls its attention more than once.*", "attention called more than once"),
     (r"^its forward looks at the dtype or device.*", "forward looks at a dtype"),
     (r"^its forward computes what is not known here: ", "forward computes "),
+    (r"^its forward uses (\w+) .*", r"forward uses \1"),
+    (r"^its forward may run (\w+), which.*", r"forward may run \1"),
     (r"^its forward gives (\w+) more.*", r"forward calls \1"),
     (r"^its forward ", "forward "),
     (r"^(\w+) is no norm that is alike for all heads", r"\1 differs between heads"),

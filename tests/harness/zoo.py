@@ -124,10 +124,6 @@ class Times(nn.Module):
         return x * self.scale
 
 
-class OtherLinear(nn.Linear):
-    __module__ = "torch.nn.zoo"  # a class of a known package
-
-
 class OwnCall(nn.Linear):
     factor = 1.0
 
@@ -627,8 +623,8 @@ PROGRAMS = {
     "a child of a class": Program(
         "attention", (("    attend =", "    q = q if isinstance(self.q_proj, nn.Linear) else q.flip(1)\n    attend ="),), expected="whole"),
     "a child that gets another class": Program(
-        "attention", (("    attend =", "    q = torch.cat((q[:, 2:], q[:, :2]), 1) if isinstance(self.q_proj, OtherLinear) else q\n    attend ="),),
-        activate=lambda m: setattr(m, "q_proj", OtherLinear(HIDDEN, HEADS * HEAD_DIM).double()), names={"OtherLinear": OtherLinear}, expected="refused"),
+        "attention", (("    attend =", "    q = torch.cat((q[:, 2:], q[:, :2]), 1) if isinstance(self.q_norm, nn.RMSNorm) else q\n    attend ="),),
+        activate=lambda m: setattr(m, "q_norm", nn.RMSNorm(HEAD_DIM, 1e-6).double()), expected="refused"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
     "no weights": Program("attention", (("return y, weights", "return y, None"),)),
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),

@@ -439,12 +439,18 @@ def helper(x):
 
 
 OWN = {  # code of one's own, and what is said of it
-    "a scripted function": (lambda: layer((Q_NORM, f"scripted({Q_NORM})")), "may run a scripted that is not transformers'"),
-    "a function": (lambda: layer((Q_NORM, f"helper({Q_NORM})")), "may run a helper that is not transformers'"),
-    "a method": (lambda: changed("scale", lambda self: 0.5), "may run a scale that is not transformers'"),
-    "a forward": (lambda: changed("forward", lambda self, x: x), "may run a forward that is not transformers'"),
+    "a scripted function": (
+        lambda: layer((Q_NORM, f"scripted({Q_NORM})")),
+        "uses scripted",
+    ),
+    "a function": (lambda: layer((Q_NORM, f"helper({Q_NORM})")), "uses helper"),
+    "a method": (lambda: changed("scale", lambda self: 0.5), "uses scale"),
+    "a forward": (lambda: changed("forward", lambda self, x: x), "uses forward"),
     "a class": (lambda: changed("__module__", __name__), "Attention is no class of transformers"),
-    "a wrapper": (lambda: wrapped(lambda self, *args, **kwargs: None), f"its forward is wrapped by {__name__}"),
+    "a wrapper": (
+        lambda: wrapped(lambda self, *args, **kwargs: None),
+        "uses forward",
+    ),
 }
 
 
@@ -467,6 +473,74 @@ def test_code_of_ones_own_is_not_read(what):
         Reader("layer", made())
 
 
+DEFINITIONS = """
+SHARED = {"scale": 0.5}
+def of_default(shared=[0.5]): return shared[0]
+def of_import(): from os import environ; return float(environ.get("SCALE", 0.5))
+def of_count(): global COUNT; COUNT = 1; return COUNT / 2
+def of_function(): return SCALE
+def around(scale): return lambda: scale
+of_closure, of_cache, SCALE = around(0.5), functools.cache(of_function), 0.5
+class Shared:
+    scale = 0.5
+"""
+HIDDEN_STATES = {  # by which a layer may find its scale, and of which later calls would not know that they have changed
+    "a dict": ("SHARED['scale']", "uses SHARED"),
+    "a module": ("contextlib.nullcontext(0.5).enter_result", "uses contextlib"),
+    "ranks": ("2.0 if torch.distributed.is_initialized() else 0.5", "asks for distributed"),
+    "torch": ("2.0 if torch.get_default_dtype() is torch.float64 else 0.5", "asks for get_default_dtype"),
+    "torch's kernels": ("2.0 if not torch.backends.cuda.flash_sdp_enabled() else 0.5", "asks for backends"),
+    "an import": ("of_import()", "imports or sets a global"),
+    "what it has set": ("of_count()", "imports or sets a global"),
+    "a default": ("of_default()", "uses of_default"),
+    "a closure": ("of_closure()", "uses of_closure"),
+    "a cache": ("of_cache()", "uses of_cache"),
+    "a class": ("Shared.scale", "uses Shared"),
+    "its class": ("self.__class__.of_class", "asks for __class__"),
+    "its base": ("super(Layer, self).scale()", "asks for super"),
+    "its names": ("globals()['SCALE']", "asks for globals"),
+    "a function of its own": ("self.function()", "looks into function"),
+    "a method that it names nowhere": ("getattr(self, self.called)()", "looks up scale by no name"),
+}
+
+
+def by_hidden_state(what):
+    """A layer that computes its scale by something; what is said of it."""
+    expression, message = HIDDEN_STATES[what]
+    module = layer(("scaling=self.scaling", f"scaling={expression}"), ("def forward", f"{DEFINITIONS}\ndef forward"))
+    module.function, module.called = type(module).forward.__globals__["of_function"], "scale"
+    type(module).of_class = 0.5
+    return module, message
+
+
+@pytest.mark.parametrize("what", HIDDEN_STATES)
+def test_a_layer_that_goes_by_hidden_state_is_not_read(what):
+    module, message = by_hidden_state(what)
+    with pytest.raises(Unknown, match=message):
+        Reader("layer", module)
+
+
+def hidden_states_read():
+    for what in ("an import", "what it has set"):
+        with contextlib.suppress(Unknown):
+            yield f"{what} is read: {Reader('layer', by_hidden_state(what)[0]).reading}"
+
+
+def test_a_constant_of_another_file_is_looked_at_again(monkeypatch):
+    names = {"__name__": "transformers.made_up_elsewhere", "SCALE": 0.5}
+    exec("def of_file(): return SCALE", names)
+    monkeypatch.setitem(globals(), "of_file", names["of_file"])
+    reader = Reader("layer", module := layer(("scaling=self.scaling", "scaling=of_file()")))
+    names["SCALE"] = 2.0
+    assert reader.options(module)["scaling"] == 2.0
+
+
+def test_a_registry_of_ones_own_is_not_taken_for_transformers(monkeypatch):
+    monkeypatch.setitem(globals(), "ALL_ATTENTION_FUNCTIONS", copy.deepcopy(ALL_ATTENTION_FUNCTIONS))
+    with pytest.raises(Unknown, match="uses ALL_ATTENTION_FUNCTIONS"):
+        reading()
+
+
 def own_code():
     """What is read of a class of one's own, and of a function of one's own."""
     for what in ("a class", "a function"):
@@ -483,7 +557,8 @@ def test_a_parameter_that_is_one_is_no_constant_one():
 WATCHED = [
     Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0),
     Watched(Guard("no code of one's own", without="if False:"), lambda: list(own_code()), ranks=0),
-    Watched(Guard("no function of one's own", without="if False:"), lambda: list(own_code()), ranks=0),
+    Watched(Guard("no function of one's own", without="elif False:"), lambda: list(own_code()), ranks=0),
+    Watched(Guard("all globals are seen", without="if False:"), lambda: list(hidden_states_read()), ranks=0),
 ]
 
 

@@ -87,7 +87,6 @@ NEVER = "if False:"
 WATCHED = [
     Watched(Guard("only known operations", without=NEVER), unless("detached always, of q"), ranks=0),
     Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
-    Watched(Guard("what is done around it", without=NEVER), unless("a wrapper without autocast", OWN), ranks=0),
     Watched(Guard("torch is asked nothing", without=NEVER), unless("scaling by gradients", OWN), ranks=0),
     Watched(Guard("sizes are no numbers", without=NEVER), unless("a rotation by the length that is tried"), ranks=0),
     Watched(Guard("read again where something changed", without="if False and (changes := []):"), unless("scaling of an attribute"), ranks=0),

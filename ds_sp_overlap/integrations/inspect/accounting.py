@@ -1,6 +1,6 @@
 """Accounts for everything that could change what a layer's code computes.
 
-`Code` finds the functions that a forward may run, all of them torch's or transformers'. `Accounting`
+`Code` finds the functions that a forward may run, all of them transformers'. `Accounting`
 sees every operation on a tensor, and every use of a tensor's size, dtype or device. See Note
 [Operations, not numbers].
 
@@ -15,9 +15,10 @@ could also go by anything else and write anywhere, is not run at all.
 
 from __future__ import annotations
 
+import dis
 import enum
-import inspect
-import sys
+import logging
+import math
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .library import defined_in, is_library_function, renames_cache
+from .library import attention_functions, defined_in, renames_cache
 
 # Stands for the value of an attribute or a global that does not exist.
 MISSING: Any = object()
@@ -40,10 +41,12 @@ MOVES = frozenset(
 )
 
 
-# Packages whose classes code may use; and functions that ask torch about its state, by their
-# beginnings.
-_PACKAGES = sys.stdlib_module_names | {"torch", "transformers", "typing_extensions"}
-_QUESTIONS = "is_grad_", "is_autocast_", "is_inference_"
+# Modules that code may use; beginnings of the names of functions by which torch tells its state; and
+# names by which code reaches what it doesn't name.
+_MODULES = {math, torch, torch.functional, nn, nn.functional}
+_QUESTIONS = "is_", "are_", "get_"
+_INDIRECT = frozenset("super __class__ globals vars eval exec __import__".split())
+_STATEMENTS = {dis.opmap["IMPORT_NAME"], dis.opmap["STORE_GLOBAL"]}
 
 
 class Unknown(Exception):
@@ -119,82 +122,99 @@ def forward_of(kind: type) -> Callable:
     """Return the forward that runs when a module of class ``kind`` is called.
 
     A decorator that only renames the argument of a KV cache is taken off.
-
-    Raises:
-        Unknown: if the forward has another decorator, for instance ``no_grad``.
     """
     forward: Any = kind.forward  # type: ignore[attr-defined]
     while renames_cache(forward):
         forward = forward.__wrapped__
-    is_plain_function = isinstance(forward, types.FunctionType)
-    if not is_plain_function or hasattr(forward, "__wrapped__"):  # guard: what is done around it
-        where = defined_in(forward) or type(forward).__name__
-        raise Unknown(f"its forward is wrapped by {where}")
     return forward
 
 
 class Code:
     """The functions that a layer's forward may run, found by the names in their code.
 
-    No function is run.
+    No function is run. Whatever could change what they compute is an argument, an attribute of the
+    layer, or one of ``loaded_globals``.
 
     Args:
         kind: The class of the layer.
 
     Attributes:
-        loaded_globals: The globals that they name, but for modules and classes, by the id of the
-            namespace and the name. The owner of a reading compares them in later calls.
+        functions: The functions, all of them transformers'.
+        loaded_globals: The globals that they name, but for modules, by the id of the namespace and
+            the name. The owner of a reading compares them in later calls.
         words: The strings in their code. Code that looks for a keyword by name contains that name.
 
     Raises:
-        Unknown: if a function or class is neither torch's nor transformers', computes its own
-            gradient, or asks torch about its state.
+        Unknown: if a function is not transformers', or uses anything but arguments, attributes,
+            constants, torch's operations and other such functions.
     """
 
     def __init__(self, kind: type):
         if not kind.__module__.startswith("transformers."):  # guard: no code of one's own
             raise Unknown(f"{kind.__name__} is no class of transformers")
+        self.functions: set[types.FunctionType] = set()
         self.loaded_globals: dict[tuple[int, str], LoadedGlobal] = {}
         self.words: set[str] = set()
-        seen = set[types.CodeType]()
         left: list[tuple[str, Any]] = [("forward", forward_of(kind))]
         while left:
             name, function = left.pop()
-            if isinstance(function, type):
-                package, differentiates = function.__module__.split(".")[0], torch.autograd.Function
-                if package not in _PACKAGES or issubclass(function, differentiates):
-                    raise Unknown(f"its forward uses {name}")
-                continue
             # The package kernels makes a module of a function, whose forward it may replace.
             if isinstance(function, nn.Module) and type(function).__module__.startswith("kernels."):
                 loaded = LoadedGlobal(vars(function), "forward", MISSING)
                 self.loaded_globals[id(function), "forward"] = loaded
-                continue
-            if not is_library_function(function):  # guard: no function of one's own
-                raise Unknown(f"its forward may run a {name} that is not transformers'")
-            function = inspect.unwrap(function)
-            if defined_in(function).startswith("transformers.") and function.__code__ not in seen:
-                seen.add(function.__code__)
-                left += self._named_in(function, kind)
+            elif not _is_plain_function(function):  # guard: no function of one's own
+                raise Unknown(f"its forward uses {name} (no constant or function of transformers)")
+            elif function not in self.functions:
+                self.functions.add(function)
+                for code in _codes_in(function.__code__):
+                    left += self._named_in(code, function.__globals__, kind)
 
-    def _named_in(self, function: types.FunctionType, kind: type) -> Iterator[tuple[str, Any]]:
-        """Yield the functions and classes that a function names: methods of the layer, and globals."""
-        for code in _codes_in(function.__code__):
-            self.words.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
-            for name in code.co_names:
-                is_of_layer = function.__module__ == kind.__module__
-                if is_of_layer and name.startswith(_QUESTIONS):  # guard: torch is asked nothing
-                    raise Unknown(f"its forward asks for {name}")
-                method = getattr(kind, name, None)
-                if isinstance(method, types.FunctionType):
-                    yield name, method
-                if name not in (names := function.__globals__):
-                    continue
-                value = names[name]
-                if not isinstance(value, (types.ModuleType, type)):
-                    self.loaded_globals[id(names), name] = LoadedGlobal(names, name, value)
-                if callable(value) and not isinstance(value, types.BuiltinFunctionType):
-                    yield name, value
+    def _named_in(
+        self, code: types.CodeType, names: dict[str, Any], kind: type
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield what some code with the globals ``names`` names: methods of the layer, and globals.
+
+        Modules, constants, loggers and the registry of attention functions are left out.
+        """
+        self.words.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
+        if _STATEMENTS.intersection(code.co_code[::2]):  # guard: all globals are seen
+            raise Unknown(f"its forward may run {code.co_name}, which imports or sets a global")
+        for name in code.co_names:
+            if name in _INDIRECT or _asks_torch(name):  # guard: torch is asked nothing
+                raise Unknown(f"its forward asks for {name}")
+            # ``to`` of a tensor is a method of nn.Module as well, of which a trace runs none.
+            method, of_any_module = getattr(kind, name, None), getattr(nn.Module, name, None)
+            if isinstance(method, types.FunctionType) and method is not of_any_module:
+                yield name, method
+            value = names.get(name, MISSING)
+            if value is MISSING or isinstance(value, types.ModuleType) and value in _MODULES:
+                continue
+            self.loaded_globals[id(names), name] = LoadedGlobal(names, name, value)
+            is_registry = value is attention_functions()
+            if not (is_plain(value) or is_registry or isinstance(value, logging.Logger)):
+                yield name, value
+
+
+def _is_plain_function(function: Any) -> bool:
+    """Return whether a function is transformers', undecorated and without state of its own."""
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    defaults = function.__defaults__, *(function.__kwdefaults__ or {}).values()
+    is_stateless = function.__closure__ is None and is_plain(defaults)
+    return is_stateless and defined_in(function).startswith("transformers.")
+
+
+def _asks_torch(name: str) -> bool:
+    """Return whether code that has ``name`` may ask torch about its state.
+
+    By a function, or by a module such as ``torch.backends``.
+    """
+    for module in _MODULES:
+        value = getattr(module, name, None)
+        is_module = isinstance(value, types.ModuleType) and value not in _MODULES
+        if is_module or value is not None and name.startswith(_QUESTIONS):
+            return True
+    return False
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -258,7 +258,6 @@ def _read_cases(module: Any, training: bool) -> Read:
     All cases must give the same reading. Lookups of all cases are collected.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
-    loaded_globals = list(code.loaded_globals.values())
     readings: list[tuple[Reading, dict[str, Any]]] = []
     lookups: dict[Any, Lookup] = {}
     with_tables, is_optional = cases(training), False
@@ -268,7 +267,7 @@ def _read_cases(module: Any, training: bool) -> Read:
     for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
-            trace = Trace(module, case, loaded_globals, given)
+            trace = Trace(module, case, code, given)
         except Unknown:
             raise
         except Exception:
@@ -289,6 +288,7 @@ def _read_cases(module: Any, training: bool) -> Read:
         raise Unknown("its forward is another one without a mask or for other tokens")
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
+    loaded_globals = list(code.loaded_globals.values())
     read = Read(first, options, list(lookups.values()), loaded_globals, norms={})
     for source in first.sources.values():
         if (name := source.norm) is not None and name not in read.norms:

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from .accounting import (
     MISSING,
     Accounting,
+    Code,
     LoadedGlobal,
     Unknown,
     forward_of,
     free_primes,
     is_plain,
 )
-from .library import CACHES, is_library_function, own_class
+from .library import CACHES, attention_functions, own_class
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
@@ -189,6 +190,8 @@ class Proxy:
             return ChildProxy(name, value, trace)
         function: Any = getattr(type(self._value), name, None)
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
+            if function not in trace.code.functions:
+                trace.fail(f"looks up {name} by no name in its code")
             # Bound to this proxy, so that its code runs on stand-ins, too.
             trace.lookups.append(((name, "__func__"), function))
             return types.MethodType(function, self)
@@ -197,9 +200,8 @@ class Proxy:
     def _record(self, name: str, value: Any) -> Any:
         """Return the value of an attribute, or a `Proxy` of it."""
         trace, path = self._trace, (*self._path, name)
-        # Later calls can compare constants, tensors and functions.
-        known = is_plain(value) or value is contextlib.nullcontext or isinstance(value, Tensor)
-        if known or isinstance(value, types.FunctionType) and is_library_function(value):
+        # Later calls can compare constants and tensors.
+        if is_plain(value) or isinstance(value, Tensor):
             trace.lookups.append((path, value))
             return value
         # What is looked up in any other object is recorded by its proxy.
@@ -317,7 +319,7 @@ class Trace:
     Args:
         module: The layer.
         case: The way to call it.
-        loaded_globals: The globals that its code names (`Code`).
+        code: The functions that its forward may run.
         keywords: Names of further keywords that it is given if it accepts any, beside "sp_overlap",
             which no forward knows.
 
@@ -347,10 +349,10 @@ class Trace:
         self,
         module: Any,
         case: Case,
-        loaded_globals: Iterable[LoadedGlobal],
+        code: Code,
         keywords: set[str],
     ):
-        self.module, self.training, self.case = module, case.training, case
+        self.module, self.training, self.case, self.code = module, case.training, case, code
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
@@ -384,6 +386,7 @@ class Trace:
         self.accounting.hidden = HiddenDtype(self.fail)
         forward = forward_of(type(module))
         arguments = self._arguments(forward, keywords)
+        loaded_globals = code.loaded_globals.values()
         with replaced(loaded_globals, self._replacement), self.accounting:
             self.returned = forward(self.layer, **arguments)
         if self.o is None:
@@ -434,7 +437,7 @@ class Trace:
         Replaced are the registry of attention functions, and functions that the code knows by a
         name with "rotary" in it.
         """
-        if name == "ALL_ATTENTION_FUNCTIONS":
+        if value is attention_functions():
             return _AttentionFunctions(self._attend)
         if "rotary" in name and callable(value) and not isinstance(value, type):
             return self._rotary_stand_in(value)

@@ -23,7 +23,18 @@ from tests.harness.models import FP64, worst
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
-from tests.harness.whole import FP32, against_itself, checkpointed, documents, found, inputs_of, share, tokens_of, trained
+from tests.harness.whole import (
+    FP32,
+    against_itself,
+    checkpointed,
+    documents,
+    found,
+    inputs_of,
+    on_and_off,
+    share,
+    tokens_of,
+    trained,
+)
 
 KINDS = (
     "deepseek_v3",
@@ -132,7 +143,6 @@ class Sizes(Recording):
 def recorded(rank):
     """Exchanges of a layer in their order, forward and backward, and the numbers that this rank receives in each."""
     model, mover = tiny_model("deepseek_v3"), Sizes()
-    mover.prepare = lambda sp_group: None
     with transport(mover):
         enabled(model)
     layer, x = attention_of(model), torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
@@ -222,31 +232,24 @@ def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
     assert max(on_ranks(2, adapted_afterwards)) < FP64
 
 
-def on_and_off(rank):
-    model, tokens = tiny_model("youtu", attention_dropout=0.0), tokens_of(32)
-    report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)).split())
-    inputs, _ = inputs_of(tokens, [16, 16], rank)
-    cache = refusal(model, input_ids=tokens[:, :16], use_cache=True)
-    with torch.no_grad():
-        split = model(**inputs, use_cache=False).logits
-    left = [name for name, module in model.named_modules() if "expand_kv" in vars(module)]
-    ds_sp_overlap.disable(model)
-    with torch.no_grad():
-        alone = model(input_ids=tokens).logits
-    left += [name for name, module in model.named_modules() if vars(module).keys() & {"forward", "expand_kv"}]
-    enabled(model)
+def of_latents(rank):
+    """`on_and_off`, and whether a layer is gone with its model."""
+    with in_double():
+        model = tiny_model("youtu")
+        found = on_and_off(rank, model, TWO, lambda model, inputs: refusal(model, input_ids=inputs["input_ids"]))
+        left = [name for name, module in model.named_modules() if "expand_kv" in vars(module)]
+        enabled(model)
     layer = weakref.ref(attention_of(model))
     del model
     gc.collect()
-    return report, cache, (split - alone.split(16, 1)[rank]).abs().max().item(), left, layer() is None
+    return *found, left, layer() is None
 
 
 def test_the_report_says_it_evaluation_agrees_and_nothing_is_left():
-    """Norms are of fp32 here."""
-    for report, cache, error, left, gone in on_ranks(2, on_and_off):
+    for report, off, without_positions, same, left, gone in on_ranks(2, of_latents):
         assert "2 of 2 layers overlapped" in report and "latent attention, G = 2" in report
         assert "its projections are called whole" in report
-        assert cache is not None and error < 1e-5 and left == [] and gone
+        assert without_positions is not None and len(off) == 6 and max(off) < FP64 and same and left == [] and gone
 
 
 class Padded(DeepseekV3Attention):

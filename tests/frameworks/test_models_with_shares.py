@@ -113,40 +113,6 @@ def test_models_on_more_ranks_than_heads_equal_the_whole_sequence(size, cases):
             assert " ranks share query heads" in got or size == 2 and case[2] != "all heads everywhere", (case, got)
 
 
-def uneven(rank, lengths):
-    """Errors of a model with local sequences of several lengths, and padding in front in one row."""
-    tokens, group, errors = batches(1, seq=sum(lengths))[0], torch.distributed.group.WORLD, []
-    mask = torch.ones_like(tokens)
-    mask[1, :7] = 0
-    for given in ({}, dict(attention_mask=mask)):
-        weight = torch.randn(*tokens.shape, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        weight = weight * mask[..., None]
-        found = []
-        for size in (1, len(lengths)):
-            model = made(heads=2, kv_heads=1)
-            if size > 1:
-                ds_sp_overlap.enable(model, {}, group)
-            inputs = dict(input_ids=tokens, position_ids=torch.arange(tokens.shape[1]).expand_as(tokens), weight=weight, **given)
-            inputs = {key: x.split(lengths, 1)[rank] if size > 1 else x for key, x in inputs.items()}
-            weight_here = inputs.pop("weight")
-            logits = model(**inputs, use_cache=False).logits * (weight_here != 0)
-            (logits * weight_here).sum().backward()
-            found.append({"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters()}})
-        ds_sp_overlap.disable(model)
-        whole, mine = found
-        whole["logits"] = whole["logits"].split(lengths, 1)[rank]
-        for name, x in mine.items():
-            if name != "logits":
-                torch.distributed.all_reduce(x)
-        errors.append(worst(mine, whole))
-    return errors
-
-
-def test_local_sequences_may_be_uneven_and_padded():
-    for errors in on_ranks(4, uneven, [9, 2, 1, 20]):
-        assert max(errors) < FP64, errors
-
-
 def beside_others(rank, cases):
     """Errors of models whose layers are not all alike: expanded latents, and delta nets with heads enough."""
     tokens, errors = tokens_of(32), {}

@@ -282,7 +282,6 @@ def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
 def recorded(rank, kind, section, names):
     """Exchanges and projections of a layer in their order, forward and backward; ``names`` by the rows of a weight."""
     model, mover = model_of(kind), Recording()
-    mover.prepare = lambda sp_group: None
     with transport(mover):
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))

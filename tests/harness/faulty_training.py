@@ -27,6 +27,7 @@ from ds_sp_overlap.exchange.transport import C10d
 from tests.harness import layers, reference
 from tests.harness.layers import Shape
 from tests.harness.ranks import _context
+from tests.harness.uses import RaisesInBackward
 
 TIMEOUT_S = 8.0  # of the process groups, once all ranks are there
 MARGIN_S = 30.0  # for ending, on two cores that many share; a rank that hangs never ends
@@ -79,16 +80,6 @@ class Outcome:
 # Exceptions.
 
 
-class _RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise ArithmeticError("planted")
-
-
 @contextlib.contextmanager
 def attention_raises(call, backward=False):
     """The attention function raises, or its backward does, in call number ``call`` from here on; the exception ends here."""
@@ -99,7 +90,7 @@ def attention_raises(call, backward=False):
         if len(calls) - 1 != call:
             return attention(*args, **options)
         if backward:
-            return _RaisesInBackward.apply(attention(*args, **options))
+            return RaisesInBackward.apply(attention(*args, **options))
         raise ArithmeticError("planted")
 
     F.scaled_dot_product_attention = attend

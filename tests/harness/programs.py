@@ -37,7 +37,7 @@ from tests.harness import reference, transports
 from tests.harness.moving import always
 from tests.harness.ranks import RankError, on_ranks
 from tests.harness.relayout import REFERENCE
-from tests.harness.uses import Adapted, Scaled
+from tests.harness.uses import Adapted, Deliberate, RaisesInBackward, Scaled
 
 BATCH = 25  # programs a task of the ranks
 PATIENCE_S = 30  # with a program on its own; two more for each other one
@@ -363,20 +363,6 @@ class Step(Written):
 # The two worlds.
 
 
-class Deliberate(Exception):
-    pass
-
-
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise Deliberate
-
-
 class Vector(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -581,7 +567,7 @@ class Layer:
             q.mul_(1.5)
         o = reference.attention(q, k, v, self.spec.causal, queries)
         o = o if gain is None else o * gain[:, None]
-        return _Raise.apply(o) if self.raises and self.raises[0] == "backward" else o
+        return RaisesInBackward.apply(o) if self.raises and self.raises[0] == "backward" else o
 
     def gain(self):
         """This rank's; the first parts of the ranks have one head more where the heads don't divide."""

@@ -26,14 +26,13 @@ from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
 from tests.harness.models import forgetting, sequence_parallel
-from tests.harness.transports import move
+from tests.harness.transports import FAULT, Corrupting
 
 SEQ, SIZE = 32, 2
 PACKAGE = str(Path(ds_sp_overlap.__file__).parent)
 
 
 FP64 = 1e-10  # roundings (1e-16) over a few layers and sums in another order stay below 1e-13
-FAULT = 1e-6
 
 
 class Double(TorchFunctionMode):
@@ -74,29 +73,10 @@ def in_double():
         torch.set_default_dtype(torch.float32)
 
 
-class Off:
-    """A planted fault: one element of each exchange ``what`` that rank 1 receives is off by `FAULT`."""
-
-    def __init__(self, what):
-        self.what, self.times = what, 0
-
-    def prepare(self, sp_group):
-        pass
-
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        move(send, recv, send_sizes, recv_sizes, group)
-        if name.split()[-1].rstrip("0123456789") == self.what and dist.get_rank(group) == 1:
-            recv.view(-1)[recv.numel() // 2] += FAULT
-            self.times += 1
-        return self
-
-    def wait(self):
-        pass
-
-
 @contextlib.contextmanager
 def transport(made):
-    by_name = ds_sp_overlap.exchange.sp_group.by_name
+    """Have every sp group use the transport ``made``."""
+    by_name, made.prepare = ds_sp_overlap.exchange.sp_group.by_name, lambda sp_group: None
     ds_sp_overlap.exchange.sp_group.by_name = lambda *_: made
     try:
         yield
@@ -289,7 +269,7 @@ def _first(rank, model):
         if not any(isinstance(x, Raised) for x in trial.ours.values()):
             alone = not any("attention" in what or "eight" in what for what in trial.got)  # models of mixers alone
             for what in ("x",) if alone else ("q", "dk"):
-                with transport(fault := Off(what)):
+                with transport(fault := Corrupting(what)):
                     trial.faults[what] = max(overlapped(model, batch, rank, 2, expected)), fault.times
     return trial
 

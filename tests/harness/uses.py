@@ -317,6 +317,20 @@ def attention_that_changes_the_query_in_place(layer):
     with_gain(layer, lambda attention: lambda q, k, v: attention(q.mul_(0.5) * layer.gain, k, v))
 
 
+class Deliberate(ArithmeticError):
+    pass
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        raise Deliberate("planted")
+
+
 CHANGES = [
     halved_value_and_output,
     frozen_query,

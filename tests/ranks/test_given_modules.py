@@ -12,7 +12,7 @@ from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
-from tests.harness.uses import SHAPES, Adapted, Halved, Scaled
+from tests.harness.uses import SHAPES, Adapted, Deliberate, Halved, Scaled
 
 
 class Calling(nn.Linear):
@@ -152,10 +152,6 @@ def traces(rank, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=["separate", "one group", "fused", "node by node"])
 def test_the_modules_are_as_they_were(shape):
     no_faults(2, traces, shape)
-
-
-class Deliberate(Exception):
-    pass
 
 
 def fails_between_start_and_finish(rank, shape, place):

@@ -24,6 +24,7 @@ from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
 from tests.harness.races import Races, watched
 from tests.harness.streams import Backend, Stream, device_thread, order
+from tests.harness.uses import Deliberate, RaisesInBackward
 
 SIZE, CPU = 2, torch.device("cpu")
 SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
@@ -113,25 +114,18 @@ def drop_in(wire):
         read(q.grad, k.grad, v.grad)
 
 
-class Broken(torch.autograd.Function):
+def broken(q, k, v, in_forward):
     """Attention that raises, in forward or in backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, in_forward):
-        if in_forward:
-            raise ArithmeticError("deliberate")
-        return q + 0
-
-    @staticmethod
-    def backward(ctx, do):
-        raise ArithmeticError("deliberate")
+    if in_forward:
+        raise Deliberate
+    return RaisesInBackward.apply(q)
 
 
 def abandoned(wire, **config):
     for in_forward in (True, False):
         layer, attend = block(wire, head_groups=2, **config)
-        layer.local.forward = lambda q, k, v: Broken.apply(q, k, v, in_forward)  # noqa: B023
-        with pytest.raises(ArithmeticError):
+        layer.local.forward = functools.partial(broken, in_forward=in_forward)
+        with pytest.raises(Deliberate):
             layer.step(attend)
         del layer, attend
         gc.collect()

@@ -28,8 +28,6 @@ anything is launched, and on every rank alike. No other node of the layer needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -86,7 +84,7 @@ class Exchange:
 
     Args:
         sp_group: The sp group.
-        layout: The tensors that are sent and received.
+        layout: The tensor that is sent and the one that is received.
         where: Name of the layer, for instance ``layers.7``.
         name: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
@@ -101,58 +99,51 @@ class Exchange:
         self.sp_group, self.layout, self.where, self.checked = sp_group, layout, where, checked
         self.name = f"{where} {name}"
         self.name_of_gradient = f"{where} d{name}"
-        # For each tensor, whether its gradient will be exchanged; alike on all ranks.
-        self.needed: Sequence[bool] = (True,) * len(layout.each)
 
-    def start(self, *tensors: Tensor) -> Tensor:
+    def start(self, x: Tensor) -> Tensor:
         """Launch the exchange and return at once.
 
         Collective: every rank of the sp group starts the same exchanges in the same order.
 
         Args:
-            tensors: What is sent, in the shapes of the sources of ``layout.each``; kept alive until
-                the exchange is finished.
+            x: What is sent, in the shape of ``layout.source``; kept alive until the exchange is
+                finished.
 
         Returns:
             An empty tensor that autograd tracks; pass it to `finish`.
 
         Raises:
-            ValueError: before any communication, if a tensor has another shape.
+            ValueError: before any communication, if ``x`` has another shape.
         """
-        return _Start.apply(self, *tensors)
+        return _Start.apply(self, x)
 
-    def finish(self, token: Tensor) -> Any:
+    def finish(self, token: Tensor) -> Tensor:
         """Order the compute stream after the exchange.
 
         Returns:
-            What was received, in the shape of ``layout.target``; a tuple of several tensors.
+            What was received, in the shape of ``layout.target``.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.
         """
         return _Finish.apply(self, token)
 
-    def launch(self, xs: Sequence[Tensor], gradient: bool = False) -> None:
-        """Launch a transfer without autograd. Collective.
-
-        Args:
-            xs: As for `start`; or the gradients of those tensors that are `needed`.
-            gradient: Whether they are the gradients.
-        """
+    def launch(self, x: Tensor, gradient: bool = False) -> None:
+        """Launch a transfer of ``x``, or of its gradient, without autograd. Collective."""
         layout, name = self.layout, self.name
         if gradient:
-            layout, name = layout.only(self.needed).inverse, self.name_of_gradient
+            layout, name = layout.inverse, self.name_of_gradient
         with named(name, "start"):
-            self.in_flight = InFlight(layout, self.sp_group, name, xs, self.checked)
+            self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)
 
-    def received(self, gradient: bool = False) -> Sequence[Tensor]:
+    def received(self, gradient: bool = False) -> Tensor:
         """Finish what `launch` launched, once; return what arrived."""
         name, in_flight = self.name_of_gradient if gradient else self.name, self.in_flight
         if in_flight is None:
             raise never_started(name)
         self.in_flight = None
         with named(name, "finish"):
-            return in_flight.finish()
+            return in_flight.finish()[0]
 
 
 def never_started(name: str) -> RuntimeError:
@@ -167,26 +158,17 @@ class _Start(Node):
     """The node of `Exchange.start`; its backward waits for the gradient's exchange."""
 
     @staticmethod
-    def forward(ctx, exchange: Exchange, *xs: Tensor):
+    def forward(ctx, exchange: Exchange, x: Tensor):
         # The token's gradient is None if a backward does not reach the finish.
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
-        # A single tensor stays `needed`: its gradient is exchanged if its token needs one.
-        if len(xs) > 1:
-            exchange.needed = ctx.needs_input_grad[1:]
-        exchange.launch(xs)
+        exchange.launch(x)
         # On the device of x, so that both halves stay in one ready queue of the autograd engine.
-        return xs[0].new_empty(0)
+        return x.new_empty(0)
 
     @staticmethod
     def backward(ctx, token):
-        gradients = [None] * len(ctx.exchange.needed)
-        if token is not None:
-            arrived = iter(ctx.exchange.received(gradient=True))
-            for place, needed in enumerate(ctx.exchange.needed):
-                if needed:
-                    gradients[place] = next(arrived)
-        return None, *gradients
+        return None, None if token is None else ctx.exchange.received(gradient=True)
 
 
 class _Finish(Node):
@@ -195,15 +177,12 @@ class _Finish(Node):
     @staticmethod
     def forward(ctx, exchange: Exchange, token: Tensor):
         ctx.exchange, ctx.empty = exchange, token.new_empty(0)
-        received = exchange.received()
-        unneeded = [x for x, needed in zip(received, exchange.needed) if not needed]
-        ctx.mark_non_differentiable(*unneeded)
-        return received[0] if len(received) == 1 else tuple(received)
+        return exchange.received()
 
     @staticmethod
-    def backward(ctx, *dys):
+    def backward(ctx, dy):
         # A gradient that this rank lacks is zero; other ranks exchange theirs.
         exchange = ctx.exchange
         refuse_second_derivatives(exchange.where)
-        exchange.launch(list(compress(dys, exchange.needed)), gradient=True)
+        exchange.launch(dy, gradient=True)
         return None, ctx.empty

@@ -126,14 +126,14 @@ def of_two_dtypes(rank):
         dtypes = torch.float32, torch.bfloat16, torch.bfloat16
         xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
         sp_group = SPGroup(torch.distributed.group.WORLD)
-        exchange = Exchange(sp_group, layout, "layer", "qkv", checked=True)
-        ys = exchange.finish(exchange.start(*xs))
+        ys = InFlight(layout, sp_group, "layer qkv", [x.detach() for x in xs], checked=True).finish()
         alone = []
         for kind, x in zip("qkv", xs):
             one = Exchange(sp_group, geometry.exchange(kind, 0, (x.shape[-1],)), "layer", kind)
             alone.append(one.finish(one.start(x)))
         dys = [torch.randn_like(y) for y in ys]
-        for got, expected in zip([*ys, *torch.autograd.grad(ys, xs, dys)], [*alone, *torch.autograd.grad(alone, xs, dys)]):
+        dxs = InFlight(layout.inverse, sp_group, "layer dqkv", dys, checked=True).finish()
+        for got, expected in zip([*ys, *dxs], [*alone, *torch.autograd.grad(alone, xs, dys)]):
             found += [f"{lengths}: {got.dtype} {expected.dtype}"] * (got.dtype != expected.dtype or not torch.equal(got, expected))
     return found
 

@@ -173,7 +173,7 @@ def test_whoever_finishes_on_another_stream_reads_after_the_transfer(backend):
     """Guard: `SideStream.before_compute` has the current stream wait too."""
     q = q_exchange(backend)
     q.sp_group.transport = Ticking(backend)
-    q.launch([torch.randn(2, 3, 4, 8)])
+    q.launch(torch.randn(2, 3, 4, 8))
     backend.current = Stream(backend, "other")
     q.received()
     assert backend.current.is_after(*q.sp_group.transport.moved[0]) and backend.compute.is_after(*q.sp_group.transport.moved[0])
@@ -185,7 +185,7 @@ def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transf
     q = q_exchange(backend)
     q.sp_group.transport = Ticking(backend, error)
     with pytest.raises(error):
-        q.launch([torch.randn(2, 3, 4, 8)])
+        q.launch(torch.randn(2, 3, 4, 8))
     gc.collect()
     assert backend.compute.is_after(*q.sp_group.transport.moved[0])
 

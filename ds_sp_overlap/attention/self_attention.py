@@ -36,11 +36,11 @@ from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
-from .runtime.nodes import End
+from .runtime.nodes import End, run_window
 from .runtime.parts import join_heads
 from .runtime.plan import pieces_of
 from .runtime.products import autocast, batched_is_slow
-from .runtime.walk import Walk, windowed
+from .runtime.walk import Walk
 
 
 class SelfAttention:
@@ -324,14 +324,9 @@ class SelfAttention:
         names = (*inputs.names, *output.names, *(("learned", i) for i in range(len(learned))))
         modules = [*inputs.modules, *output.modules]
         end = End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
-        y = windowed(call, end, checkpoint, offload, x)
+        (piece,) = pieces_of(call.schedule, True, True)
+        y = run_window(piece, call, end, checkpoint, offload, x)
         return returned_by(self.o_proj, self.plain, y)
-
-    @property
-    def _modules_around(self) -> list[nn.Module]:
-        """Return the projections and norms, of which local attention reads nothing."""
-        modules = (*self.inputs.modules, self.o_proj)
-        return [module for module in modules if isinstance(module, nn.Module)]
 
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
@@ -353,8 +348,11 @@ class SelfAttention:
             if isinstance(tensor, Tensor):
                 arguments.append(tensor)
 
+        # Local attention reads nothing of projections and norms.
+        around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
+
         def read() -> list[Tensor]:
-            return [*arguments, *tensors_of(self.local_attention, self._modules_around)]
+            return [*arguments, *tensors_of(self.local_attention, around)]
 
         tensors, modules = read(), modules_of(self.local_attention)
         # By identity, since a parameter may also be given as an argument.

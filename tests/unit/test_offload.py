@@ -107,7 +107,7 @@ def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copie
     for name, checkpoint in caches.items():
         for x in tensors[name]:
             CheckpointPass(checkpoint, is_recompute=False).put(
-                name, {"o": x, "mask": shared[1:]}, "rest", offload=True, shared=[shared]
+                name, ({"o": x, "mask": shared[1:]}, "rest"), offload=True, shared=[shared]
             )
     assert [here(name) for name in "abc"] == [[False, False], [False, False], [False, True]]
     for name, before in zip("cba", "ba "):

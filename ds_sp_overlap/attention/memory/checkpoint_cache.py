@@ -37,19 +37,17 @@ _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", defa
 
 
 class _Entry(NamedTuple):
-    """Holds the tensors that one call of a layer, or one checkpoint inside this one, saved.
+    """Holds what one call of a layer, or one checkpoint inside this one, saved.
 
     Attributes:
         where: Name of the layer; empty for a checkpoint inside this one.
-        tensors: The leaves of the tree that was saved.
+        leaves: The leaves of the tree that was saved.
         tree: The structure of the tree.
-        rest: Whatever else was saved.
     """
 
     where: str
-    tensors: list[Tensor | OffloadedTensor]
+    leaves: list[Any]
     tree: TreeSpec
-    rest: Any
 
 
 class CheckpointCache:
@@ -74,7 +72,7 @@ class CheckpointCache:
 
     def offloaded(self) -> list[OffloadedTensor]:
         """Return the saved tensors that are offloaded."""
-        saved = [x for entry in self.entries for x in entry.tensors]
+        saved = [x for entry in self.entries for x in entry.leaves]
         return [x for x in saved if isinstance(x, OffloadedTensor)]
 
     def register_as_most_recent(self) -> None:
@@ -106,8 +104,9 @@ class CheckpointCache:
 class CheckpointPass:
     """One pass through the function of a checkpoint: its forward, or one recompute.
 
-    Every backward through the checkpoint recomputes. A recompute may begin, and end, in the middle
-    of forward: a backward inside of the function does that.
+    A context manager around that function. Every backward through the checkpoint recomputes, for
+    which torch enters one object again. A recompute may begin, and end, in the middle of forward: a
+    backward inside of the function does that.
 
     Args:
         cache: What is saved for the checkpoint.
@@ -118,40 +117,47 @@ class CheckpointPass:
         self.cache, self.is_recompute = cache, is_recompute
         # The index of the entry that the next `take` returns.
         self._next_entry = 0
+        # For each time that this is entered, the pass around it, and the index before.
+        self._outer: list[tuple[CheckpointPass | None, int]] = []
+
+    def __enter__(self) -> None:
+        self._outer.append((_current.get(), self._next_entry))
+        self._next_entry = 0
+        _current.set(self)
+
+    def __exit__(self, *_: Any) -> None:
+        outer, self._next_entry = self._outer.pop()
+        _current.set(outer)
 
     def put(
-        self,
-        where: str,
-        tensors: Any,
-        rest: Any,
-        offload: bool = False,
-        shared: list[Tensor] | None = None,
+        self, where: str, what: Any, offload: bool = False, shared: list[Tensor] | None = None
     ) -> None:
         """Save what a call needs in recompute; called in forward.
 
         Args:
             where: Name of the layer; empty for a checkpoint inside this one.
-            tensors: A tree of tensors (dicts, lists).
-            rest: Whatever else is needed.
+            what: A tree (dicts, lists), of tensors and whatever else is needed.
             offload: Whether to offload the tensors.
             shared: Tensors that stay alive anyhow; their views are not offloaded.
         """
-        leaves, tree = tree_flatten(tensors)
+        leaves, tree = tree_flatten(what)
         if offload:
             self.cache.register_as_most_recent()
             # To offload a view of a tensor that stays would free nothing.
             stay = set(map(storage_of, shared or ()))
-            leaves = [x if storage_of(x) in stay else OffloadedTensor(x) for x in leaves]
-        self.cache.entries.append(_Entry(where, leaves, tree, rest))
+            for place, x in enumerate(leaves):
+                if isinstance(x, Tensor) and storage_of(x) not in stay:
+                    leaves[place] = OffloadedTensor(x)
+        self.cache.entries.append(_Entry(where, leaves, tree))
 
-    def take(self, where: str) -> tuple[Any, Any]:
+    def take(self, where: str) -> Any:
         """Load what the next call saved in forward; called in recompute, in the order of forward.
 
         Args:
             where: As for `put`; the name of the layer that takes.
 
         Returns:
-            ``tensors`` and ``rest`` as they were given to `put`, all tensors on their device.
+            What was given to `put`, all tensors on their device.
 
         Raises:
             RuntimeError: if recompute makes another call than forward.
@@ -167,31 +173,9 @@ class CheckpointPass:
         if index == 0:
             self.cache.prefetch()
         self._next_entry += 1
-        _, leaves, tree, rest = entries[index]
+        _, leaves, tree = entries[index]
         on_device = [x.get() if isinstance(x, OffloadedTensor) else x for x in leaves]
-        return tree_unflatten(on_device, tree), rest
-
-
-class _Body:
-    """A context manager around the function of a checkpoint, in forward or in recompute.
-
-    Args:
-        cache: What is saved for the checkpoint.
-        is_recompute: As for `CheckpointPass`.
-    """
-
-    def __init__(self, cache: CheckpointCache, is_recompute: bool):
-        self.cache, self.is_recompute = cache, is_recompute
-        # The passes around those that are entered.
-        self._outer: list[CheckpointPass | None] = []
-
-    def __enter__(self) -> None:
-        self._outer.append(_current.get())
-        # A new pass in each entry: torch enters this one object in every recompute.
-        _current.set(CheckpointPass(self.cache, self.is_recompute))
-
-    def __exit__(self, *_: Any) -> None:
-        _current.set(self._outer.pop())
+        return tree_unflatten(on_device, tree)
 
 
 def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -211,14 +195,14 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
     outer = _current.get()
     if outer is not None and outer.is_recompute:
         # The checkpoint is inside of another one, which recomputes: this forward recomputes too.
-        _, cache = outer.take("")
-        return _Body(cache, True), _Body(cache, True)
+        cache = outer.take("")
+        return CheckpointPass(cache, True), CheckpointPass(cache, True)
     cache = CheckpointCache(offloads)
     # The recompute of the checkpoint around this one makes this checkpoint once more, and takes the
     # cache then.
     if outer is not None:
-        outer.put("", [], cache)
-    return _Body(cache, False), _Body(cache, True)
+        outer.put("", cache)
+    return CheckpointPass(cache, False), CheckpointPass(cache, True)
 
 
 def current_pass(where: str, where_possible: bool = False) -> CheckpointPass | None:

@@ -17,7 +17,8 @@ from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import Random
 from .execution import Call
 from .flat import Name
-from .plan import Piece
+from .linear import call_through
+from .plan import OF_CHECKPOINT, Piece
 
 
 class _Node(Node):
@@ -81,14 +82,12 @@ class _Window(Node):
             # The checkpoint has saved what attention made: only the merges run again. This node has
             # no backward. It saves tensors for the checkpoint, which hands them to the node of the
             # first run, whose backward runs.
-            tensors, (rest, after) = checkpoint.take(call.where)
-            merged = [tensors["merged", group] for group in call.groups]
+            kept, after = checkpoint.take(call.where)
+            merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
             values = dict(zip(variant.held, made))
-            values.update(
-                (name, x) for name, x in (*tensors.items(), *rest.items()) if name[0] != "merged"
-            )
+            values.update((name, x) for name, x in kept.items() if name[0] != "merged")
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before
         else:
@@ -97,16 +96,14 @@ class _Window(Node):
             values = dict(zip(variant.held, made))
             if checkpoint is not None:
                 after = Random.now(device)
-                tensors, rest = {}, {}
-                for name, x in values.items():
-                    if name[0] in ("merged", "kept"):
-                        tensors[name] = x
-                    elif name[0] == "attended":
-                        # The checkpoint saves no graphs, which may lead to the checkpoint itself.
-                        # Backward uses the graphs of this node.
-                        rest[name] = replace(x, edges=None)  # guard: nothing circular
+                kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
+                for name, x in kept.items():
+                    # The checkpoint saves no graphs, which may lead to the checkpoint itself.
+                    # Backward uses the graphs of this node.
+                    if name[0] == "attended":
+                        kept[name] = replace(x, edges=None)  # guard: nothing circular
                 moved = None if after == before else after
-                checkpoint.put(call.where, tensors, (rest, moved), offload, call.local.tensors)
+                checkpoint.put(call.where, (kept, moved), offload, call.local.tensors)
         attended = [x for name, x in values.items() if name[0] == "attended" and x is not None]
         if attended:
             reads_o = any(record.reads_o for record in attended)
@@ -166,6 +163,23 @@ def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
 def run_window(
     piece: Piece, call: Call, end: End, checkpoint: CheckpointPass | None, offload: bool, x: Tensor
 ) -> Tensor:
-    """Run the piece of a window, inside of the call of its modules, which hand on ``x``."""
-    how = checkpoint, offload, torch.is_grad_enabled()
-    return _Window.apply(piece, call, end.names, *how, x, *end.tensors())
+    """Run the piece of a layer that has a window.
+
+    Args:
+        piece: The piece.
+        call: The call.
+        end: All modules and tensors of the layer.
+        checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
+            attention; else None.
+        offload: Whether the checkpoint saves attention in host memory.
+        x: [.., m]. The layer's input.
+
+    Returns:
+        y [.., m].
+    """
+
+    def body(x: Tensor) -> Tensor:
+        how = checkpoint, offload, torch.is_grad_enabled()
+        return _Window.apply(piece, call, end.names, *how, x, *end.tensors())
+
+    return call_through(end.modules, body, x)

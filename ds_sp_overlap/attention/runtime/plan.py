@@ -43,7 +43,7 @@ from .flat import Flat, Name, Operation, flat
 # The first words of the names that backward alone writes.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces")
 # Those of what a checkpoint around a window takes.
-_OF_CHECKPOINT = ("merged", "kept", "attended")
+OF_CHECKPOINT = ("merged", "kept", "attended")
 
 
 @dataclass(eq=False)
@@ -188,7 +188,7 @@ def _compiled(
     held, attended = dict.fromkeys(saved), list[Name]()
     if call.is_windowed:
         written = [name for operation in forward for name in operation.writes]
-        held.update(dict.fromkeys(name for name in written if name[0] in _OF_CHECKPOINT))
+        held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
         attended = [("value", "o", group) for group in call.groups]
     return Variant(
         needs=of_parts,

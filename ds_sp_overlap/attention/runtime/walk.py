@@ -11,11 +11,10 @@ from torch import Tensor
 from ...exchange.layout import Range
 from ...profiling.ranges import named
 from ...schedule import Op, Part, Step
-from ..memory.checkpoint_cache import CheckpointPass
 from .execution import Attend, Call, attend_group, with_kv
 from .linear import call_through
-from .nodes import End, run_end, run_piece, run_window
-from .plan import Piece, pieces_of
+from .nodes import End, run_end, run_piece
+from .plan import Piece
 
 # Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
 # none, where q holds the whole sequence.
@@ -104,28 +103,3 @@ class Walk:
             queries = geometry.own_queries if geometry.shares > 1 else ()
             for part in step.parts:
                 values[part] = self.arrive(part[0], values[part], queries)
-
-
-def windowed(
-    call: Call,
-    end: End,
-    checkpoint: CheckpointPass | None,
-    offload: bool,
-    x: Tensor,
-) -> Tensor:
-    """Run a layer by its `Windowed` schedule.
-
-    Args:
-        call: The call.
-        end: All its modules and tensors.
-        checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
-            attention; else None.
-        offload: Whether the checkpoint saves attention in host memory.
-        x: [.., m]. The layer's input.
-
-    Returns:
-        y [.., m].
-    """
-    (piece,) = pieces_of(call.schedule, True, True)
-    body = partial(run_window, piece, call, end, checkpoint, offload)
-    return call_through(end.modules, body, x)

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
@@ -188,6 +189,31 @@ def test_a_forward_of_somebody_else_is_not_run(kind, monkeypatch):
     monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x))
     with pytest.raises(Unknown, match="has code that is neither torch's nor transformers'"):
         probe(module, is_norm=kind is LlamaRMSNorm)
+
+
+def function_of_its_own(module, monkeypatch):
+    module.rotate = lambda x: x
+
+
+def method_of_its_class(module, monkeypatch):
+    monkeypatch.setattr(type(module), "_norm", lambda self, x: x)
+
+
+def function_of_its_file(module, monkeypatch):
+    monkeypatch.setitem(type(module).forward.__globals__, "rotate", lambda x: x)
+
+
+@pytest.mark.parametrize("own", [function_of_its_own, method_of_its_class, function_of_its_file])
+def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
+    module = GemmaRMSNorm(24)
+    probe(module, is_norm=True)
+    if own is not method_of_its_class:
+        names = {**GemmaRMSNorm.forward.__globals__, "rotate": torch.nn.functional.silu}
+        exec("def forward(self, x): return rotate(x)", names)
+        monkeypatch.setattr(GemmaRMSNorm, "forward", names["forward"])
+    own(module, monkeypatch)
+    with pytest.raises(Unknown, match="has code that is neither torch's nor transformers'"):
+        probe(module, is_norm=True)
 
 
 def read_of_ones_own():

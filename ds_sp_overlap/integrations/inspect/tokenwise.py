@@ -13,7 +13,9 @@ tokens that differ so little that all are sent to the same experts.
 
 from __future__ import annotations
 
+import inspect
 import math
+import types
 from typing import Any
 
 import torch
@@ -196,11 +198,19 @@ def has_own_call(module: nn.Module) -> bool:
 def is_library_code(part: nn.Module) -> bool:
     """Return whether the class of a module is torch's, transformers' or PEFT's, as is its forward.
 
-    Somebody may have given the class another forward.
+    Somebody may have given the class another forward, or a function that the forward names.
     """
+    kind: Any = own_class(type(part))
     libraries = "torch.nn.", "transformers.", "peft."
-    is_class = own_class(type(part)).__module__.startswith(libraries)
-    return is_class and is_library_function(type(part).forward)
+    if not kind.__module__.startswith(libraries) or not is_library_function(kind.forward):
+        return False
+    forward = inspect.unwrap(kind.forward)
+    for name in forward.__code__.co_names:
+        for holder in (vars(part), vars(kind), forward.__globals__):
+            function = holder.get(name)
+            if isinstance(function, types.FunctionType) and not is_library_function(function):
+                return False
+    return True
 
 
 def _is_transformers(part: nn.Module) -> bool:

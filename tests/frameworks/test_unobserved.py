@@ -91,7 +91,7 @@ def observed(model):
     for name, p in model.named_parameters():
         handles.append(p.register_hook(lambda dw, name=name: note("parameters", name)))
         handles.append(p.register_post_accumulate_grad_hook(lambda p, name=name: note("parameters", name)))
-    everywhere = "forward_pre_hook", "forward_hook", "full_backward_hook"
+    everywhere = "forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"
     for kind in everywhere:
         register = getattr(nn_module, f"register_module_{kind}")
         handles.append(register(lambda part, *_, kind=kind: note("every module", kind, type(part).__name__)))

@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.commands import launch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 import ds_sp_overlap
-from tests.harness.models import BATCH, batches, ds_config, forget_sequence_parallel, overlapped_layers, tiny
+from tests.harness.clients import fresh
+from tests.harness.models import BATCH, batches, ds_config, overlapped_layers, tiny
 
 # What `accelerate launch --config_file` reads.
 YAML = """
@@ -71,7 +71,7 @@ def train_with_accelerate(rank, section, way="dict", stage=2, folder=None, steps
 def _train(arguments, examples, steps):
     model = tiny(initializer_range=0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
+    with fresh():
         accelerator = Accelerator(**arguments, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
         loader = torch.utils.data.DataLoader(examples, batch_size=BATCH)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -93,8 +93,3 @@ def _train(arguments, examples, steps):
         ds_sp_overlap.disable(inner)
         model.destroy()
         return losses, bound
-    finally:
-        forget_sequence_parallel()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()

@@ -209,11 +209,6 @@ def test_two_ranks_try_and_choose_alike(program):
     assert chosen.count(4) == trained == len(said) and {candidate for _, candidate in ran} == set(COSTS), (chosen, said)
 
 
-def test_four_ranks_try_and_choose_alike():
-    (faults, ran, chosen, said), *others = on_ranks(4, attacked, helper_of_one_rank, 18)
-    assert faults == [] and chosen == [2] and all(other == ([], ran, chosen, said) for other in others)
-
-
 def rank_0_steps_alone(rank):
     with scripted(COSTS) as ran:
         model = Model(torch.distributed.group.WORLD)

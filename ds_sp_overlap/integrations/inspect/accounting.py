@@ -20,7 +20,7 @@ import enum
 import logging
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -118,17 +118,6 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, constants) and not isinstance(value, Size)
 
 
-def forward_of(kind: type) -> Callable:
-    """Return the forward that runs when a module of class ``kind`` is called.
-
-    A decorator that only renames the argument of a KV cache is taken off.
-    """
-    forward: Any = kind.forward  # type: ignore[attr-defined]
-    while renames_cache(forward):
-        forward = forward.__wrapped__
-    return forward
-
-
 class Code:
     """The functions that a layer's forward may run, found by the names in their code.
 
@@ -139,7 +128,9 @@ class Code:
         kind: The class of the layer.
 
     Attributes:
-        functions: The functions, all of them transformers'.
+        forward: The forward of the class. A decorator that only renames the argument of a KV cache
+            is taken off.
+        functions: All functions, each of them transformers'.
         loaded_globals: The globals that they name, but for modules, by the id of the namespace and
             the name. The owner of a reading compares them in later calls.
         words: The strings in their code. Code that looks for a keyword by name contains that name.
@@ -152,10 +143,13 @@ class Code:
     def __init__(self, kind: type):
         if not kind.__module__.startswith("transformers."):  # guard: no code of one's own
             raise Unknown(f"{kind.__name__} is no class of transformers")
+        self.forward: Any = kind.forward  # type: ignore[attr-defined]
+        while renames_cache(self.forward):
+            self.forward = self.forward.__wrapped__
         self.functions: set[types.FunctionType] = set()
         self.loaded_globals: dict[tuple[int, str], LoadedGlobal] = {}
         self.words: set[str] = set()
-        left: list[tuple[str, Any]] = [("forward", forward_of(kind))]
+        left: list[tuple[str, Any]] = [("forward", self.forward)]
         while left:
             name, function = left.pop()
             # The package kernels makes a module of a function, whose forward it may replace.

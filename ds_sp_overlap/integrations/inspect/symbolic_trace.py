@@ -24,7 +24,6 @@ from .accounting import (
     Code,
     LoadedGlobal,
     Unknown,
-    forward_of,
     free_primes,
     is_plain,
 )
@@ -384,11 +383,10 @@ class Trace:
         self.accounting = Accounting((), sizes)
         # Labels are integers, whatever the hidden states of a call are.
         self.accounting.hidden = HiddenDtype(self.fail)
-        forward = forward_of(type(module))
-        arguments = self._arguments(forward, keywords)
+        arguments = self._arguments(code.forward, keywords)
         loaded_globals = code.loaded_globals.values()
         with replaced(loaded_globals, self._replacement), self.accounting:
-            self.returned = forward(self.layer, **arguments)
+            self.returned = code.forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
 
@@ -439,7 +437,7 @@ class Trace:
         """
         if value is attention_functions():
             return _AttentionFunctions(self._attend)
-        if "rotary" in name and callable(value) and not isinstance(value, type):
+        if "rotary" in name and callable(value):
             return self._rotary_stand_in(value)
         return None
 

@@ -25,7 +25,7 @@ from ds_sp_overlap.integrations.inspect import attention
 from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
 from tests.harness.families import configs, tiny_model
-from tests.harness.models import forgetting, sequence_parallel
+from tests.harness.models import forgetting, of_all_ranks, sequence_parallel
 from tests.harness.transports import FAULT, Corrupting
 
 SEQ, SIZE = 32, 2
@@ -149,20 +149,13 @@ def whole(model, batch, apart=False):
 
 def split(model, batch, rank, group):
     """The same over the ranks: logits gathered, gradients summed."""
-    labels = batch[1]
     model.zero_grad()
     logits, loss = forward(
         model, *(None if x is None else x.chunk(dist.get_world_size(group), 1)[rank].contiguous() for x in batch)
     )
     loss.backward()
-    found = gradients(model)
-    flat = torch.cat([x.flatten() for x in found.values()])
-    dist.all_reduce(flat, group=group)
-    flat = flat.split([x.numel() for x in found.values()])
-    found = {name: x.view_as(found[name]) for name, x in zip(found, flat)}
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, logits.detach().contiguous(), group=group)
-    return {"logits": torch.cat(parts, 1)[labels != -100], **found}
+    found = of_all_ranks({"logits": logits.detach()}, gradients(model), dist.get_world_size(group), group)
+    return {**found, "logits": found["logits"][batch[1] != -100]}
 
 
 def errors(found, expected):

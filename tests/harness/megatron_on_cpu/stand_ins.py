@@ -113,15 +113,11 @@ def _reference(transformer):
     transformer.ParallelAttention.forward = forward
 
 
-def _wrong(schedule):
+def _wrong(execution):
     """The planted error: v of every layer off by one part in 10^5."""
-    finish = schedule.Call.finish
-
-    def wrong(self, kinds, group, tokens):
-        received = finish(self, kinds, group, tokens)
-        return tuple(x * 1.00001 if kind == "v" else x for kind, x in zip(kinds, received))
-
-    schedule.Call.finish = wrong
+    right = "pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)"
+    wrong = rewritten(execution.with_kv, **{right: f"({right}) * (1.00001 if kind == 'v' else 1)"})
+    execution.with_kv.__code__ = wrong.__code__  # for whoever has imported it
 
 
 def _packages(_):
@@ -159,7 +155,7 @@ def install():
     if "reference" in WANTED:
         changes.of["megatron.model.transformer"].append(_reference)
     if "wrong" in WANTED:
-        changes.of["ds_sp_overlap.schedule"].append(_wrong)
+        changes.of["ds_sp_overlap.attention.runtime.execution"].append(_wrong)
     if "compress" in WANTED:  # for stock runs; the plugin's launcher brings its own
         import deepspeed.compression
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 import types
 
 import pytest
@@ -21,9 +22,9 @@ from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 from tests.harness.cases import since_transformers
 from tests.harness.guards import Guard, Watched, notices
+from tests.harness.zoo import MADE_UP, compiled
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
-MADE_UP = "transformers.models.made_up"  # code of one's own is not read
 FORWARD = """
 def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -52,10 +53,9 @@ class Layer(nn.Module):
 
     def __init__(self, *changes):
         super().__init__()
-        source = FORWARD
-        for old, new in changes:
-            assert source.count(old) == 1
-            source = source.replace(old, new)
+        namespace = {**globals(), "__name__": MADE_UP}
+        type(self).forward, type(self).scale = compiled(FORWARD + SCALE, changes, namespace), namespace["scale"]
+        source = inspect.getsource(self.forward)
         self.config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
         self.config.window = 5
         self.head_dim, self.layer_idx, self.attention_dropout, self.scaling = HEAD_DIM, 0, 0.25, 0.5
@@ -72,9 +72,6 @@ class Layer(nn.Module):
         for name in [*self._modules, *self._parameters]:
             if f"self.{name}" not in source:  # what learns is to be used
                 delattr(self, name)
-        namespace = {**globals(), "__name__": MADE_UP}
-        exec(compile(source + SCALE, "<forward>", "exec"), namespace)
-        type(self).forward, type(self).scale = namespace["forward"], namespace["scale"]
 
 
 def layer(*changes):

@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
 from tests.harness.guards import Guard, Watched, notices
+from tests.harness.zoo import MADE_UP, compiled
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4)
-MADE_UP = "transformers.models.made_up"  # code of one's own is not run
 FORWARD = """
 def forward(self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -25,14 +25,9 @@ def forward(self, x):
 
 def mlp(*changes):
     """As of transformers, with ``changes`` of its forward; its weights have no memory."""
-    source = FORWARD
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    namespace = {**globals(), "__name__": MADE_UP}
-    exec(compile(source, "<forward>", "exec"), namespace)
+    forward = compiled(FORWARD, changes, {**globals(), "__name__": MADE_UP})
     with torch.device("meta"):
-        return type("MLP", (LlamaMLP,), {"forward": namespace["forward"], "__module__": MADE_UP})(CONFIG)
+        return type("MLP", (LlamaMLP,), {"forward": forward, "__module__": MADE_UP})(CONFIG)
 
 
 def norm(forward):

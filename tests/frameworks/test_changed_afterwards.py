@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect import accounting, probe
 from ds_sp_overlap.integrations.transformers import driven
+from ds_sp_overlap.integrations.transformers.mixers import mixer_of
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
@@ -176,6 +177,13 @@ def patched(model):
     return lambda: setattr(LlamaAttention, "forward", before)
 
 
+def delta_net_patched(model):
+    kind = type(model.model.layers[0].linear_attn)
+    before = kind.forward
+    kind.forward = lambda self, *args, **kwargs: 2 * before(self, *args, **kwargs)
+    return lambda: setattr(kind, "forward", before)
+
+
 def rotary_patched(model):
     before = modeling_llama.apply_rotary_pos_emb
 
@@ -210,6 +218,7 @@ CHANGES = {
     "a rotary embedding is replaced by a dynamic one": (rotary_replaced, {}, "the new model.rotary_emb (LlamaRotaryEmbedding) ran without"),
     "a rotary embedding becomes dynamic": (rotary_changed, {}, "the new model.rotary_emb (LlamaRotaryEmbedding) ran without"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
+    "the class of a delta net is patched": (delta_net_patched, DELTA_NETS, "computes something else since its class was given another"),
     "what the rotary function calls is patched": (half_patched, {}, "computes something else since rotate_half changed"),
     "the rotary function is patched": (rotary_patched, {}, "computes something else since apply_rotary_pos_emb changed"),
 }  # fmt: skip
@@ -301,6 +310,18 @@ def test_modules_that_are_replaced_after_enable_are_freed():
 def test_a_change_is_refused_by_name_on_both_ranks(what):
     for kind, message in on_ranks(2, changed, what):
         assert kind in ("RuntimeError", "ValueError") and CHANGES[what][2] in message, message
+
+
+def test_a_mixer_whose_class_is_patched_is_no_known_one():
+    model = tiny(**EXACT, **DELTA_NETS)
+    layer = model.model.layers[0].linear_attn
+    known = mixer_of(layer)
+    undo = delta_net_patched(model)
+    try:
+        assert known is not None and mixer_of(layer) is None
+    finally:
+        undo()
+    assert mixer_of(layer) is known
 
 
 def compared(rank):
@@ -474,6 +495,10 @@ WATCHED = [
     Watched(
         Guard("a function that exchanges", without="if False:"),
         functools.partial(not_refused, what="eager attention of a layer at its function"),
+    ),
+    Watched(
+        Guard("a mixer computes what was described", without="if False:"),
+        functools.partial(not_refused, what="the class of a delta net is patched"),
     ),
     Watched(Guard("the layer's own forward is the judge", without="if False:"), misread),
 ]

@@ -22,7 +22,7 @@ from ...attention.layer import LayerRuntime
 from ...attention.mixer import Mixer
 from ...attention.mixer_layer import MixerLayer
 from ...attention.runtime.linear import can_split
-from ..inspect.library import digest, once
+from ..inspect.library import digest
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.pieces import pieces_of
@@ -55,9 +55,9 @@ KNOWN = {
 }
 
 
-@once
-def _digest(kind: type[nn.Module]) -> str:
-    """Return the digest by which a class of mixers is known."""
+@functools.cache
+def _digest(kind: Any, forward: Any) -> str:
+    """Return the digest by which a class of mixers is known; again where its forward is another."""
     return digest(kind, "fix_query_key_value_ordering", "_rnn_scan", "forward")
 
 
@@ -70,7 +70,8 @@ def mixer_of(module: nn.Module) -> Mixer | None:
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
         return None
     inner = (getattr(module, name, None) for name in ("forget_gate", "rg_lru"))
-    return KNOWN.get("".join(_digest(type(part)) for part in (module, *inner) if part is not None))
+    kinds: list[Any] = [type(part) for part in (module, *inner) if part is not None]
+    return KNOWN.get("".join(_digest(kind, kind.forward) for kind in kinds))
 
 
 def describe(
@@ -125,12 +126,18 @@ def _bind(
     """
     runtime = LayerRuntime(overlap.sp_group, overlap.config, name, policy=overlap.policy)
     mixing, original = MixerLayer(runtime, layer, mixer), layer.forward
-    names = [*inspect.signature(type(layer).forward).parameters][1:]
+    of_class = type(layer).forward
+    names = [*inspect.signature(of_class).parameters][1:]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
         if off_in_eval(model):
             return original(*args, **kwargs)
+        if type(layer).forward is not of_class:  # guard: a mixer computes what was described
+            raise RuntimeError(
+                f"{name}: {type(layer).__name__} computes something else since its class was given "
+                "another forward; call ds_sp_overlap.enable again"
+            )
         forwards.refuse_empty(name)
         arguments = {**dict(zip(names, args)), **kwargs}
         hidden_states = arguments.pop(names[0])

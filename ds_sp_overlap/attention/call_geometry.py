@@ -85,14 +85,13 @@ def geometry_of(
         query_chunks if shares > 1 else None,
         sp_group.nodes if layer.config.kv_once_per_node else None,
     )
-    if groups > 1 and extra:
-        if _may_be_per_head(geometry, extra):
-            geometry = geometry.in_groups(1)
-            warn_once(
-                f"sp_overlap: {layer.where} runs in one head group: a tensor that is given to its "
-                "local attention is as long as a rank's number of heads in some dimension, and may "
-                "have a slice for each head. Hand such a tensor over as PerHead, or reshape it"
-            )
+    if groups > 1 and extra and _may_be_per_head(geometry, extra):
+        geometry = geometry.in_groups(1)
+        warn_once(
+            f"sp_overlap: {layer.where} runs in one head group: a tensor that is given to its "
+            "local attention is as long as a rank's number of heads in some dimension, and may "
+            "have a slice for each head. Hand such a tensor over as PerHead, or reshape it"
+        )
     if seq_lens[sp_group.rank] != local_seq:
         raise ValueError(
             f"sequence_lengths: {seq_lens[sp_group.rank]} for sp rank {sp_group.rank}, whose "

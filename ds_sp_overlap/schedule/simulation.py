@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .steps import Op, Program, Schedule, Step, stop_of
+from .steps import Op, Program, Schedule, Step
 
 
 class Bar(NamedTuple):
@@ -118,4 +118,5 @@ def _short(label: str) -> str:
 
 def order(schedule: Schedule, program: Program) -> list[str]:
     """Return the starts and finishes of a program in its order: ``>q0`` and ``<q0``."""
-    return [stop_of(schedule, step) for step in program if step.on_wire]
+    stops = [step for step in program if step.on_wire]
+    return [(">" if step.op is Op.START else "<") + schedule.name(step) for step in stops]

@@ -79,15 +79,11 @@ class Step(_Fields):
         return tuple((kind, self.group) for kind in self.tensors)
 
     @cached_property
-    def to_tokens(self) -> bool:
-        """Return whether the exchange is a sequence scatter, from a rank's heads to its tokens."""
-        # o goes there in forward, and dq, dk and dv in backward.
-        return ("o" in self.tensors) != self.grad
-
-    @cached_property
     def is_local_end(self) -> bool:
         """Return whether tensors have local sequences at this end of an exchange."""
-        return (self.op is Op.FINISH) == self.to_tokens
+        # A sequence scatter ends there: that of o in forward, of dq, dk and dv in backward.
+        scatters_sequence = ("o" in self.tensors) != self.grad
+        return (self.op is Op.FINISH) == scatters_sequence
 
     @cached_property
     def mirror(self) -> Step:
@@ -154,17 +150,9 @@ class Schedule:
         return tuple(s for s in section(self.forward, "inputs") if s.op is Op.START)
 
     @cached_property
-    def exchange_of(self) -> dict[Part, Step]:
-        """For q, k or v of each group, the start of its exchange."""
-        exchange_of: dict[Part, Step] = {}
-        for start in self.starts:
-            exchange_of |= dict.fromkeys(start.parts, start)
-        return exchange_of
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         """q, k or v of every group, in the order of their starts."""
-        return tuple(self.exchange_of)
+        return tuple(part for start in self.starts for part in start.parts)
 
     @cached_property
     def alone(self) -> frozenset[Part]:
@@ -189,17 +177,6 @@ class Schedule:
         """Return the name of an exchange; without a number if there is one head group."""
         return step.payload if self.groups == 1 else f"{step.payload}{step.group}"
 
-    @cached_property
-    def names_of_values(self) -> dict[Exchanged, str]:
-        """Names of the exchanges of values, by which their gradients are found as well."""
-        # Computed once, since a layer asks for them in every call.
-        names = {}
-        for step in (*self.forward, *self.backward, *self.recompute):
-            if step.on_wire:
-                # An exchange has the name of its values, whichever way a step sends through it.
-                names[step.exchange] = self.name(step._replace(grad=False, beside=()))
-        return names
-
     def label(self, step: Step) -> str:
         """Return the text on the bar of a step of the compute row."""
         if step == MLP:
@@ -210,11 +187,6 @@ class Schedule:
         if step.grad and step.tensors == O:
             return f"Wo{number} dgrad" if step.op is Op.DGRAD else "Wo wgrad"
         return f"W{''.join(step.tensors)}{number}" + " backward" * step.grad
-
-
-def stop_of(schedule: Schedule, step: Step) -> str:
-    """Return the short text of a start or a finish: ``>q0``, ``<q0``."""
-    return (">" if step.op is Op.START else "<") + schedule.name(step)
 
 
 def section_of(step: Step) -> str:

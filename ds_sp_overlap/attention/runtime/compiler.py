@@ -110,7 +110,7 @@ class Compiler:
     def start(self, step: Step) -> None:
         """Start the exchange of values, of o beside do, or of the gradients that are needed."""
         if sent := self._exchanged(step):
-            launch, name = self._launch(step), self._name_of_exchange(step)
+            launch, name = self._launch(step), self.schedule.name(step)
             of_step = step.exchange, launch, f" {name}"
             start: partial = partial(operations.start, *of_step)
             if step.beside:
@@ -125,7 +125,7 @@ class Compiler:
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o beside do, or of gradients."""
         if received := self._exchanged(step):
-            name = self._name_of_exchange(step)
+            name = self.schedule.name(step)
             finish = partial(operations.finish, step.exchange, f" {name}")
             self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
             if step.grad and step.tensors != O and self.projections is not None:
@@ -151,12 +151,6 @@ class Compiler:
         """Return the parts of an exchange whose gradients are needed."""
         return [part for part in step.parts if self.needs.get(("value", *part))]
 
-    def _name_of_exchange(self, step: Step) -> str:
-        """Return the name of an exchange, without the layer: "q", or "dq" for the gradient."""
-        if step.beside:
-            return self.schedule.name(step)
-        return ("d" if step.grad else "") + self.schedule.names_of_values[step.exchange]
-
     def _launch(self, step: Step) -> partial:
         """Return what launches the transfer that a step starts or finishes.
 
@@ -166,7 +160,7 @@ class Compiler:
         for value in _values(step.parts):
             if value not in self.head_dims:
                 shape = self.shapes.get(value)
-                self.head_dims[value] = self._head_dim if shape is None else shape[-1]
+                self.head_dims[value] = self.projections.head_dim if shape is None else shape[-1]
         dims = tuple(map(self.head_dims.__getitem__, _values(step.parts)))
         if step.beside:
             # o and do are values that go to attention, as q does.
@@ -187,10 +181,6 @@ class Compiler:
             return partial(Relayed, legs)
         return partial(PartlyRelayed, layout, legs)
 
-    @property
-    def _head_dim(self) -> int:
-        return self.projections.head_dim
-
     # Projections of q, k and v.
 
     def project(self, step: Step) -> None:
@@ -203,7 +193,7 @@ class Compiler:
         module, rows, ranks = self.projections.cuts.rows[part]
         linear: list[Name] = [("parameter", 2 * module), ("parameter", 2 * module + 1)]
         linear = [name for name in linear if self.shapes[name] is not None]
-        form = self._form(rows, ranks, self._head_dim)
+        form = self._form(rows, ranks, self.projections.head_dim)
         some = self._some(rows, linear[0])
         function = (
             partial(operations.project_by_rank, rows, ranks)

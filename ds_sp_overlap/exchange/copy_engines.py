@@ -150,24 +150,17 @@ class CopyEngine:
             "fast-ulysses": FastUlysses,
             "NCCL": ZeroCta,
         }
-        backend = backend_of(sp_group.group, "cuda")
-        # For each engine, why it can't work; empty if it can.
-        if backend != "nccl":
-            lacks = dict.fromkeys(engines, f"the sp group's backend is {backend}, not nccl")
-        else:
-            lacks = {name: engine.lacks(sp_group) for name, engine in engines.items()}
-        sp_group.find_nodes()  # alike on all ranks
-        nodes = len(set(sp_group.nodes))
+        sp_group.find_nodes()
+        backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
+        # What all engines lack, on all ranks alike.
+        all_lack = "" if backend == "nccl" else f"the sp group's backend is {backend}, not nccl"
         if nodes > 1:
-            lacks = dict.fromkeys(
-                engines, f"the sp group spans {nodes} nodes; copy engines reach one"
-            )
-        else:
-            every = sp_group.gather(lacks)
-            # The reason of the first rank that lacks the engine.
-            for name in engines:
-                reasons = [of_rank[name] for of_rank in every if of_rank[name]]
-                lacks[name] = reasons[0] if reasons else ""
+            all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"
+        own = {name: all_lack or engine.lacks(sp_group) for name, engine in engines.items()}
+        every, lacks = sp_group.gather(own), {}
+        for name in engines:
+            # Of the first rank that lacks the engine; empty if none does.
+            lacks[name] = next((of_rank[name] for of_rank in every if of_rank[name]), "")
         chosen = next((name for name, reason in lacks.items() if not reason), None)
         if chosen is None:
             # Where all engines lack the same, the reason is given once.

@@ -8,15 +8,8 @@ whose tokens come before.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 
-from .layout import Layout, Range, Side
-
-
-def _ranges(sizes: list[int]) -> tuple[Range, ...]:
-    """Return ranges of these sizes that lie end to end."""
-    stops = list(accumulate(sizes))
-    return tuple((stop - size, stop) for size, stop in zip(sizes, stops))
+from .layout import Layout, Side, end_to_end
 
 
 @lru_cache(maxsize=4096)
@@ -34,7 +27,7 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
         A layout from this rank's last tokens [b, n, width], as many as the rank behind that needs
         most, to the tokens before this rank's first, [b, ``reach`` or all there are, width].
     """
-    edges = _ranges(list(lengths))
+    edges = end_to_end(lengths)
 
     def sent(source: int, target: int) -> int:
         """Return how many of its last tokens rank ``source`` sends to rank ``target``."""
@@ -45,7 +38,7 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
     most = max(to_peers)
     parts = tuple((most - tokens, most) for tokens in to_peers)
     received = [sent(peer, rank) for peer in range(len(lengths))]
-    target = Side((batch, sum(received), width), 1, _ranges(received))
+    target = Side((batch, sum(received), width), 1, end_to_end(received))
     return Layout(Side((batch, most, width), 1, parts), target)
 
 
@@ -67,5 +60,5 @@ def state_layout(rank: int, size: int, batch: int, heads: int, width: int) -> La
     sent = heads if rank < size - 1 else 0
     parts = tuple((0, sent) if peer > rank else (0, 0) for peer in range(size))
     received = [heads if peer < rank else 0 for peer in range(size)]
-    target = Side((batch, rank * heads, width), 1, _ranges(received))
+    target = Side((batch, rank * heads, width), 1, end_to_end(received))
     return Layout(Side((batch, sent, width), 1, parts), target)

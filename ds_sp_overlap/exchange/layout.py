@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import compress
+from itertools import accumulate, compress
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -35,6 +35,12 @@ Block = tuple[tuple[int, int, int], ...]
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
     """Return the tokens of one of ``chunks`` parts of ``length`` tokens; parts may be empty."""
     return length * chunk // chunks, length * (chunk + 1) // chunks
+
+
+def end_to_end(lengths: Sequence[int]) -> tuple[Range, ...]:
+    """Return ranges of these lengths that lie end to end, from 0 on."""
+    stops = list(accumulate(lengths))
+    return tuple((stop - length, stop) for length, stop in zip(lengths, stops))
 
 
 @lru_cache(maxsize=4096)
@@ -76,30 +82,15 @@ class Side:
         return shape
 
     @cached_property
-    def filled(self) -> tuple[Range, ...]:
-        """The parts that are not empty; all parts, if all are empty."""
-        return tuple(part for part in self.parts if part[0] < part[1]) or self.parts
-
-    @cached_property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The starts of the parts that are not empty, and their stops."""
-        starts, stops = zip(*self.filled)
+        """The starts of the parts that are not empty, and their stops; all, if all are empty."""
+        filled = [part for part in self.parts if part[0] < part[1]]
+        starts, stops = zip(*filled or self.parts)
         return starts, stops
 
     def blocks(self, peer: int) -> tuple[Block, ...]:
         """Return the blocks of the tensor that are a peer's part, one after another in the wire."""
         return (((self.dim, *self.parts[peer]),),)
-
-    @cached_property
-    def tiles(self) -> bool:
-        """Return whether the parts lie end to end and cover the dimension."""
-        starts, stops = [start for start, _ in self.parts], [stop for _, stop in self.parts]
-        return [0, *stops] == [*starts, self.shape[self.dim]]
-
-    @cached_property
-    def is_wire_layout(self) -> bool:
-        """Return whether a contiguous tensor of this shape travels as it is, without a pack."""
-        return self.tiles and math.prod(self.shape[: self.dim]) == 1
 
 
 @dataclass(frozen=True)
@@ -117,9 +108,6 @@ class Patches(Side):
 
     seq_dim: int
     tokens: tuple[tuple[Range, ...], ...]
-
-    # One cut along ``dim`` does not make the parts.
-    tiles = is_wire_layout = False
 
     def part_shape(self, peer: int) -> list[int]:
         shape = super().part_shape(peer)

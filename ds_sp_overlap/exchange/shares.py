@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
 
-from .layout import Range, chunk_of
+from .layout import Range, chunk_of, end_to_end
 
 # For each share, ranges of tokens in ascending order.
 QueryChunks = tuple[tuple[Range, ...], ...]
@@ -142,11 +142,7 @@ class Shares:
     @cached_property
     def local_tokens(self) -> tuple[Range, ...]:
         """For each rank the tokens of its local sequence."""
-        tokens, first = [], 0
-        for length in self.seq_lens:
-            tokens.append((first, first + length))
-            first += length
-        return tuple(tokens)
+        return end_to_end(self.seq_lens)
 
     @cached_property
     def cuts_tokens(self) -> bool:

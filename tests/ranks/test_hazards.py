@@ -271,7 +271,7 @@ WATCHED = [
             "memory of its own",
             # Where replicas are summed, else torch itself refuses to copy.
             without="new = new_empty(*shape)\n"
-            "outs.append(new if self.layout.target.tiles else like[: new.numel()].view(new.shape))",
+            "outs.append(new if self.copies_back.disjoint else like[: new.numel()].view(new.shape))",
         ),
         late_delivery_of_replicas,
     ),

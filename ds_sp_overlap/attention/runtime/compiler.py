@@ -36,7 +36,7 @@ from . import operations
 from .execution import Call
 from .flat import Name, Operation
 from .pieces import Pieces
-from .slices import Parts, Ranges
+from .slices import Parts, Ranges, cover_of
 
 # The shape and the dtype of a tensor.
 Kind = tuple[torch.Size, torch.dtype]
@@ -310,7 +310,7 @@ class Compiler:
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
             return
         if pieces not in self.writers:
-            make = partial(Pieces, shape, dim, parts, late=self.is_window)
+            make = partial(Pieces, shape, dim, cover_of(parts, shape[dim]), self.is_window)
             self.add(partial(operations.begin_pieces, make), (), [pieces])
         self.add(partial(operations.put, part, compute), [pieces, *operands], [pieces])
 

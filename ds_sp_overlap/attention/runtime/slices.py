@@ -35,7 +35,7 @@ Adding in place would also round half precision once a slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
@@ -49,6 +49,20 @@ from .products import batched_is_slow
 # A part.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
+
+
+class Cover(NamedTuple):
+    """How parts cover a dimension.
+
+    Attributes:
+        once: Whether they cover all of it, and don't overlap.
+        order: The parts in order, if they do, and each is one range; else empty.
+        sizes: The size of each of those.
+    """
+
+    once: bool
+    order: Sequence[Ranges] = ()
+    sizes: Sequence[int] = ()
 
 
 def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
@@ -213,36 +227,30 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         place += size
 
 
-def cutter(parameter: Tensor, dim: int, parts: Parts) -> Callable[[Ranges], Tensor]:
-    """Return a function that does for each of ``parts`` what `cut_ranges` does.
-
-    Where each part is one range and the parts tile ``dim``, all views are made now, at once.
-    """
-    if (tiles := _tiles(parts, parameter.shape[dim])) is None:
-        return partial(cut_ranges, parameter, dim)
-    order, sizes = tiles
-    views = parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,)
-    return dict(zip(order, views)).__getitem__
-
-
 @lru_cache(maxsize=4096)
-def _tiles(parts: Parts, size: int) -> tuple[list[Ranges], list[int]] | None:
-    """Return the parts in order, and their sizes; None unless single ranges tile the dimension."""
-    order = sorted(parts)
-    if any(len(part) != 1 for part in order) or not disjoint_cover(parts, size):
-        return None
-    return order, [stop - start for ((start, stop),) in order]
-
-
-@lru_cache(maxsize=4096)
-def disjoint_cover(parts: Parts, size: int) -> bool:
-    """Return whether the parts cover a dimension of ``size``, and don't overlap."""
+def cover_of(parts: Parts, size: int) -> Cover:
+    """Return how parts cover a dimension of ``size``."""
     covered = 0
     for start, stop in sorted(chain.from_iterable(parts)):
         if start != covered:
-            return False
+            return Cover(once=False)
         covered = stop
-    return covered == size
+    if covered != size or any(len(part) != 1 for part in parts):
+        return Cover(once=covered == size)
+    order = sorted(parts)
+    return Cover(True, order, [stop - start for ((start, stop),) in order])
+
+
+def cutter(parameter: Tensor, dim: int, cover: Cover) -> Callable[[Ranges], Tensor]:
+    """Return a function that does for each of the parts what `cut_ranges` does.
+
+    Where each part is one range and the parts tile ``dim``, all views are made now, at once.
+    """
+    order, sizes = cover.order, cover.sizes
+    if not order:
+        return partial(cut_ranges, parameter, dim)
+    views = parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,)
+    return dict(zip(order, views)).__getitem__
 
 
 def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:

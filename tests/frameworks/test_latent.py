@@ -5,6 +5,7 @@ In fp64, also what the models compute in fp32 (`in_double`). What remains are ro
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -232,6 +233,25 @@ def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
     assert max(on_ranks(2, adapted_afterwards)) < FP64
 
 
+def patched_afterwards(rank, name):
+    """What is said where a class is given another function after ``enable``."""
+    with in_double():
+        model = tiny_model("deepseek_v3")
+        assert enabled(model) == {"latent attention"}
+        kind, (mine, _) = type(attention_of(model)), inputs_of(tokens_of(32), [16, 16], rank)
+        own = getattr(kind, name)
+        with mock.patch.object(kind, name, lambda self, *args, **kwargs: [2 * x for x in own(self, *args, **kwargs)]):
+            patched = is_latent(attention_of(model))
+            return refusal(model, **mine, use_cache=False), patched
+
+
+@pytest.mark.parametrize("name", ["forward", "expand_kv"])
+def test_a_class_that_is_patched_afterwards_is_refused(name):
+    for said, still_known in on_ranks(2, patched_afterwards, name):
+        assert said is not None and "since its class was given another forward or expand_kv" in said[1], said
+        assert not still_known
+
+
 def of_latents(rank):
     """`on_and_off`, and whether a layer is gone with its model."""
     with in_double():
@@ -356,6 +376,10 @@ def faults_of_adapters(rank):
     return [] if error < FP64 else [f"{error}"]
 
 
+def faults_of_patches(rank):
+    return [] if patched_afterwards(rank, "expand_kv")[0] else ["a class that is patched is not refused"]
+
+
 def faults_outside_the_call(rank):
     error, calls = gathered_in_its_call(rank)
     return [] if error < FP64 and calls == 2 else [f"{error}, called {calls} times"]
@@ -367,6 +391,7 @@ WATCHED = [
         faults_of_rows,
     ),
     Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), faults_outside_the_call),
+    Watched(Guard("latents are expanded as was read", without="if False:"), faults_of_patches),
     Watched(Guard("adapters are heard", without="return False"), faults_of_adapters),
     Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
     Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),

@@ -10,6 +10,7 @@ the layer's own.
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 import weakref
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
 from ...attention.layer import LayerRuntime
-from ..inspect.library import by_class, digest, source_of
+from ..inspect.library import digest, source_of
 from ..layers import OverlapSettings, kind_of
 from ..rebinding import Undo, rebind
 from .attention_function import bind_function
@@ -37,11 +38,18 @@ def is_latent(module: nn.Module) -> bool:
 
     Not if somebody replaced ``forward`` or ``expand_kv`` of this layer object.
     """
-    return not vars(module).keys() & {"forward", EXPAND} and _only_passes_to_attention(module)
+    kind: Any = type(module)
+    is_replaced = vars(module).keys() & {"forward", EXPAND}
+    return not is_replaced and _only_passes_to_attention(kind, _code_of(kind))
 
 
-@by_class
-def _only_passes_to_attention(kind: type[nn.Module]) -> bool:
+def _code_of(kind: Any) -> tuple[Any, Any]:
+    """Return the functions of a class that may tell latents; somebody may replace them."""
+    return kind.forward, getattr(kind, EXPAND, None)
+
+
+@functools.cache
+def _only_passes_to_attention(kind: Any, _: tuple[Any, Any]) -> bool:
     """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
     if digest(kind, EXPAND) not in KNOWN:  # guard: only code that is known
         return False
@@ -135,6 +143,7 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
     module_reference = weakref.ref(module)
     # Taken before `bind_function` rebinds the forward.
     nope_dim, original = module.qk_nope_head_dim, module.forward
+    code = _code_of(type(module))
 
     def attention(layer: LayerRuntime) -> LatentAttention:
         """Make the attention that `bind_function` puts in place of the layer's."""
@@ -147,6 +156,11 @@ def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -
     @torch._disable_dynamo(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, which calls `expand` in place of ``expand_kv``."""
+        if _code_of(type(module)) != code:  # guard: latents are expanded as was read
+            raise RuntimeError(
+                f"{name}: {type(module).__name__} computes something else since its class was given "
+                "another forward or expand_kv; call ds_sp_overlap.enable again"
+            )
         forwards.refuse_empty(name)
         # The attribute is there only while the layer's forward runs.
         vars(module)[EXPAND] = expand

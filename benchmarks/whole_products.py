@@ -1,4 +1,4 @@
-"""What one product for each projection of all head groups would cost: steps with whole products, over steps with one for each group.
+"""Simulate steps with one product for each projection of all head groups, over steps with one for each group.
 
     python benchmarks/whole_products.py
 

@@ -138,7 +138,7 @@ class Heads(Shares):
 
     @cached_property
     def in_slices(self) -> frozenset[str]:
-        """Those of q, k and v whose heads of a group lie apart, evenly spaced: q's for o, too."""
+        """Return those of q, k and v whose heads of a group lie apart, evenly spaced."""
         kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
         return frozenset(kinds)
 

@@ -180,7 +180,7 @@ class Layout:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether equal parts are sent and received, see `all_equal`."""
+        """Return whether equal parts are sent and received, see `all_equal`."""
         return all_equal(self.sources.sizes, self.targets.sizes)
 
     @cached_property

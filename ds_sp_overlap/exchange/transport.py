@@ -176,17 +176,17 @@ class C10d:
         if all_equal(send_sizes, recv_sizes):
             # Equal splits cost the host half as much.
             send_sizes = recv_sizes = ()
-        if self.flattens:
+        # Somebody's own function may mind, too.
+        is_replaced = dist.all_to_all_single is not all_to_all_single
+        if self.flattens or is_replaced:
             send, recv = send.view(-1), recv.view(-1)
         if log is not None and log.keeper.enabled:
             work = log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
             return work or DONE
-        is_replaced = dist.all_to_all_single is not all_to_all_single
         if is_replaced or send.is_complex():
             # Somebody's own function is called; torch's sends complex numbers as pairs.
             sizes = recv_sizes or None, send_sizes or None
-            buffers = recv.view(-1), send.view(-1)
-            work = dist.all_to_all_single(*buffers, *sizes, group=group, async_op=not on_stream)
+            work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
         else:
             # The call that torch's function would make, without its checks: less than half of the
             # host's time.

@@ -289,7 +289,7 @@ def test_without_the_section_or_with_enabled_false_nothing_changes():
 
 
 def refused_config(rank, more):
-    """What `deepspeed.initialize` says to a config, and whether the engine was begun by then."""
+    """Return what `deepspeed.initialize` says to a config, and whether the engine was begun by then."""
     begun, begin = [], DeepSpeedEngine._configure_with_arguments
     DeepSpeedEngine._configure_with_arguments = lambda *args: begun.append("engine") or begin(*args)
     try:

@@ -52,7 +52,7 @@ Parts = tuple[Ranges, ...]
 
 
 class Cover(NamedTuple):
-    """How parts cover a dimension.
+    """Tells how parts cover a dimension.
 
     Attributes:
         once: Whether they cover all of it, and don't overlap.

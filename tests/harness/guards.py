@@ -133,12 +133,14 @@ class Watched(NamedTuple):
     check    finds nothing while it is there
     ranks    that the check runs on; 0 for one that needs none
     raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
+    says     words that stand in what the check returns while the guard is there, of one that returns what is refused
     """
 
     guard: Guard
     check: Callable[..., list[str]]
     ranks: int = 2
     raises: bool = False
+    says: str = ""
 
     def __str__(self):
         return self.guard.marker
@@ -150,7 +152,10 @@ CRASHED = "crashed: "
 def found(rank, watched):
     """What the check finds; a failed assertion is its way to say so, any other exception is a crash."""
     try:
-        return watched.check(*[rank] * (watched.ranks > 0))
+        result = watched.check(*[rank] * (watched.ranks > 0))
+        if watched.says:
+            return [] if watched.says in str(result) else [f"{result}, without {watched.says!r}"]
+        return result
     except AssertionError as error:
         return [str(error)]
     except Exception as error:

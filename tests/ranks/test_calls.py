@@ -1,5 +1,6 @@
 """Ranks that call other layers, or in another order, are told so: at first calls, and `Calls.EVERY` calls later."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -51,11 +52,6 @@ def test_another_layer_in_a_first_call_is_refused():
         assert "layer.0, call 1 over" in refused[2] and "layer.1, call 1 over" in refused[2]
 
 
-def first_calls_unnoticed(rank):
-    refused = first_calls(rank)
-    return [] if refused else ["not refused"]
-
-
 def missed_call(rank):
     """One rank leaves a call out before it calls a layer for the first time; the exchanges move nothing."""
     call = layers_over(dist.new_group([0, 1]), ["layer", "layer"])
@@ -76,11 +72,6 @@ def later_calls(rank, names, streams=False):
     call = layers_over(dist.new_group([0, 1]), names, Backend() if streams else None)
     alike = [0, 1, 2] * Calls.EVERY
     return refused_at(call, [0, 1, 2, 0, 1 + rank, *alike]), refused_at(call, alike)
-
-
-def later_calls_unnoticed(rank):
-    refused, _ = later_calls(rank, ["layer.0", "layer.1", "layer.2"])
-    return [] if refused and refused[0] == 2 * Calls.EVERY else [str(refused)]
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["host", "streams"])
@@ -160,11 +151,6 @@ def captured_calls(rank):
         return refused_at(call, [0, 1, 2] * Calls.EVERY)
 
 
-def captured_calls_unnoticed(rank):
-    refused = captured_calls(rank)
-    return [] if refused else ["not refused"]
-
-
 def test_calls_of_a_capture_are_compared_behind_it():
     """Guard: nothing is compared while a graph is captured."""
     for number, kind, message in on_ranks(2, captured_calls, timeout_s=60):
@@ -176,10 +162,15 @@ def test_calls_of_a_capture_are_compared_behind_it():
 WATCHED = [
     Watched(
         Guard("same layer, same call", without='return f"local sequence {lengths}, batch {geometry.batch}, {types()}"'),
-        first_calls_unnoticed,
+        first_calls,
+        says="layer.1, call 1 over",
     ),
-    Watched(Guard("nobody waits in a graph", without="if len(self.names) < self.EVERY:"), captured_calls_unnoticed),
-    Watched(Guard("calls are told by name", without='self.names.append("")'), later_calls_unnoticed),
+    Watched(Guard("nobody waits in a graph", without="if len(self.names) < self.EVERY:"), captured_calls, says="first in call 5 ("),
+    Watched(
+        Guard("calls are told by name", without='self.names.append("")'),
+        functools.partial(later_calls, names=("layer.0", "layer.1", "layer.2")),
+        says=f"(({2 * Calls.EVERY}, 'RuntimeError'",
+    ),
 ]
 
 

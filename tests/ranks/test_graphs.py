@@ -5,6 +5,7 @@ border of a capture, and to end a capture with a fork that is not joined. What t
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -235,12 +236,14 @@ def test_the_instrument_sees(fault, says):
 # Guards.
 
 
-def captured_in_silence(rank):
-    said = outcome(rank, {}, "no_grad", True)
-    return [] if said else ["not refused"]
-
-
-WATCHED = [Watched(Guard("no graph of what it can't hold", without="if False:"), captured_in_silence, raises=True)]
+WATCHED = [
+    Watched(
+        Guard("no graph of what it can't hold", without="if False:"),
+        functools.partial(outcome, config={}, warm="no_grad", streams=True),
+        raises=True,
+        says="a call is the first of its kind",
+    )
+]
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

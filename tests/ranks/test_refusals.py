@@ -1,7 +1,7 @@
 """Bad input is an error on every rank, before anything is exchanged; a fault under way names its exchange."""
 
-import functools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -164,10 +164,6 @@ def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, va
     assert "attention: the ranks of the sp group are about to exchange different things (sp rank 0: " in first[1]
     before, after = first[1].split("sp rank 1: ")
     assert seen[0] in before and seen[1] in after and "; give every rank the same model, config, batch and dtype" in after
-
-
-def disagreement_goes_unnoticed(rank):
-    return [] if disagree(rank, "batch", (2, 3)) else ["two ranks with batches 2 and 3 were not refused"]
 
 
 def no_tensor_on_one_rank(rank):
@@ -432,29 +428,6 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
-# For the guards at the end.
-
-
-def narrow_tables_pass(rank):
-    return [] if give_rotary(rank, "block", (4, 4)) else ["half of each head was rotated"]
-
-
-def rope_is_left_out(rank):
-    shape = Shape()
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
-    attend.inputs.rope = ds_sp_overlap.Rotary(lambda tables: tables)
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
-    return [] if refusal(attend, x) else ["RoPE was left out"]
-
-
-def missing_group_passes(rank):
-    return [] if without_a_group(rank, "block") else ["each rank attended to its own tokens"]
-
-
-def other_group_passes(rank):
-    return [] if other_groups(rank) else ["a module of another group was overlapped"]
-
-
 # The configuration.
 
 
@@ -553,11 +526,6 @@ def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, 
         assert refused[1].endswith('try sp_overlap.transport "c10d" and kernels "torch", and report it')
 
 
-def corruption_goes_unnoticed(rank):
-    refused = run_block(rank, Shape(config={"check": True}), Corrupting("dqkv1"))
-    return [] if refused and refused[1].startswith("layer dqkv1:") else [f"corrupted dqkv1: {refused}"]
-
-
 def test_without_check_mode_nothing_is_gathered():
     """The negative control: the corruption is there, and only check mode sees it."""
     assert on_ranks(2, run_block, Shape(), Corrupting("dqkv1")) == [None, None]
@@ -592,13 +560,13 @@ def on_a_destroyed_group(rank, kind):
         with models.sequence_parallel_model(2) as (model, _):
             ds_sp_overlap.enable(model, {}, group)
             inputs = models.cut(models.batches(1)[0], rank, 2)
-            call = functools.partial(models.mean_loss, model, inputs, None)
+            call = partial(models.mean_loss, model, inputs, None)
             call()
             torch.distributed.destroy_process_group(group)
             return refusal(call)
     shape = Shape()
     attend = layers.block(shape, layers.projections(shape), group)
-    call = functools.partial(layers.call_block, shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+    call = partial(layers.call_block, shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
     call()
     torch.distributed.destroy_process_group(group)
     return refusal(call)
@@ -629,42 +597,42 @@ def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens):
 # Guards.
 
 
-def fault_of_one_rank(rank):
-    case, changes, message = REFUSED["a fault of one rank only"]
-    refused = give_dropin(rank, case, changes)
-    return [] if refused == ("ValueError", message) else [str(refused)]
-
-
-def failure_names_the_exchange(rank):
-    refused = run_block(rank, Shape(), Failing("do0"))
-    return [] if refused and refused[1].startswith("layer do0: ") else [str(refused)]
-
-
-def passes_on_a_destroyed_group(rank):
-    kind, message = on_a_destroyed_group(rank, "layer")
-    return [] if message.startswith("layer: ") else [message]
-
-
-def passes_without_tokens(rank):
-    found = without_tokens(rank, 2, 0)
-    return [] if "no sp rank has a token" in found[1] else [found[1]]
-
-
 WATCHED = [
-    Watched(Guard("a group that is there", without="except LookupError as error:"), passes_on_a_destroyed_group),
-    Watched(Guard("somebody has a token", without="if False:"), passes_without_tokens),
+    Watched(
+        Guard("a group that is there", without="except LookupError as error:"),
+        partial(on_a_destroyed_group, kind="layer"), says="layer: the process group",
+    ),
+    Watched(
+        Guard("somebody has a token", without="if False:"),
+        partial(without_tokens, batch=2, tokens=0), says="no sp rank has a token",
+    ),
     Watched(
         Guard("heads rotate whole", without="if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:"),
-        narrow_tables_pass,
+        partial(give_rotary, kind="block", given=(4, 4)), says=WIDE.format(4, 4),
     ),
-    Watched(Guard("RoPE needs its tables", without="if False:"), rope_is_left_out),
-    Watched(Guard("ranks need a group", without="if False:"), missing_group_passes),
-    Watched(Guard("only the same group", without="if False:"), other_group_passes),
-    Watched(Guard("ranks exchange the same", without="if False:"), disagreement_goes_unnoticed),
-    Watched(Guard("one rank's fault is everybody's", without="if not is_fine:"), fault_of_one_rank),
-    Watched(Guard("check mode compares", without="if False:"), corruption_goes_unnoticed),
-    Watched(Guard("a failed wait has a name", without="except LookupError as error:"), failure_names_the_exchange),
-]
+    Watched(
+        Guard("RoPE needs its tables", without="if False:"),
+        partial(give_rotary, kind="block", given=None), says="position_embeddings are missing",
+    ),
+    Watched(Guard("ranks need a group", without="if False:"), partial(without_a_group, kind="block"), says="no sp group"),
+    Watched(Guard("only the same group", without="if False:"), other_groups, says="was made with an sp group of ranks"),
+    Watched(
+        Guard("ranks exchange the same", without="if False:"),
+        partial(disagree, name="batch", values=(2, 3)), says="about to exchange different things",
+    ),
+    Watched(
+        Guard("one rank's fault is everybody's", without="if not is_fine:"),
+        partial(give_dropin, case=Case(), changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64",
+    ),
+    Watched(
+        Guard("check mode compares", without="if False:"),
+        partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: ",
+    ),
+    Watched(
+        Guard("a failed wait has a name", without="except LookupError as error:"),
+        partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: ",
+    ),
+]  # fmt: skip
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -323,11 +323,6 @@ def swallowed():
     return [] if ds_sp_overlap.attention.arguments.takes(whole_only, "queries") is False else ["swallowed"]
 
 
-def unshared(rank):
-    got = refusal(drop_in_of, whole_only)
-    return [] if got is not None and got[0] == "ValueError" else [f"not refused: {got}"]
-
-
 def rotated(rank):
     return dropin.dropin_faults(rank, Case(1, 1, 4, 4, 2, (4, 4), rotary_dims=4))
 
@@ -337,7 +332,10 @@ WATCHED = [
         Guard("no keyword is swallowed", without="return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters"),
         swallowed, ranks=0,
     ),
-    Watched(Guard("no attention with a share of the queries unless it can", without="return shares"), unshared),
+    Watched(
+        Guard("no attention with a share of the queries unless it can", without="return shares"),
+        functools.partial(refused, index=0), says=LACKS,
+    ),
     Watched(Guard("rotated by its own positions", without="if False:"), rotated, raises=True),
 ]  # fmt: skip
 

@@ -450,10 +450,6 @@ def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again
     no_faults(2, changed_without_a_window, change)
 
 
-def told_of_a_changed_mask(rank):
-    return [] if isinstance(addend_changed(rank, with_another_mask), tuple) else ["another mask is read"]
-
-
 # What is refused.
 
 
@@ -596,10 +592,6 @@ def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_wi
 # Guards.
 
 
-def told_of_foreign(rank):
-    return [] if foreign(rank, later=True) else ["its gradient is lost in silence"]
-
-
 def against(other):
     return functools.partial(against_no_window, other=other, windows=(1, 2))
 
@@ -625,8 +617,12 @@ WATCHED = [
     Watched(Guard("hooks run once", without="pass"), against(hooks_on_what_learns)),
     Watched(Guard("others may exchange one", without="pass"), against(constant_output), raises=True),
     Watched(Guard("others may read it", without="if counts[part]:"), against(value_that_is_query)),
-    Watched(Guard("no gradient is lost", without="if False:"), told_of_foreign),
-    Watched(Guard("attention of forward", without="if False:"), told_of_a_changed_mask),
+    Watched(Guard("no gradient is lost", without="if False:"), functools.partial(foreign, later=True), says="learns a tensor"),
+    Watched(
+        Guard("attention of forward", without="if False:"),
+        functools.partial(addend_changed, change=with_another_mask),
+        says="changed or replaced",
+    ),
     Watched(
         Guard("q, k and v are made as before", without="if True:"),
         functools.partial(made_as_before, forward=False, backward=True),

@@ -73,6 +73,13 @@ def reference_layer(shape, layer, x):
     return layer["o_proj"](attend(q, k, v).flatten(2))
 
 
+def laid_out(attention, batch_first):
+    """``attention`` of batch-first heads, in the layout of a layer."""
+    if batch_first:
+        return attention
+    return lambda *heads: attention(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
+
+
 def block(shape, layer, group, transport=None, local_attention=None, heads_alike=True):
     """The overlapped block over the layer's own modules."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention

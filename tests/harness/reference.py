@@ -29,6 +29,15 @@ def sequence_first_attention(q, k, v, causal=True, queries=None, **options):
     return attention(*(x.transpose(0, 1) for x in (q, k, v)), causal, queries, **options).transpose(0, 1)
 
 
+def fused(q, k, v, dropout=0.0):
+    """As `attention`, causal, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return o.transpose(1, 2)
+
+
 def rope_tables(positions, dims, dtype):
     """cos and sin [s, dims], half-rotated convention."""
     frequencies = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)

@@ -46,9 +46,9 @@ def test_a_replaced_forward_is_called_whole(what):
     assert taken_apart(what) == [] and can_split(nn.Linear(2, 2))
 
 
-def hooked(rank, shape, kind):
-    """Faults of a layer one of whose projections is hooked, and what the hook saw."""
-    seen = []
+def hooked(rank, kind):
+    """What is wrong with a layer one of whose projections is hooked, or with what the hook saw."""
+    shape, seen = Shape(), []
 
     def hook(module, args, output):
         seen.append(list(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__} of parts")
@@ -57,20 +57,16 @@ def hooked(rank, shape, kind):
         layer[f"{kind}_proj"].register_forward_hook(hook)
 
     found = layers.block_faults(rank, shape, change=change)
-    layer = layers.projections(shape)
-    change(layer)
-    apart = layers.block(shape, layer, torch.distributed.group.WORLD).split_projections()
-    if {id(m) for m in apart} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
+    layer, attend, *_ = layers.mine(rank, shape, change=change)
+    if {id(m) for m in attend.split_projections()} != {id(layer[f"{other}_proj"]) for other in ("o" if kind == "q" else "qkv")}:
         found.append("taken apart although hooked, or not although not")
-    return found, seen
+    whole_and_mine = [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
+    return found + [f"hook saw {seen}"] * (seen != whole_and_mine)
 
 
 @pytest.mark.parametrize("kind", "qo")
 def test_a_hook_on_a_projection_sees_its_whole_output(kind):
-    shape = Shape()
-    for found, seen in on_ranks(2, hooked, shape, kind):
-        assert found == []
-        assert seen == [[2, 12, 32], [2, 6, 32]]  # the reference's call, then the block's
+    no_faults(2, hooked, kind)
 
 
 EVERY_MODULE = {
@@ -112,13 +108,11 @@ def test_hooks_of_all_modules_see_whole_projections(kind):
 
 def hooked_between_calls(rank):
     """A hook of all modules that comes after the first call and goes again."""
-    shape, seen = Shape(), []
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    counts = []
+    shape, seen, counts = Shape(), [], []
+    _, attend, x, _ = layers.mine(rank, shape)
     for hooked in (False, True, False):
         handle = EVERY_MODULE["forward"](lambda module, args, output: seen.append(list(output.shape))) if hooked else None
-        layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+        layers.call_block(shape, attend, rank, x)
         counts.append(len(attend.split_projections()))
         if hooked:
             handle.remove()
@@ -132,14 +126,12 @@ def test_hooks_of_all_modules_count_in_the_call_they_are_there_for():
 
 def traces(rank, shape):
     """What a forward and backward change in the modules that were given."""
-    layer = layers.projections(shape)
+    layer, attend, x, dy = layers.mine(rank, shape)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     seen = {name: sorted(vars(module)) for name, module in layer.named_modules()}
     addresses = [p.data_ptr() for p in layer.parameters()]
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x.requires_grad_()).backward(dy)
-    found = []
-    after = layer.state_dict()
+    layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
+    found, after = [], layer.state_dict()
     if list(after) != list(before) or not all(torch.equal(after[name], before[name]) for name in before):
         found.append("the state changed")
     if seen != {name: sorted(vars(module)) for name, module in layer.named_modules()}:
@@ -165,19 +157,16 @@ def fails_between_start_and_finish(rank, shape, place):
         attend.local_attention = broken
     elif place == "rope":
         attend.inputs.rope = broken
-    elif place == "hook":
+    else:
         broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
-        layer["k_proj"].register_forward_pre_hook(broken)
-    elif place == "output hook":
-        broken.__module__ = "deepspeed.hook"
-        layer["o_proj"].register_forward_pre_hook(broken)
+        layer[place].register_forward_pre_hook(broken)
     refused = refusal(layers.call_block, shape, attend, rank, x.requires_grad_())
     found = [] if refused == ("Deliberate", place) else [f"raised {refused}"]
     found += [f"{name} kept its forward" for name, module in layer.named_modules() if "forward" in vars(module)]
     return found + layers.block_faults(rank, shape)
 
 
-@pytest.mark.parametrize("place", ["attention", "rope", "hook", "output hook"])
+@pytest.mark.parametrize("place", ["attention", "rope", "k_proj", "o_proj"])
 def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
     """Guard: `call_through` takes the forward away again where a hook raises before it is reached."""
     no_faults(2, fails_between_start_and_finish, Shape(), place)
@@ -185,23 +174,21 @@ def test_an_exception_halfway_leaves_modules_and_process_group_usable(place):
 
 def forwards_inside(rank, shape):
     """Whether a projection has its own forward back while the layer's inside runs."""
-    layer = layers.projections(shape)
     inside = []
 
     def hook(*_):  # without one there is no call to go through
         pass
 
     hook.__module__ = "deepspeed.hook"
-    for projection in layer.values():
-        projection.register_forward_pre_hook(hook)
 
     class Look(Recording):
         def launch(self, *args):
             inside.extend(name for name, module in layer.named_modules() if "forward" in vars(module))
             return super().launch(*args)
 
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, Look())
-    x, _ = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    layer, attend, x, _ = layers.mine(rank, shape, Look())
+    for projection in layer.values():
+        projection.register_forward_pre_hook(hook)
     layers.call_block(shape, attend, rank, x)
     return inside
 
@@ -212,11 +199,6 @@ def test_projections_have_their_own_forward_while_the_inside_runs():
 
 
 # Guards.
-
-
-def hook_sees_all(rank):
-    found, seen = hooked(rank, Shape(), "q")
-    return found + [f"hook saw {seen}"] * (seen != [[2, 12, 32], [2, 6, 32]])
 
 
 def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
@@ -231,10 +213,10 @@ WATCHED = [
     Watched(Guard("a call of its own runs", without="if False:"), functools.partial(taken_apart, "a call of its class"), ranks=0),
     Watched(
         Guard("given back after a raise", without="pass"),
-        functools.partial(fails_between_start_and_finish, shape=Shape(), place="output hook"),
+        functools.partial(fails_between_start_and_finish, shape=Shape(), place="o_proj"),
     ),
     Watched(Guard("given back at once", without="pass"), functools.partial(forwards_inside, shape=Shape())),
-    Watched(Guard("only harmless hooks", without="if False:"), hook_sees_all),
+    Watched(Guard("only harmless hooks", without="if False:"), functools.partial(hooked, kind="q")),
     Watched(
         Guard("a replaced forward runs", without="if module._compiled_call_impl is not None:"),
         functools.partial(taken_apart, "a forward of its own"),

@@ -164,8 +164,8 @@ def groups_of(rank, local, alike, shape=None, **config):
             attend = dropin.module(case, mover, local=local, heads_alike=alike)
             attend(*[dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]], 0)
         else:
-            attend = layers.block(shape, layers.projections(shape), dist.group.WORLD, mover, local, heads_alike=alike)
-            layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+            _, attend, x, _ = layers.mine(rank, shape, mover, local, heads_alike=alike)
+            layers.call_block(shape, attend, rank, x)
     return len([what for what in mover.log if what.startswith(">q")]), messages
 
 

@@ -29,13 +29,7 @@ SECTIONS = [
 ]
 
 
-def flash(q, k, v, dropout=0.0):
-    """Of q, k, v [b, s, h, d]: a fused kernel, which keeps a log-sum-exp."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-LOCAL = {"flash": flash, "math": reference.attention}
+LOCAL = {"flash": reference.fused, "math": reference.attention}
 
 
 def keeping(function, *args, **options):
@@ -117,16 +111,11 @@ def faults_of_uses(rank, section, local, shape, change=None):
         transport = Late()
         made = Shape(**shape, config=section)
         with spoiled_buffers():
-            found = layers.block_faults(rank, made, use, transport, change=change, local_attention=laid_out(LOCAL[local], made))
+            found = layers.block_faults(
+                rank, made, use, transport, change=change, local_attention=layers.laid_out(LOCAL[local], made.batch_first)
+            )
         faults += [f"{use.__name__}: {fault}" for fault in found + transport.faults]
     return faults
-
-
-def laid_out(local, shape):
-    """``local``, heads last, in the layout of ``shape``."""
-    if shape.batch_first:
-        return local
-    return lambda *heads: local(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
 
 
 CASES = [
@@ -149,7 +138,7 @@ def faults_of_changes(rank, section):
     faults = []
     for change in (uses.frozen_query, uses.only_query_trains, uses.only_input_trains, uses.frozen_output, uses.key_is_value):
         shape = Shape(heads=8, kv_heads=2, config=section)
-        found = layers.block_faults(rank, shape, between_others, change=change, local_attention=flash)
+        found = layers.block_faults(rank, shape, between_others, change=change, local_attention=reference.fused)
         faults += [f"{change.__name__}: {fault}" for fault in found]
     return faults
 
@@ -168,7 +157,7 @@ class Traced:
     log   ``>q0``, ``<q0`` of exchanges, "attention", and what the program adds
     """
 
-    def __init__(self, section, local=flash, shape=Shape(heads=8, kv_heads=2), name="layer", transport=None):
+    def __init__(self, section, local=reference.fused, shape=Shape(heads=8, kv_heads=2), name="layer", transport=None):
         self.shape, self.transport = shape, transport or Recording()
         self.log = self.transport.log
         self.modules = layers.projections(shape)
@@ -265,7 +254,7 @@ def under_autocast(rank):
         got = {}
         for kept in (section["checkpointing"], "recompute"):
             shape = Shape(8, 4, dtype=torch.float32, config={**section, "checkpointing": kept})
-            layer, call, x, dy = layers.mine(rank, shape, local_attention=flash)
+            layer, call, x, dy = layers.mine(rank, shape, local_attention=reference.fused)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = keeping(lambda x: layers.call_block(shape, call, rank, x), x.requires_grad_())  # noqa: B023
             y.backward(dy.to(y.dtype))
@@ -290,7 +279,7 @@ def test_layers_of_one_checkpoint_keep_each_its_own(how, attended):
 
 def drawn(rank, section, dropout, how):
     """Gradients where random numbers are drawn in front of attention, in it and behind it; and what is drawn afterwards."""
-    layer = Traced(section, lambda q, k, v: flash(q, k, v, dropout))
+    layer = Traced(section, lambda q, k, v: reference.fused(q, k, v, dropout))
     x = tokens(rank)
 
     def body(x):
@@ -328,7 +317,7 @@ def held(rank, section, end):
         seen.append(weakref.ref(during[0].cache))
         return during
 
-    layer = Traced(section, scaled if "learned" in end else flash)
+    layer = Traced(section, scaled if "learned" in end else reference.fused)
     gain = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def body(x):  # attention learns what was computed in the checkpoint, whose graph it must not hold
@@ -355,7 +344,7 @@ def held(rank, section, end):
 
 
 def scaled(q, k, v, gain):
-    return flash(q, k, v * gain)
+    return reference.fused(q, k, v * gain)
 
 
 ENDS = [(section, end) for section in SECTIONS[1::2] for end in ("backward", "abandoned")]
@@ -415,7 +404,7 @@ def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_befo
 
 
 def faults_of_a_backward_within(rank):
-    return layers.block_faults(rank, Shape(kv_heads=2, config=SECTIONS[0]), a_backward_within, local_attention=flash)
+    return layers.block_faults(rank, Shape(kv_heads=2, config=SECTIONS[0]), a_backward_within, local_attention=reference.fused)
 
 
 def what_is_left(rank):

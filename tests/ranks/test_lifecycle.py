@@ -69,10 +69,9 @@ def test_enabled_false_switches_an_overlapped_model_off():
 
 
 def gradients_differ(rank):
-    shape = Shape()
-    layer = layers.projections(shape).requires_grad_(False)
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_(rank == 0)
-    return refusal(lambda: layers.call_block(shape, layers.block(shape, layer, torch.distributed.group.WORLD), rank, x))
+    layer, attend, x, _ = layers.mine(rank, Shape())
+    layer.requires_grad_(False)
+    return refusal(layers.call_block, Shape(), attend, rank, x.requires_grad_(rank == 0))
 
 
 def test_ranks_that_disagree_about_gradients_are_refused_before_they_hang_in_backward():

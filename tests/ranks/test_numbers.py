@@ -167,9 +167,8 @@ def runs_differ(rank, shape):
     runs = []
     with deterministic():
         for _ in range(2):
-            layer = layers.projections(shape)
-            x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-            y = layers.call_block(shape, overlapped(shape, layer), rank, x.requires_grad_())
+            layer, attend, x, dy = layers.mine(rank, shape)
+            y = layers.call_block(shape, attend, rank, x.requires_grad_())
             y.backward(dy)
             runs.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
     finite = all(t.isfinite().all() for t in runs[0])

@@ -1,14 +1,14 @@
 """A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
 
 import inspect
+from unittest import mock
 
 import pytest
-import torch
 
 from ds_sp_overlap.schedule import Schedule, by_head_groups, by_window, draw, order, simulate
 from tests.harness import layers
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import on_ranks, refusal
 from tests.harness.schedules import merged_last, step_of
 from tests.harness.transports import Recording
 
@@ -23,12 +23,8 @@ def run_by(rank, function, groups, kv_heads):
         made.layer.schedule = function
         return made
 
-    layers.block = of_ours
-    try:
-        found = layers.block_faults(rank, shape, transport=mover)
-    finally:
-        layers.block = block
-    return found, mover.log
+    with mock.patch.object(layers, "block", of_ours):
+        return layers.block_faults(rank, shape, transport=mover), mover.log
 
 
 @pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
@@ -53,15 +49,12 @@ WRONG = {
 
 
 def by_a_wrong_one(rank, what):
-    layer = layers.block(Shape(), layers.projections(Shape()), torch.distributed.group.WORLD)
-    layer.layer.schedule = lambda kinds, wgrad_last: WRONG[what][0](kinds)
-    try:
-        layers.call_block(Shape(), layer, rank, torch.zeros(2, 6, 32, dtype=torch.float64))
-    except ValueError as error:
-        return str(error)
+    _, attend, x, _ = layers.mine(rank, Shape())
+    attend.layer.schedule = lambda kinds, wgrad_last: WRONG[what][0](kinds)
+    return refusal(layers.call_block, Shape(), attend, rank, x)
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_layer_refuses_a_schedule_that_cannot_be_run(what):
-    for said in on_ranks(2, by_a_wrong_one, what):
-        assert said.startswith(WRONG[what][1])
+    for kind, said in on_ranks(2, by_a_wrong_one, what):
+        assert kind == "ValueError" and said.startswith(WRONG[what][1])

@@ -25,8 +25,8 @@ from tests.harness.transports import Recording
 def trained_block(rank, size, costs, steps, config):
     """What a block of its own ran in each step, by the exchanges it launched; and the lines that were said."""
     shape = Shape(heads=8, kv_heads=8, config=config)
-    layer, mover, said = layers.projections(shape), Recording(), []
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
+    mover, said = Recording(), []
+    layer, attend, *_ = layers.mine(rank, shape, mover)
     if attend.layer.policy is not None:
         attend.layer.policy.inform = said.append
     sgd = torch.optim.SGD(layer.parameters(), lr=0.0)

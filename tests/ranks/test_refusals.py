@@ -346,10 +346,9 @@ def give_rotary(rank, kind, given):
         inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
         got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
     else:
-        attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
+        _, attend, x, _ = layers.mine(rank, shape, mover)
         attend.inputs.rope = ds_sp_overlap.Rotary(attend.inputs.rope.tables, partial=kind == "partial")
         attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
-        x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
         got = refusal(attend, x, position_embeddings=tables)
     return got if mover.launched == 0 else None
 
@@ -416,8 +415,7 @@ def test_a_rope_of_another_kind_is_refused_with_what_it_takes(kind):
 def missing_later(rank):
     """The tables of a second call are missing: nothing is exchanged either."""
     shape, mover = Shape(), Recording()
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, mover)
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    _, attend, x, _ = layers.mine(rank, shape, mover)
     layers.call_block(shape, attend, rank, x)
     mover.log.clear()
     return refusal(attend, x), refusal(attend, x, position_embeddings=(torch.ones(6, 4).double(),) * 2), mover.log

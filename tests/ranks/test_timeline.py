@@ -89,10 +89,8 @@ def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tm
 def layer_of_ones_own(rank, folder, profiled=False):
     """What a layer without a model says, and leaves open, in two steps of which the second is recorded."""
     shape = Shape(config={"head_groups": 2, "window": 1, "timeline": {"path": folder, "steps": [1, 1]}})
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
+    layer, attend, x, dy = layers.mine(rank, shape)
     optimizer = torch.optim.SGD(layer.parameters(), 0.0)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     profile = torch.profiler.profile() if profiled else contextlib.nullcontext()
     with listening() as messages, profile:
         for _ in range(2):
@@ -124,7 +122,7 @@ def other_steps(rank, folder):
     with listening(logging.WARNING) as messages:
         for steps in ([5, 6], [5, 6], [2, 3]):
             shape = Shape(config={"timeline": {"path": folder, "steps": steps}})
-            layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
+            layers.mine(rank, shape)
     timeline._open[folder].close()
     return messages
 

@@ -485,8 +485,8 @@ def test_unequal_parts_fall_back_to_c10d_and_it_says_so_once(engine, shape):
 
 def disagree(rank):
     shape = Shape(config={"transport": ("c10d", "auto")[rank]})
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
-    return refusal(lambda: layers.call_block(shape, layers.block(shape, layers.projections(shape), dist.group.WORLD), rank, x))
+    _, attend, x, _ = layers.mine(rank, shape)
+    return refusal(layers.call_block, shape, attend, rank, x)
 
 
 def test_ranks_with_different_transports_are_refused():

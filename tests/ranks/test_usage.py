@@ -120,15 +120,13 @@ class Once(torch.autograd.Function):
 def stale_parts(rank, rotary=False):
     """The second backward doesn't reach q and k, whose parts the first one computed for nobody."""
     shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
-    layer = layers.projections(shape)
 
     def attention(q, k, v):
         return v.flip(1) + (Once.apply(q + k, backwards) if rotary else q + k)
 
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=attention)
+    layer, attend, x, dy = layers.mine(rank, shape, local_attention=attention)
     if not rotary:
         attend.inputs.rope = lambda heads, tables: Once.apply(heads, [])
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     y = layers.call_block(shape, attend, rank, x.requires_grad_())
     torch.autograd.grad(y, x, dy, retain_graph=True)
     y.backward(dy)
@@ -175,9 +173,8 @@ def test_rotary_tables_that_were_changed_before_backward_are_noticed():
 def backward_under_autocast(rank, window=None):
     """Relative distance of dx from that of a backward without autocast."""
     shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2, "window": window}), []
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
     for enabled in (False, True):
-        x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+        _, attend, x, dy = layers.mine(rank, shape)
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             y.backward(dy)

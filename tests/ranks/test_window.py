@@ -25,7 +25,14 @@ from tests.harness.listening import listening
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.schedules import merged_last
 from tests.harness.transports import Recording
-from tests.harness.uses import CHANGES, USES, only_input_trains, without_gradient_of_the_input
+from tests.harness.uses import (
+    CHANGES,
+    USES,
+    adapted_query_and_output,
+    all_adapted,
+    only_input_trains,
+    without_gradient_of_the_input,
+)
 
 MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
 
@@ -39,10 +46,7 @@ class Flash(nn.Module):
 
     def forward(self, q, k, v):
         self.calls[torch._C._current_autograd_node() is not None] += 1  # in backward?
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v)) if not self.batch_first else (q, k, v)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
-        return o if self.batch_first else o.transpose(0, 1)
+        return layers.laid_out(reference.fused, self.batch_first)(q, k, v)
 
 
 class Math(Flash):
@@ -50,7 +54,7 @@ class Math(Flash):
 
     def forward(self, q, k, v):
         self.calls[torch._C._current_autograd_node() is not None] += 1
-        return (reference.attention if self.batch_first else reference.sequence_first_attention)(q, k, v)
+        return layers.laid_out(reference.attention, self.batch_first)(q, k, v)
 
 
 def counted(rank, kind, shape, use=layers.backward, change=None, transport=None):
@@ -131,10 +135,7 @@ def test_a_window_is_right_for_projections_that_are(change):
 
 def input_changed(rank):
     """What is said where the input, of which q, k and v are made again, was changed in place, though no weight needs it."""
-    layer = layers.projections(SHAPES[0])
-    only_input_trains(layer)
-    attend = layers.block(SHAPES[0], layer, torch.distributed.group.WORLD)
-    x, dy = (layers.my_slice(SHAPES[0], rank, t) for t in layers.whole_inputs(SHAPES[0]))
+    _, attend, x, dy = layers.mine(rank, SHAPES[0], change=only_input_trains)
     hidden = x.requires_grad_() * 1
     y = layers.call_block(SHAPES[0], attend, rank, hidden)
     hidden += 1
@@ -172,8 +173,7 @@ class InAModule(torch.nn.Module):
 def attention_changed(rank, held):
     """Return what is raised after a tensor that attention holds was changed in place, as for the next micro-batch."""
     factor = torch.tensor(2.0, dtype=torch.float64)
-    attend = layers.block(SHAPES[0], layers.projections(SHAPES[0]), torch.distributed.group.WORLD, local_attention=held(factor))
-    x, dy = (layers.my_slice(SHAPES[0], rank, t) for t in layers.whole_inputs(SHAPES[0]))
+    _, attend, x, dy = layers.mine(rank, SHAPES[0], local_attention=held(factor))
     y = layers.call_block(SHAPES[0], attend, rank, x.requires_grad_())
     factor.mul_(2)
     return refusal(y.backward, dy)
@@ -315,9 +315,8 @@ OTHERS = [
 def outcome(rank, shape, other, use=layers.backward, frozen=False):
     """Output, all gradients, and the random numbers that come next."""
     local, kwargs = other(rank)
-    layer = layers.projections(shape).requires_grad_(not frozen)
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
+    layer, attend, x, dy = layers.mine(rank, shape, local_attention=local)
+    layer.requires_grad_(not frozen)
     tables = reference.rope_tables(torch.arange(6), shape.head_dim, shape.dtype)
     torch.manual_seed(7)
     got = use(lambda x: attend(x, position_embeddings=tables, **kwargs), layer, x.requires_grad_(not frozen), dy)
@@ -458,8 +457,7 @@ def foreign(rank, later=False):
     hidden = torch.ones((), dtype=torch.float64, requires_grad=not later)
     local = (lambda q, k, v: Flash(True)(q * hidden, k, v)) if rank or later else Flash(True)
     shape = Shape(config={"head_groups": 2, "window": 1})
-    attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD, local_attention=local, heads_alike=True)
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
+    _, attend, x, _ = layers.mine(rank, shape, local_attention=local)
     if later:
         layers.call_block(shape, attend, rank, x)
         hidden.requires_grad_()
@@ -492,21 +490,18 @@ def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
 
 
 def without_a_window(rank, what):
-    """Exchanges of a layer that holds all groups though it was given a window, and what was said."""
+    """Exchanges of a layer that holds all groups though it was given a window, and what was said; with tables that learn by default."""
     shape, mover = Shape(config={"head_groups": 2, "window": 1}), Recording()
-    layer = layers.projections(shape)
-    for change in CHANGES:
-        if change.__name__ == what:
-            change(layer)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD, mover)
-    tables = [t.requires_grad_(what == "tables") for t in reference.rope_tables(torch.arange(6), 8, shape.dtype)]
-    x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
+    _, attend, x, dy = layers.mine(rank, shape, mover, change=what)
+    tables = [t.requires_grad_(what is None) for t in reference.rope_tables(torch.arange(6), 8, shape.dtype)]
     with listening() as messages:
         attend(x.requires_grad_(), position_embeddings=tables).backward(dy)
     return mover.log, messages
 
 
-@pytest.mark.parametrize("what", ["tables", "all_adapted", "adapted_query_and_output"])
+@pytest.mark.parametrize(
+    "what", [None, all_adapted, adapted_query_and_output], ids=lambda what: what.__name__ if what else "tables"
+)
 def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what):
     made = by_head_groups(("qkv", "qkv"))
     for log, messages in on_ranks(2, without_a_window, what):
@@ -574,12 +569,10 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
 def hooked_on_one_rank(rank, config):
     """Return the error of a layer whose output projection has a hook on rank 0 alone, and can't be computed in parts there."""
     shape = Shape(config=config)
-    layer = layers.projections(shape)
+    layer, attend, x, dy = layers.mine(rank, shape)
     if rank == 0:
         layer["o_proj"].register_forward_hook(lambda module, args, y: y)
-    x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    return refusal(lambda: layers.call_block(shape, attend, rank, x).sum().backward())
+    return refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
 
 
 def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window():

@@ -33,9 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..exchange.earlier import state_layout, tail_layout
 from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
+from ..exchange.layout import state_layout, tail_layout
 from ..warn import warn_once
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
@@ -178,7 +178,7 @@ class MixerLayer:
         (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)
         reach = mixer.reach(self.layer)
         layout = tail_layout(group.rank, lengths, reach, batch=batch, width=width)
-        most = layout.source.shape[1]
+        most = layout.sources.shapes[0][1]
         exchange = Exchange(group, layout, self.runtime.where, "x", checked)
         token = exchange.start(y[:, tokens - most :])
         beside = {name: projected(name) for name in mixer.beside}
@@ -203,7 +203,7 @@ class MixerLayer:
         group, (batch, heads, width) = self.runtime.sp_group, sent.shape
         layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
         exchange = Exchange(group, layout, self.runtime.where, "s", checked)
-        token = exchange.start(sent[:, : layout.source.shape[1]])
+        token = exchange.start(sent[:, : layout.sources.shapes[0][1]])
         meanwhile()
         earlier = _combined(exchange.finish(token), heads, pieces)
         scale = log_decay.exp()

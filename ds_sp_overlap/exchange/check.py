@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..rotary import rotate
 from .copies import blocks_of
-from .layout import Layout, Patches, Side
+from .layout import Side
 from .modes import outside_modes
 from .sp_group import SPGroup
 
@@ -35,7 +35,8 @@ class Expected(NamedTuple):
 @outside_modes()
 def plain_exchange(
     sp_group: SPGroup,
-    layout: Layout,
+    source: Side,
+    target: Side,
     x: Tensor,
     name: str,
     rope: tuple[Tensor, Tensor] | None,
@@ -47,7 +48,8 @@ def plain_exchange(
 
     Args:
         sp_group: The sp group.
-        layout: The exchange of ``x``.
+        source: The end of ``x``.
+        target: The other end.
         x: What this rank sends.
         name: Name of the exchange.
         rope: (cos, sin) by which ``x`` is rotated before the exchange.
@@ -58,38 +60,29 @@ def plain_exchange(
     """
     if rope is not None:
         x = rotate(x, *(table.unsqueeze(-2) for table in rope)).to(x.dtype)
-    every = sp_group.gather((name, x.dtype, layout, x.detach().cpu()), name)
-    names, dtypes, layouts, tensors = zip(*every)
-    sent = [sender.source.split_sizes for sender in layouts]
-    received = [receiver.target.split_sizes for receiver in layouts]
+    every = sp_group.gather((name, x.dtype, source, target, x.detach().cpu()), name)
+    names, dtypes, sources, targets, tensors = zip(*every)
+    sent = [sender.split_sizes for sender in sources]
+    received = [receiver.split_sizes for receiver in targets]
     # Row by sender, column by receiver.
     fits = sent == [list(sizes) for sizes in zip(*received)]
     if not fits or len(set(zip(names, dtypes))) > 1:
         lines = []
-        for rank, (its_name, dtype, its_layout) in enumerate(zip(names, dtypes, layouts)):
-            shapes = f"{list(its_layout.source.shape)} -> {list(its_layout.target.shape)}"
+        for rank, (its_name, dtype, its_source, its_target, _) in enumerate(every):
+            shapes = f"{list(its_source.shape)} -> {list(its_target.shape)}"
             lines.append(f"sp rank {rank}: {its_name} {dtype} {shapes}")
         raise RuntimeError(
             "sp_overlap.check: the ranks launch exchanges that don't fit together "
             f"({'; '.join(lines)}); call the same layers in the same order on every rank, with the "
             "same config"
         )
-    target = layout.target
     # Replicas are summed in fp32 for half precision, as in `copies.unpack`.
     out = torch.zeros(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     sizes, addends = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.int32)
-    for peer, (sender, tensor) in enumerate(zip(layouts, tensors)):
-        places = blocks_of(out, target, peer)
-        blocks = blocks_of(tensor, sender.source, sp_group.rank)
-        # Patches hold a part in several blocks, the other end in one: cut it, or join them.
-        if isinstance(target, Patches) and places:
-            lengths = [place.shape[target.seq_dim] for place in places]
-            blocks = blocks[0].split(lengths, target.seq_dim)
-        elif isinstance(sender.source, Patches) and blocks:
-            blocks = [torch.cat(blocks, sender.source.seq_dim)]
-        bounds = zip(blocks_of(sizes, target, peer), blocks_of(addends, target, peer))
+    for peer, (sender, tensor) in enumerate(zip(sources, tensors)):
+        totals = [blocks_of(total, target, peer) for total in (out, sizes, addends)]
         # Replicas that several ranks send are summed.
-        for place, block, (size, count) in zip(places, blocks, bounds):
+        for block, place, size, count in zip(blocks_of(tensor, sender, sp_group.rank), *totals):
             block = block.reshape(place.shape)
             place.add_(block)
             size.add_(block.abs())
@@ -106,9 +99,7 @@ def plain_exchange(
 
 
 @outside_modes()
-def compare(
-    sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool, target: Side
-) -> None:
+def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool) -> None:
     """Compare what the exchange ``name`` delivered with what it should have delivered.
 
     Called by `InFlight.finish` in check mode. Collective. Compares bit for bit, but for sums of
@@ -120,7 +111,6 @@ def compare(
         of_plain: What `plain_exchange` returned.
         name: Name of the exchange.
         rotated: Whether the exchange rotated heads (rotary embedding).
-        target: Says which parts of ``got`` were written; only these are compared.
 
     Raises:
         RuntimeError: on all ranks, if some rank received anything else.
@@ -140,12 +130,6 @@ def compare(
     # Equal infinities have no difference to compare: inf - inf is nan.
     wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
     wrong &= ~(got.isnan() & expected.isnan())
-    # Only elements that belong to some peer.
-    written = torch.zeros_like(wrong)
-    for peer in range(len(target.parts)):
-        for block in blocks_of(written, target, peer):
-            block.fill_(True)
-    wrong &= written
     fine = not wrong.any()
     worst = 0.0 if fine else (got - expected)[wrong].abs().max().item()
     faults = []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..relayout.ops import sum_dtype
-from .layout import Patches, Side, Sides
+from .layout import Side, Sides, shape_of
 
 Strides = tuple[int, ...]
 
@@ -62,12 +62,10 @@ class Copies:
         elements: Elements of the wire.
         flat: If the one tensor lies in memory as it travels: the offset of its first element; else
             None.
-        is_sent: Whether the tensor itself can travel, contiguous, in equal parts of its first
-            dimension.
+        is_sent: Whether the tensor itself can travel, since it is contiguous besides.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that each
             part is copied. Otherwise parts are added to zeros.
         is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
-        wire_is_sent: Whether that copy can travel as ``is_sent`` says; else it must be flat.
         in_order: For each tensor the shape, the strides and the offset of one view of the wire,
             which made contiguous is the tensor; and the tensor's shape. Empty where one view is not
             enough.
@@ -80,20 +78,16 @@ class Copies:
     is_sent: bool
     disjoint: bool
     is_wire: bool
-    wire_is_sent: bool
     in_order: tuple[tuple[tuple[tuple[int, ...], Strides, int], tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=4096)
-def copies_of(
-    sides: Sides, strides: tuple[Strides, ...] | None = None, is_even: bool = False
-) -> Copies:
+def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copies:
     """Find the copies between tensors with these strides and the wire.
 
     Args:
         sides: The parts of each tensor.
         strides: The strides of each tensor; None for those of contiguous tensors.
-        is_even: As `Layout.is_even`.
     """
     of_tensors = strides or tuple(contiguous(shape) for shape in sides.shapes)
     runs = runs_of(sides, of_tensors)
@@ -104,39 +98,41 @@ def copies_of(
     repeats = tuple(run.repeats for run in runs)
     one = runs[0] if len(runs) == len(sizes) == 1 else None
     flat = None
-    if runs and len(sizes) == 1 and sides.elements == sizes[0]:
-        shifts = {run.offset - run.wire_offset for run in runs}
-        steps = [step for run in runs for step in zip(run.shape, run.strides, run.wire_strides)]
-        alike = [len(shifts) == 1, *(size == 1 or step == wire for size, step, wire in steps)]
+    if runs and [sides.elements] == sizes:
+        shift = runs[0].offset - runs[0].wire_offset
+        alike = []
+        for run in runs:
+            alike.append(run.offset - run.wire_offset == shift)
+            alike.append(_are_alike(run.shape, run.strides, run.wire_strides))
         if all(alike):  # guard: lies as it travels
-            flat = min(shifts)
-    is_wire = one is not None and one.wire_strides == contiguous(one.shape)
-    ranks, shape = len(sides.sizes), sides.shapes[0]
-    is_sent = is_even and flat is not None and shape[0] % ranks == 0
-    # A dimension of one element has no stride.
-    dims = zip(shape, of_tensors[0], contiguous(shape))
-    is_sent = is_sent and all(size == 1 or step == dense for size, step, dense in dims)
-    wire_is_sent = is_even and one is not None and one.shape[0] % ranks == 0
+            flat = shift
+    shape = sides.shapes[0]
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
     if strides is None and disjoint and is_one_each and not any(repeats):
         for run in runs:
             # In the order of memory of the tensor.
             order = sorted(range(len(run.shape)), key=lambda dim: -run.strides[dim])
-            shape = tuple(run.shape[dim] for dim in order)
-            of_view = shape, tuple(run.wire_strides[dim] for dim in order), run.wire_offset
-            in_order.append((of_view, sides.shapes[run.tensor]))
+            view_shape = tuple(run.shape[dim] for dim in order)
+            view_strides = tuple(run.wire_strides[dim] for dim in order)
+            view = view_shape, view_strides, run.wire_offset
+            in_order.append((view, sides.shapes[run.tensor]))
     return Copies(
         tuple(runs),
         repeats,
         sides.elements,
         flat,
-        is_sent=is_sent,
+        is_sent=flat is not None and _are_alike(shape, of_tensors[0], contiguous(shape)),
         disjoint=disjoint,
-        is_wire=is_wire,
-        wire_is_sent=wire_is_sent,
+        is_wire=one is not None and one.wire_strides == contiguous(one.shape),
         in_order=tuple(in_order),
     )
+
+
+def _are_alike(shape: Sequence[int], strides: Strides, others: Strides) -> bool:
+    """Return whether views of a shape have the same strides, but for dimensions of one element."""
+    steps = zip(shape, strides, others)
+    return all(size == 1 or stride == other for size, stride, other in steps)
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
@@ -145,7 +141,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Tensor]) -> Tensor:
-    """Copy the parts of ``tensors`` to a new buffer, which is flat unless ``copies.wire_is_sent``.
+    """Copy the parts of ``tensors`` to a new contiguous buffer.
 
     Args:
         tensors: What is sent.
@@ -154,8 +150,7 @@ def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Ten
     """
     if copies.is_wire:
         # A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
-        wire = _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format)
-        return wire if copies.wire_is_sent else wire.view(-1)
+        return _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format)
     wire = new_empty(copies.elements)
     for run in copies.runs:
         wire.as_strided(run.shape, run.wire_strides, run.wire_offset).copy_(_part(tensors, run))
@@ -216,47 +211,24 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
         sides: The parts of each tensor.
         strides: The strides of each tensor.
     """
+    runs: list[Run] = []
+    place = 0  # in the wire
+    for peer in range(len(sides.sizes)):
+        for tensor, side in enumerate(sides.each):
+            for block in side.parts[peer]:
+                shape, offset = shape_of(block), 0
+                for (start, _), stride in zip(block, strides[tensor]):
+                    offset += start * stride
+                if math.prod(shape):
+                    views = strides[tensor], offset, contiguous(shape), place
+                    runs.append(Run(tensor, shape, *views))
+                place += math.prod(shape)
     # Tensor by tensor: only views of one tensor merge.
-    runs = sorted(_blocks_in_wire(sides, strides), key=lambda block: block.tensor)
+    runs.sort(key=lambda run: run.tensor)
     # Views that were merged may be evenly spaced among themselves: they merge in turn.
     while len(merged := _merged(runs)) < len(runs):
         runs = merged
     return runs
-
-
-def _blocks_in_wire(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
-    """Return a view for each block of each part, in the order of the wire."""
-    blocks: list[Run] = []
-    # Offsets in the wire: of the peer; from there, of the tensor (``before``); and from there, of
-    # the block (``done``).
-    place = 0
-    for peer, size in enumerate(sides.sizes):
-        shapes = [side.part_shape(peer) for side in sides.each]
-        # Elements between two tokens in the wire, if parts of several tensors alternate.
-        of_all = sum([math.prod(shape[2:]) for shape in shapes])
-        before = 0
-        for tensor, (side, shape) in enumerate(zip(sides.each, shapes)):
-            own = math.prod(shape[2:])
-            width = own if sides.apart else of_all
-            # Strides in the wire: from token to token a ``width``; inside of a token as packed.
-            steps = [shape[1] * width, width]
-            steps += [math.prod(shape[dim + 1 :]) for dim in range(2, len(shape))]
-            done = 0
-            for block in side.blocks(peer):
-                cut, offset = list(shape), 0
-                for dim, start, stop in block:
-                    cut[dim] = stop - start
-                    offset += start * strides[tensor][dim]
-                wire_offset = place + before + done
-                if math.prod(cut):
-                    views = strides[tensor], offset, tuple(steps), wire_offset
-                    blocks.append(Run(tensor, tuple(cut), *views))
-                # Only `Patches` have several blocks in a part, one behind the other.
-                if isinstance(side, Patches):
-                    done += cut[side.seq_dim] * steps[side.seq_dim]
-            before += side.split_sizes[peer] if sides.apart else own
-        place += size
-    return blocks
 
 
 def _merged(runs: list[Run]) -> list[Run]:
@@ -302,10 +274,4 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def blocks_of(x: Tensor, side: Side, peer: int) -> list[Tensor]:
     """Return the blocks of ``x`` that are the part of a peer, as views; for check mode."""
-    blocks = []
-    for block in side.blocks(peer):
-        part = x
-        for dim, start, stop in block:
-            part = part.narrow(dim, start, stop - start)
-        blocks.append(part)
-    return blocks
+    return [x[tuple(slice(*part) for part in block)] for block in side.parts[peer]]

@@ -1,7 +1,7 @@
 """Lays out every exchange of a layer: which heads of which tokens each rank sends and receives.
 
 A `Geometry` is a frozen value: no tensors, no torch.distributed. `heads` says which heads a rank
-attends with, `shares` with which queries, `legs` how k and v travel once to each node.
+attends with, `shares` with which queries, `relayed` how k and v travel once to each node.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from .heads import Heads
-from .layout import Layout, Patches, Range, Side, joint
-from .shares import QueryChunks, common, possible_shares
+from .layout import HEADS, Held, Layout, Range, Side, between
+from .shares import QueryChunks, possible_shares
 
 
 @lru_cache(maxsize=4096)
@@ -48,7 +48,7 @@ class Geometry(Heads):
         query_chunks: For each share, the tokens whose queries it attends with; None for two chunks
             each, as that note says.
         nodes: The node of every rank, for k and v to travel once to each; None for one leg. See
-            Note [Once per node] in `legs`.
+            Note [Once per node] in `relayed`.
 
     Raises:
         ValueError: for counts that no exchange can satisfy.
@@ -83,6 +83,40 @@ class Geometry(Heads):
     def in_groups(self, groups: int) -> Geometry:
         """Return the same geometry with another number of head groups."""
         return replace(self, groups=groups)
+
+    @cached_property
+    def cuts_tokens(self) -> bool:
+        """Return whether this rank's q is cut along tokens, alone or as well as along heads."""
+        cut = self.exchange("q", 0, (1,)).sources.cut
+        return cut is None or cut[0] != HEADS
+
+    @lru_cache(maxsize=4096)
+    def divides(self, kind: str) -> bool:
+        """Return whether this rank sends each part of the ranks equally many heads, evenly spaced.
+
+        Then the local tensor may have a dimension for the parts (``by_rank``).
+
+        Args:
+            kind: "q", "k" or "v"; o as "q".
+        """
+        # With shares k and v go to all ranks of a part, and q may be cut along tokens as well.
+        if self.shares > 1 and (kind != "q" or self.cuts_tokens):
+            return False
+        for group in range(self.groups):
+            ranks = range(0, self.sp_size, self.shares)
+            ranges = [self.sent_range(kind, rank, group) for rank in ranks]
+            counts = {stop - start for start, stop in ranges}
+            steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
+            # A step that is smaller than the count: two ranks are sent the same head.
+            if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
+                return False
+        return True
+
+    @cached_property
+    def in_slices(self) -> frozenset[str]:
+        """Return those of q, k and v whose heads of a group lie apart, evenly spaced."""
+        kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
+        return frozenset(kinds)
 
     @cached_property
     def seq_dim(self) -> int:
@@ -120,74 +154,54 @@ class Geometry(Heads):
             queries = "q" * len(kinds)
             return self.exchange(queries, group, head_dims, by_rank).inverse
         # For each rank, the tokens that it receives: of k and v all, of q those of its share.
-        of_keys: list[tuple[Range, ...]] = [((0, sum(self.seq_lens)),)] * self.sp_size
+        of_keys: list[Sequence[Range]] = [((0, sum(self.seq_lens)),)] * self.sp_size
         of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
-        layouts = []
+        ends = []
         for kind, dim in zip(kinds, head_dims):
-            room = of_query if kind == "q" else of_keys
-            layouts.append(self.lay_out(kind, group, dim, room, by_rank))
-        return joint(layouts, apart=self.shares > 1)
+            after = self.received(kind, group, dim, of_query if kind == "q" else of_keys)
+            local, received = between(self.sp_rank, self.sent(kind, group, dim), after)
+            if by_rank:
+                # A projection can write each part into memory of its own, so that the tensor is
+                # the buffer that travels.
+                local = _by_rank(local, received.shape[HEADS])
+            ends.append((local, received))
+        return Layout.of(ends)
 
-    def lay_out(
-        self,
-        kind: str,
-        group: int,
-        head_dim: int,
-        room: Sequence[tuple[Range, ...]],
-        by_rank: bool = False,
-    ) -> Layout:
-        """Lay out an exchange of q, k or v.
+    def sent(self, kind: str, group: int, head_dim: int) -> list[Held]:
+        """Return what each rank holds of q, k or v of ``group`` before the exchange."""
+        heads = self.heads_of(kind, group)
+        return [self._held([tokens], heads, head_dim) for tokens in self.local_tokens]
+
+    def received(
+        self, kind: str, group: int, head_dim: int, tokens: Sequence[Sequence[Range]]
+    ) -> list[Held]:
+        """Return what each rank holds of q, k or v of ``group`` after the exchange.
 
         Args:
             kind: "q", "k" or "v".
             group: The head group.
             head_dim: ``d``.
-            room: For each rank, the ranges of tokens that it receives, counted in the whole
-                sequence.
-            by_rank: As in `exchange`.
+            tokens: For each rank the tokens that it receives, in ranges of the whole sequence.
         """
-        # The heads of the local tensor, in their order.
-        heads = [head for start, stop in self.heads_of(kind, group) for head in range(start, stop)]
-        first, last = self.local_tokens[self.sp_rank]
-        local_len = last - first
-        parts: list[Range] = []
-        tokens: list[tuple[Range, ...]] = []
-        # An empty part begins and ends where the part before it ends: parts lie end to end.
-        edge = 0
-        for rank in range(self.sp_size):
-            begin, end = self.sent_range(kind, rank, group)
-            of_rank = common(room[rank], (first, last))
-            # Counted from this rank's first token.
-            tokens.append(tuple((low - first, high - first) for low, high in of_rank))
-            # The rank is sent no head, or none of this rank's tokens. A rank that has no tokens at
-            # all keeps the ranges of heads: its parts have no elements anyway.
-            if begin == end or (first < last and not of_rank):
-                parts.append((edge, edge))
-                continue
-            edge = heads.index(begin) + end - begin
-            parts.append((heads.index(begin), edge))
-        start, stop = self.sent_range(kind, self.sp_rank, group)
-        shape = self.shape(local_len, len(heads), head_dim)
-        if by_rank:
-            # A projection can write each part into memory of its own, so that the tensor is the
-            # buffer that travels.
-            each = stop - start
-            shape = (*shape[:2], len(heads) // each, each, head_dim)
-            parts = [(begin // each, end // each) for begin, end in parts]
-        local = Side(shape, 2, tuple(parts))
-        # Some rank is sent only some of this rank's tokens.
-        if any(0 < _before(ranges, local_len) < local_len for ranges in tokens):
-            local = Patches(shape, 2, tuple(parts), self.seq_dim, tuple(tokens))
-        own = room[self.sp_rank]
-        # Tokens for which the global tensor has no room leave an empty part.
-        received = Side(
-            self.shape(_before(own, sum(self.seq_lens)), stop - start, head_dim),
-            self.seq_dim,
-            tuple((_before(own, low), _before(own, high)) for low, high in self.local_tokens),
-        )
-        return Layout(local, received)
+        held = []
+        for rank, of_rank in enumerate(tokens):
+            heads = self.sent_range(kind, rank, group)
+            held.append(self._held(of_rank, [heads], head_dim))
+        return held
+
+    def _held(self, tokens: Sequence[Range], heads: Sequence[Range], head_dim: int) -> Held:
+        batch = [(0, self.batch)]
+        first = (batch, tokens) if self.batch_first else (tokens, batch)
+        return (*first, heads, [(0, head_dim)])
 
 
-def _before(ranges: tuple[Range, ...], token: int) -> int:
-    """Return how many tokens of ``ranges`` come before ``token``."""
-    return sum(min(token, stop) - start for start, stop in ranges if start < token)
+def _by_rank(side: Side, count: int) -> Side:
+    """Return ``side`` with ``count`` heads in a dimension of their own, ``[.., u, count, d]``."""
+    shape = (*side.shape[:HEADS], side.shape[HEADS] // count, count, side.shape[-1])
+    parts = []
+    for blocks in side.parts:
+        of_peer = []
+        for *first, (start, stop), last in blocks:
+            of_peer.append((*first, (start // count, stop // count), (0, count), last))
+        parts.append(tuple(of_peer))
+    return Side(shape, tuple(parts))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 
-from .layout import Range
+from .layout import Range, joined
 from .shares import Shares
 
 
@@ -64,7 +64,7 @@ class Heads(Shares):
 
     def query_range(self, rank: int, group: int) -> Range:
         """Return the query heads that ``rank`` attends with in ``group``."""
-        part = self.part_of(rank)
+        part, _ = self.places[rank]
         if self.groups_first:
             count = self.heads // (self.parts * self.groups)
             start = (group * self.parts + part) * count
@@ -102,45 +102,7 @@ class Heads(Shares):
 
         Each head is named once, in ranges in ascending order, also where several ranks receive it.
         """
-        ranges: list[Range] = []
-        sent = [self.sent_range(kind, rank, group) for rank in range(self.sp_size)]
-        for start, stop in sorted(sent):
-            if start == stop:
-                continue
-            # Ranges that overlap or touch become one.
-            if ranges and start <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
-            else:
-                ranges.append((start, stop))
-        return tuple(ranges)
-
-    @lru_cache(maxsize=4096)
-    def divides(self, kind: str) -> bool:
-        """Return whether this rank sends each part of the ranks equally many heads, evenly spaced.
-
-        Then the local tensor may have a dimension for the parts (``by_rank``).
-
-        Args:
-            kind: "q", "k" or "v"; o as "q".
-        """
-        # With shares k and v go to all ranks of a part, and q may be cut along tokens as well.
-        if self.shares > 1 and (kind != "q" or self.cuts_tokens):
-            return False
-        for group in range(self.groups):
-            ranks = range(0, self.sp_size, self.shares)
-            ranges = [self.sent_range(kind, rank, group) for rank in ranks]
-            counts = {stop - start for start, stop in ranges}
-            steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
-            # A step that is smaller than the count: two ranks are sent the same head.
-            if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
-                return False
-        return True
-
-    @cached_property
-    def in_slices(self) -> frozenset[str]:
-        """Return those of q, k and v whose heads of a group lie apart, evenly spaced."""
-        kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
-        return frozenset(kinds)
+        return joined([self.sent_range(kind, rank, group) for rank in range(self.sp_size)])
 
     @lru_cache(maxsize=4096)
     def rows_of(

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..relayout import ops
 from . import check
 from .copies import Copies, copies_of, pack, unpack, unpacked
-from .layout import Layout, Patches, Side
+from .layout import Layout
 from .sp_group import SPGroup
 
 Tables = tuple[Tensor, Tensor]
@@ -90,23 +90,23 @@ class InFlight:
             )
         if checked:
             self.expected = [
-                check.plain_exchange(sp_group, each, tensor, name, rope, rope_back)
-                for each, tensor in zip(layout.each, xs)
+                check.plain_exchange(sp_group, *ends, tensor, name, rope, rope_back)
+                for ends, tensor in zip(layout.each, xs)
             ]
-        copies = self.copies = copies_of(sources, tuple(map(Tensor.stride, xs)), layout.is_even)
+        copies = self.copies = copies_of(sources, tuple(map(Tensor.stride, xs)))
         new_empty = x.new_empty
-        if layout.also and len({each.dtype for each in xs}) > 1:
+        if len(xs) > 1 and len({each.dtype for each in xs}) > 1:
             self.dtypes = [each.dtype for each in xs]
             wider = functools.reduce(torch.promote_types, self.dtypes)
             new_empty = partial(new_empty, dtype=wider)
-        self.copies_back = copies_of(targets, None, layout.is_even)
+        self.copies_back = copies_of(targets)
         rotates = rope_back is not None  # guard: rotated, so unpacked
         if rotates or self.copies_back.flat is None:
             recv = new_empty(targets.elements)
         else:
             # outs is no view: its owner may change it in place, like a tensor that was unpacked.
             self.outs = self._new_outs(x)
-            recv = self.outs[0] if self.copies_back.is_sent else self.outs[0].view(-1)
+            recv = self.outs[0]
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
             send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
@@ -144,38 +144,35 @@ class InFlight:
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
         """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
-        relayout, source = ops.implementation(self.sp_group.kernels), self.layout.source
+        relayout, cut = ops.implementation(self.sp_group.kernels), self.layout.sources.cut
+        if self.rope is None and (relayout.pack is None or cut is None):
+            return pack(self.sources, self.copies, new_empty)
+        assert cut is not None
+        wire, (dim, starts, stops) = new_empty(self.copies.elements), cut
         if self.rope is not None:
-            wire = new_empty(self.copies.elements)
-            relayout.rotate_pack(self.sources[0], *self.rope, *source.edges, wire)
-        elif relayout.pack is not None and self._is_one_cut(source):
-            wire = new_empty(self.copies.elements)
-            relayout.pack(self.sources[0], source.dim, *source.edges, wire)
+            relayout.rotate_pack(self.sources[0], *self.rope, starts, stops, wire)
         else:
-            wire = pack(self.sources, self.copies, new_empty)
+            relayout.pack(self.sources[0], dim, starts, stops, wire)
         return wire
 
     def _unpacked(self) -> Sequence[Tensor]:
         """Unpack what was received, into new tensors."""
-        target, copies = self.layout.target, self.copies_back
+        copies, cut = self.copies_back, self.layout.targets.cut
         relayout = ops.implementation(self.sp_group.kernels)
-        if self.rope_back is not None:
-            outs = self._new_outs(self.recv)
-            relayout.unpack_rotate_back(self.recv, *self.rope_back, *target.edges, *outs)
-        elif relayout.pack is not None and self._is_one_cut(target):
-            outs = self._new_outs(self.recv)
-            relayout.unpack(self.recv, target.dim, *target.edges, *outs)
-        elif copies.in_order and self.dtypes is None:
-            outs = unpacked(self.recv, copies)
-        else:
-            outs = self._new_outs(self.recv)
+        by_copies = self.rope_back is None and (relayout.pack is None or cut is None)
+        if by_copies and copies.in_order and self.dtypes is None:
+            return unpacked(self.recv, copies)
+        outs = self._new_outs(self.recv)
+        if by_copies:
             unpack(self.recv, copies, outs)
+            return outs
+        assert cut is not None
+        dim, starts, stops = cut
+        if self.rope_back is not None:
+            relayout.unpack_rotate_back(self.recv, *self.rope_back, starts, stops, *outs)
+        else:
+            relayout.unpack(self.recv, dim, starts, stops, *outs)
         return outs
-
-    def _is_one_cut(self, side: Side) -> bool:
-        """Return whether compiled kernels can pack or unpack this end."""
-        # They take one tensor, which is cut along one dimension.
-        return not (self.layout.also or isinstance(side, Patches))
 
     def finish(self) -> Sequence[Tensor]:
         """Order compute after the transfer, let go of what was sent, and unpack; once.
@@ -205,8 +202,8 @@ class InFlight:
             side.after_unpack(mark, current)  # guard: memory returns once it was read
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
-            for end, out, expected in zip(self.layout.targets.each, self.outs, self.expected):
-                check.compare(self.sp_group, out, expected, self.name, rotated, end)
+            for out, expected in zip(self.outs, self.expected):
+                check.compare(self.sp_group, out, expected, self.name, rotated)
         return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:

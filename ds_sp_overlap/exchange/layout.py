@@ -5,31 +5,30 @@
 
 (or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other.
 
-Both ends have the same form, a `Side`: a tensor cut along one dimension, one part per peer. The
-local side is cut along heads, the global side along the sequence. A `Side` covers every case:
-
-    unequal parts       uneven heads, or unequal local sequences
-    empty parts         tokens whose queries a rank does not attend with
-    overlapping parts   KV heads that several ranks need
-    sides swapped       the exchange of the gradient
-
-`Patches` is a side for which one cut is not enough: the local side of q and o where ranks share
-query heads, and the tokens of this rank go to several of them; and the global side of k and v that
-travel in two legs (`legs`).
+One rule lays out every exchange: a rank sends to each peer what the rank holds before the exchange
+and the peer holds after it (`between`). What a rank holds is given by ranges of the whole tensor,
+so uneven heads, unequal sequences, KV heads that several ranks need, queries that ranks share, and
+pieces that travel in two legs are all the same case. The exchange of the gradient has the ends
+swapped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress, product
+
+# The dimension of heads in q, k, v and o.
+HEADS = 2
 
 Range = tuple[int, int]  # [start, stop)
-
-# A block of a tensor: a dimension with a range, for each dimension that is cut.
-Block = tuple[tuple[int, int, int], ...]
+# What a rank holds of a tensor that is spread over the ranks: for each dimension ranges of the
+# whole, in ascending order.
+Held = tuple[Sequence[Range], ...]
+# A block of one rank's tensor: a range for each dimension.
+Block = tuple[Range, ...]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
@@ -41,6 +40,38 @@ def end_to_end(lengths: Sequence[int]) -> tuple[Range, ...]:
     """Return ranges of these lengths that lie end to end, from 0 on."""
     stops = list(accumulate(lengths))
     return tuple((stop - length, stop) for length, stop in zip(lengths, stops))
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ``ranges`` in ascending order, without empty ones; those that touch become one."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start == stop:
+            continue
+        if found and start <= found[-1][1]:
+            start, stop = found[-1][0], max(stop, found.pop()[1])
+        found.append((start, stop))
+    return tuple(found)
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """Return how much the ranges hold together."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """Return what ``own`` has in common with ``others``, without empty ranges.
+
+    The result counts from the first element that is in ``own``, and no element that is not.
+    """
+    found, before = [], 0
+    for start, stop in own:
+        for low, high in others:
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                found.append((before + first - start, before + last - start))
+        before += stop - start
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -56,86 +87,44 @@ def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """One end of an exchange.
+    """One end of an exchange, for one tensor.
 
     Attributes:
         shape: Shape of the tensor at this end.
-        dim: The dimension along which the tensor is cut.
-        parts: For each peer in rank order, the range along ``dim`` that is sent to the peer or
-            received from the peer.
+        parts: For each peer in rank order, the blocks of the tensor that are sent to the peer or
+            received from the peer, as they follow one another in the wire.
     """
 
     shape: tuple[int, ...]
-    dim: int
-    parts: tuple[Range, ...]
+    parts: tuple[tuple[Block, ...], ...]
 
     @cached_property
     def split_sizes(self) -> list[int]:
         """Elements per peer, as ``all_to_all_single`` wants them."""
-        return [math.prod(self.part_shape(peer)) for peer in range(len(self.parts))]
-
-    def part_shape(self, peer: int) -> list[int]:
-        """Return the shape of a peer's part."""
-        shape = list(self.shape)
-        start, stop = self.parts[peer]
-        shape[self.dim] = stop - start
-        return shape
-
-    @cached_property
-    def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The starts of the parts that are not empty, and their stops; all, if all are empty."""
-        filled = [part for part in self.parts if part[0] < part[1]]
-        starts, stops = zip(*filled or self.parts)
-        return starts, stops
-
-    def blocks(self, peer: int) -> tuple[Block, ...]:
-        """Return the blocks of the tensor that are a peer's part, one after another in the wire."""
-        return (((self.dim, *self.parts[peer]),),)
+        return [sum(math.prod(shape_of(block)) for block in blocks) for blocks in self.parts]
 
 
-@dataclass(frozen=True)
-class Patches(Side):
-    """An end of an exchange that is cut along heads and along tokens.
-
-    A peer's part is some tokens of some heads. No two parts hold the same element.
-
-    Attributes:
-        parts: For each peer, the heads.
-        seq_dim: The dimension of the tokens.
-        tokens: For each peer, its tokens in ascending ranges, as they follow one another in the
-            wire; none if the peer is sent nothing.
-    """
-
-    seq_dim: int
-    tokens: tuple[tuple[Range, ...], ...]
-
-    def part_shape(self, peer: int) -> list[int]:
-        shape = super().part_shape(peer)
-        shape[self.seq_dim] = sum(last - first for first, last in self.tokens[peer])
-        return shape
-
-    def blocks(self, peer: int) -> tuple[Block, ...]:
-        heads = (self.dim, *self.parts[peer])
-        return tuple(((self.seq_dim, *tokens), heads) for tokens in self.tokens[peer])
+def shape_of(block: Block) -> tuple[int, ...]:
+    """Return the shape of a block."""
+    return tuple([stop - start for start, stop in block])
 
 
 @dataclass(frozen=True, eq=False)
 class Sides:
     """One end of an exchange that moves several tensors.
 
+    A peer's parts of the tensors follow one another in the wire.
+
     Attributes:
         each: The side of every tensor, in the order in which they travel.
-        apart: As in `Layout`.
     """
 
     each: tuple[Side, ...]
-    apart: bool = False
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements per peer, of all tensors."""
-        of_each = [side.split_sizes for side in self.each]
-        return tuple(sum(sizes) for sizes in zip(*of_each))
+        return tuple(map(sum, zip(*[side.split_sizes for side in self.each])))
 
     @cached_property
     def elements(self) -> int:
@@ -146,48 +135,54 @@ class Sides:
     def shapes(self) -> list[tuple[int, ...]]:
         return [side.shape for side in self.each]
 
+    @cached_property
+    def cut(self) -> tuple[int, Sequence[int], Sequence[int]] | None:
+        """The dimension along which the one tensor is cut, and the starts and stops of its blocks.
 
-@dataclass(frozen=True)
+        None for several tensors, and for a tensor that is cut along two dimensions.
+        """
+        (side, *others), dims = self.each, set()
+        if not self.elements:
+            return None if others else (HEADS, (0,), (0,))
+        ranges = list(zip(*chain(*side.parts)))  # of each dimension
+        for dim, size in enumerate(side.shape):
+            if set(ranges[dim]) != {(0, size)}:
+                dims.add(dim)
+        if others or len(dims) > 1:
+            return None
+        # Any dimension will do where each block is the whole tensor.
+        dim = dims.pop() if dims else HEADS
+        starts, stops = zip(*ranges[dim])
+        return dim, starts, stops
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """An exchange as this rank sees it: the tensor that it sends and the tensor that it receives.
+    """An exchange as this rank sees it: the tensors that it sends and the tensors that it receives.
 
     Attributes:
-        source: The tensor that is sent.
-        target: The tensor that is received.
-        also: Layouts of further tensors in the same transfer. For each token, a peer is sent its
-            part of the first tensor, then that of the second, and so on.
-        apart: A peer is sent its whole part of the first tensor, then that of the second, and so
-            on, since it is not sent the same tokens of each.
+        sources: The end that is sent.
+        targets: The end that is received, of as many tensors.
     """
 
-    source: Side
-    target: Side
-    also: tuple[Layout, ...] = ()
-    apart: bool = False
+    sources: Sides
+    targets: Sides
+
+    @classmethod
+    def of(cls, ends: Iterable[tuple[Side, Side]]) -> Layout:
+        """Return the layout of one exchange, given both ends of each tensor."""
+        sources, targets = zip(*ends)
+        return cls(Sides(sources), Sides(targets))
 
     @cached_property
-    def each(self) -> tuple[Layout, ...]:
-        """The layout of every tensor in the transfer."""
-        return self, *self.also
-
-    @cached_property
-    def sources(self) -> Sides:
-        return Sides(tuple(layout.source for layout in self.each), self.apart)
-
-    @cached_property
-    def targets(self) -> Sides:
-        return Sides(tuple(layout.target for layout in self.each), self.apart)
-
-    @cached_property
-    def is_even(self) -> bool:
-        """Return whether equal parts are sent and received, see `all_equal`."""
-        return all_equal(self.sources.sizes, self.targets.sizes)
+    def each(self) -> list[tuple[Side, Side]]:
+        """Both ends of every tensor."""
+        return list(zip(self.sources.each, self.targets.each))
 
     @cached_property
     def inverse(self) -> Layout:
         """The exchange of the gradient."""
-        also = tuple(layout.inverse for layout in self.also)
-        return Layout(self.target, self.source, also, self.apart)
+        return Layout(self.targets, self.sources)
 
     def only(self, wanted: Sequence[bool]) -> Layout:
         """Return the layout of an exchange of only those tensors that are ``wanted``, at least one.
@@ -195,11 +190,63 @@ class Layout:
         Args:
             wanted: For each tensor of `each`, whether it is wanted.
         """
-        if all(wanted):
-            return self
-        return joint(list(compress(self.each, wanted)), self.apart)
+        return self if all(wanted) else Layout.of(compress(self.each, wanted))
 
 
-def joint(layouts: Sequence[Layout], apart: bool) -> Layout:
-    """Return the layout of one exchange that moves several tensors; ``apart`` as in `Layout`."""
-    return Layout(layouts[0].source, layouts[0].target, tuple(layouts[1:]), apart)
+def between(rank: int, before: Sequence[Held], after: Sequence[Held]) -> tuple[Side, Side]:
+    """Return both ends of the exchange of a tensor, on ``rank``.
+
+    Args:
+        rank: This rank, in the sp group.
+        before: What each rank holds before the exchange.
+        after: What each rank holds after it.
+    """
+    return _side(before[rank], after), _side(after[rank], before)
+
+
+def _side(own: Held, peers: Sequence[Held]) -> Side:
+    """Return the end of an exchange at which this rank holds ``own``, given the peers' other end."""
+    # Both ends name the blocks of a part in one order, that of the whole tensor.
+    parts = [tuple(product(*map(common, own, peer))) for peer in peers]
+    return Side(tuple(map(total, own)), tuple(parts))
+
+
+@lru_cache(maxsize=4096)
+def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, width: int) -> Layout:
+    """Lay out what ranks receive of the tokens before their own: for a convolution, the last few.
+
+    Args:
+        rank: This rank, in the sp group.
+        lengths: Local sequence length of every rank, in tokens.
+        reach: How many tokens before its own a rank needs.
+        batch: ``b``.
+        width: Numbers a token.
+
+    Returns:
+        A layout from this rank's last tokens [b, n, width], as many as the rank behind that needs
+        most, to the tokens before this rank's first, [b, ``reach`` or all there are, width].
+    """
+    before: list[Held] = []
+    after: list[Held] = []
+    for start, stop in end_to_end(lengths):
+        sent = min(reach, stop - start) if len(before) < len(lengths) - 1 else 0
+        before.append((((0, batch),), ((stop - sent, stop),), ((0, width),)))
+        after.append((((0, batch),), ((max(0, start - reach), start),), ((0, width),)))
+    return Layout.of([between(rank, before, after)])
+
+
+def state_layout(rank: int, size: int, batch: int, heads: int, width: int) -> Layout:
+    """Lay out what ranks receive of every earlier rank: for a recurrence, its state.
+
+    Args:
+        rank: This rank, in the sp group.
+        size: ``P``.
+        batch: ``b``.
+        heads: Heads of a state.
+        width: Numbers a head.
+
+    Returns:
+        A layout from this rank's state [b, heads, width], of no heads on the last rank, to those of
+        the earlier ranks, [b, ``rank`` x heads, width].
+    """
+    return tail_layout(rank, (heads,) * size, size * heads, batch, width)

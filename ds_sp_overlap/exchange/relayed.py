@@ -5,8 +5,18 @@
     backward   second leg: dk and dv, summed       inside the node
                first leg: the sums                 over the network   from start to finish
 
-See Note [Once per node] in `legs`. Where waiting blocks the host (gloo), the second leg is done
-at the finish in forward, and at the start in backward: the layer hides the leg over the network.
+Where waiting blocks the host (gloo), the second leg is done at the finish in forward, and at the
+start in backward: the layer hides the leg over the network.
+
+Note [Once per node]
+~~~~~~~~~~~~~~~~~~~~
+Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
+network too. With `Geometry.nodes`, they travel in two legs. In the first, these ranks, m
+*siblings*, receive a *piece* each: the i-th of them gets the tokens of ranks i, i + m, i + 2m, ..
+of the sp group. In the second, siblings give each other their pieces, inside the node. Gradients go
+the same way back: siblings sum those of a piece, and send the sum to the ranks that hold its
+tokens. The pieces interleave the ranks so that each sibling receives as much over the network as
+the others.
 
 Note [Relay stream]
 ~~~~~~~~~~~~~~~~~~~
@@ -22,18 +32,89 @@ the memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..profiling.ranges import named
+from .geometry import Geometry
 from .in_flight import InFlight, Tables
-from .layout import Layout, joint
-from .legs import Legs
+from .layout import Layout, between
 from .sp_group import SPGroup
 
 # Behind the name of an exchange, that of its leg inside a node.
 IN_NODE = "@node"
+
+
+class Legs(NamedTuple):
+    """The two legs of k, v or both, in the order in which they travel.
+
+    Attributes:
+        first: The layout of the leg that travels first.
+        second: That of the other one.
+        is_gradient: Whether gradients travel, so that the leg inside a node is the first.
+    """
+
+    first: Layout
+    second: Layout
+    is_gradient: bool = False
+
+    def gradient(self, needed: Sequence[bool]) -> Legs | None:
+        """Return the legs of those gradients that are needed; None if none is."""
+        if not any(needed):
+            return None
+        return Legs(self.second.only(needed).inverse, self.first.only(needed).inverse, True)
+
+
+@lru_cache(maxsize=4096)
+def legs_of(
+    geometry: Geometry, kinds: tuple[str, ...], group: int, head_dims: tuple[int, ...]
+) -> Legs | None:
+    """Lay out the two legs of k and v of an exchange, see Note [Once per node].
+
+    Args:
+        geometry: Which heads of which tokens each rank holds.
+        kinds: What the exchange moves, as for `Geometry.exchange`.
+        group: The head group.
+        head_dims: ``d`` of each.
+
+    Returns:
+        The legs; None where there is one leg: without k and v, or where no rank
+        has siblings. All ranks find the same.
+    """
+    relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
+    # v travels to the ranks that k travels to.
+    siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
+    if not relayed or all(len(ranks) == 1 for ranks in siblings):
+        return None
+    tokens, own = geometry.local_tokens, geometry.sp_rank
+    # For each rank, the tokens of its piece: those of every m-th rank. And the tokens of what each
+    # of this rank's siblings holds before and after the second leg, in which other ranks take no
+    # part.
+    pieces, before, after = [], [], []
+    for rank, ranks in enumerate(siblings):
+        pieces.append(tokens[ranks.index(rank) :: len(ranks)])
+        before.append(pieces[rank] if rank in siblings[own] else ())
+        after.append(tokens if rank in siblings[own] else ())
+    first, second = [], []
+    for kind, dim in relayed:
+        held = partial(geometry.received, kind, group, dim)
+        first.append(between(own, geometry.sent(kind, group, dim), held(pieces)))
+        second.append(between(own, held(before), held(after)))
+    return Legs(Layout.of(first), Layout.of(second))
+
+
+def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
+    """Return the ranks of the node of ``rank`` that are sent the same heads of k and v.
+
+    ``rank`` is among them; alone if it is sent none, or if nodes don't count.
+    """
+    nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
+    if nodes is None or heads[0] >= heads[1]:
+        return [rank]
+    every = [(node, geometry.sent_range("k", other, group)) for other, node in enumerate(nodes)]
+    return [other for other, its_own in enumerate(every) if its_own == every[rank]]
 
 
 class Relayed:
@@ -114,7 +195,7 @@ class PartlyRelayed:
         xs: Sequence[Tensor],
         *rest: Any,
     ):
-        self.name, of_query = name, joint(layout.each[:1], layout.apart)
+        self.name, of_query = name, Layout.of(layout.each[:1])
         with named(name, "start"):
             self.query = InFlight(of_query, sp_group, name, xs[:1], *rest)
         self.keys = Relayed(legs, sp_group, name, xs[1:], *rest)

@@ -18,11 +18,10 @@ heads alone, as without shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
 
-from .layout import Range, chunk_of, end_to_end
+from .layout import Range, chunk_of, end_to_end, joined, total
 
 # For each share, ranges of tokens in ascending order.
 QueryChunks = tuple[tuple[Range, ...], ...]
@@ -74,13 +73,12 @@ class Shares:
                     "query; give longer sequences, or fewer shares"
                 )
             return
+        ranges = sorted(chain(*self.query_chunks))
         is_filled = len(self.query_chunks) == self.shares and all(self.query_chunks)
         ascend = all(list(share) == sorted(share) for share in self.query_chunks)
-        # The ranges of all shares lie end to end, from token 0 to the last one, and none is empty.
-        ranges = sorted(chain(*self.query_chunks))
-        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-        joined = [*starts, seq] == [0, *stops] and all(start < stop for start, stop in ranges)
-        if not (is_filled and ascend and joined):
+        are_filled = all(start < stop for start, stop in ranges)
+        are_all = joined(ranges) == ((0, seq),) and total(ranges) == seq
+        if not (is_filled and ascend and are_filled and are_all):
             raise ValueError(
                 f"query_chunks: {self.query_chunks} must give each of {self.shares} shares some of "
                 f"{seq} tokens in ascending ranges, and each token to one share"
@@ -92,26 +90,17 @@ class Shares:
         return self.sp_size // self.shares
 
     @cached_property
-    def _order(self) -> list[int]:
-        """The ranks in the order in which heads are dealt: node after node, if nodes are known."""
-        # Then the ranks of a part, which need the same KV heads, are mostly on one node.
-        nodes = self.nodes or (0,) * self.sp_size
-        return sorted(range(self.sp_size), key=lambda rank: nodes[rank])
-
-    @cached_property
-    def _places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
         """For each rank: its part, and its share."""
-        # The inverse of the order: when each rank's turn comes.
-        turns = sorted(range(self.sp_size), key=lambda rank: self._order[rank])
-        return [divmod(turn, self.shares) for turn in turns]
-
-    def part_of(self, rank: int) -> int:
-        """Return the part that a rank belongs to."""
-        return self._places[rank][0]
+        # Heads are dealt node after node, if nodes are known: the ranks of a part, which need the
+        # same KV heads, are then mostly on one node.
+        nodes = self.nodes or (0,) * self.sp_size
+        order = sorted(range(self.sp_size), key=nodes.__getitem__)
+        return [divmod(order.index(rank), self.shares) for rank in range(self.sp_size)]
 
     def query_tokens(self, rank: int) -> tuple[Range, ...]:
         """Return the tokens whose queries ``rank`` attends with, in ascending ranges."""
-        return self._tokens_of_shares[self._places[rank][1]]
+        return self._tokens_of_shares[self.places[rank][1]]
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
@@ -124,14 +113,10 @@ class Shares:
         seq, chunks = sum(self.seq_lens), 2 * self.shares
         of_shares = []
         for share in range(self.shares):
-            start, middle = chunk_of(seq, share, chunks)
-            back, stop = chunk_of(seq, chunks - 1 - share, chunks)
-            # The chunks of the last share touch: they are one range.
-            both = [(start, stop)] if middle == back else [(start, middle), (back, stop)]
-            filled = tuple(tokens for tokens in both if tokens[0] < tokens[1])
+            both = [chunk_of(seq, chunk, chunks) for chunk in (share, chunks - 1 - share)]
             # With few tokens both chunks of a share may be empty, from r = 4 on. Then it has a
             # range without tokens, since every rank has one.
-            of_shares.append(filled or ((0, 0),))
+            of_shares.append(joined(both) or ((0, 0),))
         return tuple(of_shares)
 
     @cached_property
@@ -143,16 +128,3 @@ class Shares:
     def local_tokens(self) -> tuple[Range, ...]:
         """For each rank the tokens of its local sequence."""
         return end_to_end(self.seq_lens)
-
-    @cached_property
-    def cuts_tokens(self) -> bool:
-        """Return whether this rank's q is cut along tokens as well as along heads."""
-        own = self.local_tokens[self.sp_rank]
-        touched = [tokens for tokens in self._tokens_of_shares if common(tokens, own)]
-        return len(touched) > 1
-
-
-def common(ranges: Iterable[Range], other: Range) -> list[Range]:
-    """Return what each of ``ranges`` has in common with another range, without empty ranges."""
-    cut = [(max(start, other[0]), min(stop, other[1])) for start, stop in ranges]
-    return [(start, stop) for start, stop in cut if start < stop]

@@ -83,9 +83,9 @@ class Transport(Protocol):
         Collective: every rank of the group launches the same exchanges in the same order.
 
         Args:
-            send: Contiguous, and flat; but of any shape where the first dimension divides into
-                equal parts for the ranks. Read until the handle has been waited for, never written.
-            recv: Of the same form. Undefined until the handle has been waited for.
+            send: Contiguous, of any shape; a rank's part follows the other. Read until the handle
+                has been waited for, never written.
+            recv: As ``send``. Undefined until the handle has been waited for.
             send_sizes: Elements of ``send`` for each rank.
             recv_sizes: Elements of ``recv`` from each rank.
             group: The sp group.
@@ -173,13 +173,18 @@ class C10d:
         on_stream = self.on_stream and send.is_cuda
         if on_stream and self.group is not None:
             group = self.group
-        if all_equal(send_sizes, recv_sizes):
+        ranks, is_even = len(send_sizes), all_equal(send_sizes, recv_sizes)
+        if is_even:
             # Equal splits cost the host half as much.
             send_sizes = recv_sizes = ()
         # Somebody's own function may mind, too.
         is_replaced = dist.all_to_all_single is not all_to_all_single
-        if self.flattens or is_replaced:
+        # Otherwise torch cuts the first dimension.
+        if not is_even or self.flattens or is_replaced:
             send, recv = send.view(-1), recv.view(-1)
+        else:
+            send = send.view(-1) if send.size(0) % ranks else send
+            recv = recv.view(-1) if recv.size(0) % ranks else recv
         if log is not None and log.keeper.enabled:
             work = log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
             return work or DONE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.copies import copies_of, pack
-from ds_sp_overlap.exchange.heads import Heads
+from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import kernels, ops
 from tests.harness import relayout
 
@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize(
     ],
 )
 # Also where the heads of a group lie together.
-always = mock.patch.object(Heads, "in_slices", property(lambda self: {kind for kind in "qkv" if self.divides(kind)}))
+always = mock.patch.object(Geometry, "in_slices", property(lambda self: {kind for kind in "qkv" if self.divides(kind)}))
 
 
 def counted(seen, folds, operators=relayout):
@@ -56,4 +56,4 @@ def moving(kernels, direct):
 
 def packed(tensors, sides):
     """What travels of ``tensors``."""
-    return pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), tensors[0].new_empty)
+    return pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), tensors[0].new_empty).view(-1)

@@ -60,11 +60,11 @@ def _packs(in_flight):
     return in_flight.layout.sources.elements > 0 and (in_flight.rope is not None or in_flight.copies.flat is None)
 
 
-def _makes_memory(in_flight, copies, side, rope):
+def _makes_memory(in_flight, copies, sides, rope):
     """Whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
     relayout = ops.implementation(in_flight.sp_group.kernels)
-    is_one_cut = relayout.pack is not None and in_flight._is_one_cut(side)
-    return rope is None and copies and in_flight.dtypes is None and not is_one_cut
+    by_kernel = relayout.pack is not None and sides.cut is not None
+    return rope is None and copies and in_flight.dtypes is None and not by_kernel
 
 
 def _unpacks(in_flight):
@@ -103,7 +103,7 @@ def spoiled_buffers():
             launch(self, *args, **kwargs)
         finally:
             here.launching = None
-        made = _makes_memory(self, self.copies.is_wire, self.layout.source, self.rope)
+        made = _makes_memory(self, self.copies.is_wire, self.layout.sources, self.rope)
         here.due.update(owned=_packs(self), filled=_packs(self) and not made)
 
     @functools.wraps(pack)
@@ -120,7 +120,7 @@ def spoiled_buffers():
         make = self._new_outs
 
         def fill(outs):
-            places = [place for each, out in zip(self.layout.each, outs) for place in _places(out, each.target) if place.numel()]
+            places = [place for each, out in zip(self.layout.targets.each, outs) for place in _places(out, each) if place.numel()]
             here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
             return outs
 
@@ -133,7 +133,7 @@ def spoiled_buffers():
     @functools.wraps(collect)
     def collecting(self):
         out = collect(self)
-        made = _makes_memory(self, self.copies_back.in_order, self.layout.target, self.rope_back)
+        made = _makes_memory(self, self.copies_back.in_order, self.layout.targets, self.rope_back)
         here.due.update(delayed=1, spoiled=_packs(self), poisoned=_unpacks(self), filled=_unpacks(self) and not made)
         return out
 

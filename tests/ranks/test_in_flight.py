@@ -45,7 +45,7 @@ def held_until_finished(rank):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
         exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, (8,)), "layer", kind)
         with torch.no_grad():
-            x = torch.randn(exchange.layout.source.shape)
+            x = torch.randn(exchange.layout.sources.shapes[0])
             source = weakref.ref(x)
             token = exchange.start(x)
             del x

@@ -124,7 +124,7 @@ def of_two_dtypes(rank):
         geometry = Geometry(2, rank, lengths, 2, 6, 6, batch_first=batch_first)
         layout = geometry.exchange("qkv", 0, (8, 8, 4))
         dtypes = torch.float32, torch.bfloat16, torch.bfloat16
-        xs = [torch.randn(each.source.shape).to(dtype).requires_grad_() for each, dtype in zip(layout.each, dtypes)]
+        xs = [torch.randn(shape).to(dtype).requires_grad_() for shape, dtype in zip(layout.sources.shapes, dtypes)]
         sp_group = SPGroup(torch.distributed.group.WORLD)
         ys = InFlight(layout, sp_group, "layer qkv", [x.detach() for x in xs], checked=True).finish()
         alone = []

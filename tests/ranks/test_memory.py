@@ -117,7 +117,7 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     if streams:
         sp_group.sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
     exchange = Exchange(sp_group, layout, "layer", kind)
-    token = exchange.start(torch.randn(layout.source.shape))
+    token = exchange.start(torch.randn(layout.sources.shapes[0]))
     size = layout.sources.elements * 4
     assert storages(exchange.in_flight) == 2 * size
 

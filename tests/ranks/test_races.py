@@ -17,8 +17,7 @@ from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Attention, Layer, Shape
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.legs import legs_of
-from ds_sp_overlap.exchange.relayed import Relayed
+from ds_sp_overlap.exchange.relayed import Relayed, legs_of
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
@@ -158,7 +157,7 @@ def alone(wire):
     """Nobody but the exchange keeps what it was given; what was received is changed."""
     for kind in "qo":
         made, layout = exchange(wire, kind)
-        token = made.start(torch.randn(layout.source.shape))
+        token = made.start(torch.randn(layout.sources.shapes[0]))
         torch.randn(100)
         read(made.finish(token))
 
@@ -168,7 +167,7 @@ def two_legs_alone(wire):
     geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
     layout, legs = geometry.exchange("k", 0, (8,)), legs_of(geometry, ("k",), 0, (8,))
     for as_it_lies in (True, False):
-        k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.source.shape)
+        k = torch.randn(2, 3, 1, 8).movedim(0, 2) if as_it_lies else torch.randn(layout.sources.shapes[0])
         made = Relayed(legs, over(wire, 4), "layer k", [k])
         if as_it_lies:
             del k
@@ -184,7 +183,7 @@ def elsewhere(wire):
     other = Stream(backend, "other")
     for kind in "qo":
         made, layout = exchange(wire, kind)
-        made.start(torch.randn(layout.source.shape))
+        made.start(torch.randn(layout.sources.shapes[0]))
         with backend.stream(other):
             del made
 

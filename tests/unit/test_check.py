@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ds_sp_overlap.exchange.check import Expected, compare
-from ds_sp_overlap.exchange.layout import Side
 from ds_sp_overlap.exchange.sp_group import SPGroup
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -17,7 +16,6 @@ def compared(got, expected, rotated):
         Expected(expected, torch.zeros(expected.shape)),
         "layer dq0",
         rotated,
-        Side(tuple(got.shape), 0, ((0, len(got)),)),
     )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from ds_sp_overlap.exchange.copies import copies_of, unpack
 from ds_sp_overlap.exchange.geometry import Geometry
-from ds_sp_overlap.exchange.legs import legs_of
+from ds_sp_overlap.exchange.relayed import legs_of
 from tests.harness.moving import packed
 from tests.harness.pages import ROOT, read
 

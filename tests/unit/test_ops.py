@@ -1,6 +1,7 @@
 """Pack and unpack, bit for bit against index arithmetic that is written out here."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -68,11 +69,21 @@ def starts_stops(parts):
 
 def cut(x, dim, parts):
     """One end of an exchange of ``x`` alone."""
-    return Sides((Side(tuple(x.shape), dim, tuple(parts)),))
+    return Sides((side(x, dim, parts),))
+
+
+def side(x, dim, parts):
+    """The end of ``x`` where it is cut along one dimension."""
+    blocks = []
+    for part in parts:
+        block = [(0, size) for size in x.shape]
+        block[dim] = part
+        blocks.append((tuple(block),))
+    return Side(tuple(x.shape), tuple(blocks))
 
 
 def pack(x, dim, starts, stops, wire):
-    wire.copy_(copies.pack([x], copies_of(cut(x, dim, zip(starts, stops)), (x.stride(),)), x.new_empty))
+    wire.copy_(copies.pack([x], copies_of(cut(x, dim, zip(starts, stops)), (x.stride(),)), x.new_empty).view(-1))
 
 
 def unpack(wire, dim, starts, stops, out):
@@ -159,9 +170,9 @@ def unpacked_and_split(*kinds, bits=False):
     outs = [poisoned(*x.shape) for _ in kinds * 2]
     for kind, out in zip(kinds, outs):
         unpack(torch.cat([x[:, :, slice(*part)].flatten() for part in PARTS[kind]]), 2, *starts_stops(PARTS[kind]), out)
-    peers = zip(*(PARTS[kind] for kind in kinds))
-    wire = torch.cat([torch.cat([x[:, :, slice(*part)] for part in parts], 2).flatten() for parts in peers])
-    sides = Sides(tuple(Side(tuple(x.shape), 2, tuple(PARTS[kind])) for kind in kinds))
+    of_peers = itertools.chain(*zip(*(PARTS[kind] for kind in kinds)))
+    wire = torch.cat([x[:, :, slice(*part)].flatten() for part in of_peers])
+    sides = Sides(tuple(side(x, 2, PARTS[kind]) for kind in kinds))
     copies.unpack(wire, copies_of(sides), outs[len(kinds) :])
     wrong = []
     for kind, out in zip(kinds * 2, outs):

@@ -66,8 +66,9 @@ def q_exchange(backend):
     """An exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
     sp_group = SPGroup(None, LoggingTransport(backend))
     sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
-    halves = Side((2, 3, 4, 8), 2, ((0, 2), (2, 4)))
-    return Exchange(sp_group, Layout(halves, halves), "layer", "q")
+    parts = [(((0, 2), (0, 3), half, (0, 8)),) for half in ((0, 2), (2, 4))]
+    halves = Side((2, 3, 4, 8), tuple(parts))
+    return Exchange(sp_group, Layout.of([(halves, halves)]), "layer", "q")
 
 
 LAUNCHED = [

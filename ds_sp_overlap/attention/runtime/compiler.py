@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from ...exchange.in_flight import InFlight
-from ...exchange.legs import legs_of
-from ...exchange.relayed import PartlyRelayed, Relayed
+from ...exchange.relayed import PartlyRelayed, Relayed, legs_of
 from ...schedule import O, Part, Program, Step
 from . import operations
 from .execution import Call

@@ -309,7 +309,7 @@ class SelfAttention:
         return End([self.o_proj], (("weight",), ("bias",)), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...], x: Tensor) -> Any:
-        """Run a call whose schedule is a `Windowed`, on hidden states ``x``.
+        """Run a call whose schedule is windowed, on hidden states ``x``.
 
         No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
         alone in one program and joined in the other.

@@ -23,7 +23,7 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
 The compute row is the stream on which everything is computed; exchanges run on another one.
 ``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
 part, ``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again
-from its input, which forward saved or a `Windowed` recomputes; elsewhere autograd differentiates
+from its input, which forward saved or a window recomputes; elsewhere autograd differentiates
 both. Where the kernel that packs also rotates, ``start`` rotates q and k, and ``finish`` rotates dq
 and dk back.
 
@@ -65,10 +65,10 @@ Which code reads a schedule:
   ``attention.runtime.plan`` cuts both programs into pieces, ``attention.runtime.nodes`` runs each
   piece as one node of autograd, ``attention.runtime.walk`` piece after piece. ``attention.layer`` calls the
   function that was passed as ``schedule=``, by default `by_head_groups`; with few groups live at a
-  time, ``attention.self_attention`` asks `schedule_of` for a `Windowed` in its place.
+  time, ``attention.self_attention`` asks `schedule_of` for a windowed schedule.
 - Ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one piece, whose backward is that section of the backward program.
-- A layer that runs by a `Windowed` is one piece. When a checkpoint that saved attention reruns the
+- A layer that runs by a windowed schedule is one piece. When a checkpoint that saved attention reruns the
   layer, ``recompute`` runs instead of forward.
 - Tests compare the order that a layer recorded with its schedule.
 
@@ -89,10 +89,10 @@ from .by_groups import by_head_groups, by_starts
 from .checked import check, needs_of
 from .simulation import Bar, Simulation, draw, order, simulate
 from .steps import MLP, QKV, Exchanged, Needs, O, Op, Part, Program, Schedule, Step, Tensors
-from .window import Windowed, by_window, schedule_of, without_o
+from .window import by_window, schedule_of, without_o
 
 __all__ = [
     "MLP", "O", "QKV", "Bar", "Exchanged", "Needs", "Op", "Part", "Program", "Schedule",
-    "Simulation", "Step", "Tensors", "Windowed", "by_head_groups", "by_starts",
+    "Simulation", "Step", "Tensors", "by_head_groups", "by_starts",
     "by_window", "check", "draw", "needs_of", "order", "schedule_of", "simulate", "without_o",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import groupby, product
 
 from .steps import QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, section, section_of
-from .window import Windowed
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
@@ -16,8 +15,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
     Every step of the layer must be there once, after the steps that it needs. The sections of
     `Schedule` must be three pieces in their order, and the attention section of backward must be
-    the mirror image of that of forward. A `Windowed` is refused: the section of the config leads to
-    those that a layer runs by.
+    the mirror image of that of forward. A windowed schedule is refused: the section of the config
+    leads to those that a layer runs by.
 
     A layer checks what its ``schedule=`` returns, by default `by_head_groups`; schedules that the
     config leads to are not checked.
@@ -29,10 +28,10 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     Raises:
         ValueError: if one of these conditions does not hold.
     """
-    if isinstance(schedule, Windowed):
+    if schedule.is_windowed:
         raise ValueError(
-            "schedule= makes a Windowed, whose backward makes q, k and v again; return a Schedule, "
-            "or leave schedule= out and set sp_overlap.window"
+            "schedule= makes a windowed schedule, whose backward makes q, k and v again; return one "
+            "with nothing to recompute, or leave schedule= out and set sp_overlap.window"
         )
     check_starts(schedule, kinds)
     forward, backward = needs_of(kinds, schedule.starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -115,7 +115,7 @@ MLP = Step(Op.MLP, (), False, 0)
 class Schedule:
     """The programs of a layer.
 
-    Each program of a plain schedule has three sections; a `Windowed` interleaves them.
+    Each program of a plain schedule has three sections; a windowed one interleaves them.
     Forward has them in this order, backward in the reverse order:
 
     section     forward                           backward
@@ -131,13 +131,18 @@ class Schedule:
         forward: The program of forward.
         backward: The program of backward.
         recompute: The steps of forward that run again and that ``backward`` does not list.
-            `Windowed`: the merges, which a checkpoint that saved attention repeats. Any other
-            schedule: empty, since an activation checkpoint repeats all of forward.
+            In a windowed schedule the merges, which a checkpoint that saved attention repeats. Else
+            none, since an activation checkpoint repeats all of forward.
     """
 
     forward: Program
     backward: Program
-    recompute: Program = field(default=(), kw_only=True)
+    recompute: Program = ()
+
+    @property
+    def is_windowed(self) -> bool:
+        """Return whether backward recomputes q, k and v, see `window.by_window`."""
+        return bool(self.recompute)
 
     @cached_property
     def groups(self) -> int:
@@ -163,9 +168,14 @@ class Schedule:
     def last_attended(self) -> int:
         """The group that attends last in forward.
 
-        It alone may change KV heads in place that several groups attend to.
+        It alone may change KV heads in place that several groups attend to. -1, no group, in a
+        windowed schedule, whose backward attends in another order.
         """
-        return [step.group for step in self.forward if step.op is Op.ATTEND][-1]
+        return (
+            -1
+            if self.is_windowed
+            else [step.group for step in self.forward if step.op is Op.ATTEND][-1]
+        )
 
     @cached_property
     def beside(self) -> Tensors:

@@ -48,34 +48,12 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from .by_groups import by_head_groups, products, projections
 from .steps import O, Op, Program, Schedule, Step, Tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Windowed(Schedule):
-    """A schedule whose backward starts from x, o and dy, and recomputes q, k and v of each group.
-
-    Backward has two kinds of steps that a plain schedule does not have there: ``project q``,
-    ``start q``, ``finish q``, as in forward; and ``start odo``, the exchange of do with the local o
-    `Step.beside` it, which the backward of local attention reads.
-
-    Attributes:
-        last_use: As for `by_window`.
-        window: As for `by_window`, but at most the number of groups.
-    """
-
-    last_use: tuple[int, ...]
-    window: int
-
-    @cached_property
-    def last_attended(self) -> int:
-        """-1, no group: backward attends in another order, so none may change shared k and v."""
-        return -1
 
 
 def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
@@ -105,7 +83,7 @@ def by_window(
     window: int,
     wgrad_last: bool = True,
     products_last: bool = False,
-) -> Windowed:
+) -> Schedule:
     """Return the schedule in which few groups are in memory at a time; drawn above for W = 2.
 
     Forward projects W groups. Then, for each group: finish q, k, v, attend, start o, merge the
@@ -211,7 +189,7 @@ def by_window(
             deferred = input_gradients
     recompute = tuple(step for step in forward if step.op is Op.MERGE)
     programs = tuple(forward), (*backward, *products_at_end, *deferred)
-    return Windowed(*programs, last_use, window, recompute=recompute)
+    return Schedule(*programs, recompute)
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
@@ -232,11 +210,8 @@ def _starts(kinds: str, alone: bool) -> tuple[Tensors, ...]:
     return tuple((kind,) for kind in kinds) if alone else (tuple(kinds),)
 
 
-_Kind = TypeVar("_Kind", bound=Schedule)
-
-
 @cache
-def without_o(schedule: _Kind) -> _Kind:
+def without_o(schedule: Schedule) -> Schedule:
     """Return the schedule in which no o travels beside do.
 
     For local attention whose backward reads o on no rank, for instance since it recomputes o.

@@ -40,8 +40,8 @@ def step_of(words):
     return Step(Op(op), tensors, grad, int(group), beside)
 
 
-def check_window(schedule, kinds):
-    """Raise ValueError for the first fault of a `Windowed`, as `check` does for another schedule; return it.
+def check_window(schedule, kinds, last_use, window):
+    """Raise ValueError for the first fault of what `by_window` made, as `check` does for another schedule; return it.
 
     It attends to its groups in order, in backward in reverse, and has no more groups in memory than its window.
     """
@@ -69,7 +69,7 @@ def check_window(schedule, kinds):
         # A group reads q, k and v that are recomputed with it, and shared k and v that were
         # recomputed with a later group, see Note [Shared KV heads] in `window`.
         for start in restarts:
-            is_shared = start.group < group <= schedule.last_use[start.group]
+            is_shared = start.group < group <= last_use[start.group]
             if start.group == group or start.tensors != Q and is_shared:
                 attend_needs.append(start._replace(op=Op.FINISH))
     # o travels beside do in all groups or in none.
@@ -87,8 +87,8 @@ def check_window(schedule, kinds):
         for step in program:
             if step.op is Op.PROJECT and step.tensors == Q:
                 live.add(step.group)
-            if len(live) > schedule.window:
-                raise ValueError(f"schedule, {name}: {step} while {len(live) - 1} groups are held; the window is {schedule.window}")
+            if len(live) > window:
+                raise ValueError(f"schedule, {name}: {step} while {len(live) - 1} groups are held; the window is {window}")
             if step.op is Op.ATTEND:
                 live.discard(step.group)
     if schedule.recompute != tuple(step for step in schedule.forward if step.op is Op.MERGE):

@@ -44,7 +44,10 @@ WRONG = {
         lambda kinds: Schedule(by_head_groups(kinds).forward[1:], by_head_groups(kinds).backward),
         "schedule, forward: start q 0 comes before project q 0",
     ),
-    "of a window": (lambda kinds: by_window(kinds, (0, 1), 1), "schedule= makes a Windowed, whose backward makes q, k and v again"),
+    "of a window": (
+        lambda kinds: by_window(kinds, (0, 1), 1),
+        "schedule= makes a windowed schedule, whose backward makes q, k and v again",
+    ),
 }
 
 

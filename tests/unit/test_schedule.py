@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,10 @@ GEOMETRIES = [  # where no rank needs a new KV head for a group, where groups sh
 @settings(deadline=None)
 @given(geometry=st.sampled_from(GEOMETRIES), most=windows, wgrad_last=st.booleans(), products_last=st.booleans())
 def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, most, wgrad_last, products_last):
-    made = check_window(by_window(geometry.kinds, geometry.last_use, most, wgrad_last, products_last), geometry.kinds)
-    assert made.groups == geometry.groups and made.window == min(most, made.groups)
-    alone = check_window(without_o(made), geometry.kinds)
+    what = geometry.kinds, geometry.last_use, most
+    made = check_window(by_window(*what, wgrad_last, products_last), *what)
+    assert made.groups == geometry.groups
+    alone = check_window(without_o(made), *what)
     assert alone.forward == made.forward
     assert [step._replace(beside=()) for step in made.backward] == list(alone.backward)
     # the same products in both, and those of the schedule that holds all groups
@@ -143,13 +145,15 @@ def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, mo
 @given(kinds=kinds, most=windows, data=st.data())
 def test_a_window_holds_wherever_kv_heads_are_used_last(kinds, most, data):
     last = tuple(data.draw(st.integers(group, len(kinds) - 1)) if "k" in kinds[group] else group for group in range(len(kinds)))
-    check_window(by_window(kinds, last, most), kinds)
+    check_window(by_window(kinds, last, most), kinds, last, most)
 
 
 @settings(deadline=None)
 @given(geometry=st.sampled_from(GEOMETRIES), most=windows, data=st.data())
 def test_a_windowed_schedule_with_a_step_missing_or_twice_is_refused(geometry, most, data):
-    refuses_a_step_missing_or_twice(by_window(geometry.kinds, geometry.last_use, most), geometry.kinds, data, check_window)
+    last = geometry.last_use
+    checked = partial(check_window, last_use=last, window=most)
+    refuses_a_step_missing_or_twice(by_window(geometry.kinds, last, most), geometry.kinds, data, checked)
 
 
 # Of four groups in twos, of which the first two share KV heads.
@@ -169,7 +173,8 @@ REFUSED_OF_A_WINDOW = {
 @pytest.mark.parametrize("name", REFUSED_OF_A_WINDOW)
 def test_an_order_in_which_a_window_cannot_be_run_is_refused(name):
     kinds = ("qkv", "q", "qkv", "qkv")
-    refuses(by_window(kinds, (1, 1, 2, 3), 2), kinds, *REFUSED_OF_A_WINDOW[name], check_window)
+    last = 1, 1, 2, 3
+    refuses(by_window(kinds, last, 2), kinds, *REFUSED_OF_A_WINDOW[name], partial(check_window, last_use=last, window=2))
 
 
 def starts_in_forward(window):
@@ -188,14 +193,14 @@ def test_what_is_not_made_again_is_missed():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
     without = tuple(step for step in made.backward if step.parts != (("k", 0),) or step.grad)
     with pytest.raises(ValueError, match="^schedule, backward: start k 0 is missing"):
-        check_window(replace(made, backward=without), ("qkv", "qkv"))
+        check_window(replace(made, backward=without), ("qkv", "qkv"), (0, 1), 1)
 
 
 def test_a_checkpoint_that_saved_attention_merges_and_does_nothing_else():
     made = by_window(("qkv", "qkv"), (0, 1), 1)
     for recompute, said in (((), "empty"), (made.forward[:1], "project q 0")):
         with pytest.raises(ValueError, match=f"^schedule, recompute: {said}; .* the merges of forward"):
-            check_window(replace(made, recompute=recompute), ("qkv", "qkv"))
+            check_window(replace(made, recompute=recompute), ("qkv", "qkv"), (0, 1), 1)
 
 
 def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():

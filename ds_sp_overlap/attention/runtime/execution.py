@@ -12,7 +12,7 @@ from torch import Tensor
 from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
-from ...schedule import Exchanged, Part, Schedule, Windowed
+from ...schedule import Exchanged, Part, Schedule
 from ..memory.forward_state import autocast_of
 from ..memory.recompute import LocalAttention, join_pieces
 from .slices import cut_ranges
@@ -84,8 +84,8 @@ class Call:
 
     @property
     def is_windowed(self) -> bool:
-        """Return whether the call runs by a `Windowed`."""
-        return isinstance(self.schedule, Windowed)
+        """Return whether the call runs by a windowed schedule."""
+        return self.schedule.is_windowed
 
     @property
     def folded(self) -> frozenset[Part]:

@@ -70,7 +70,7 @@ def run_piece(
 class _Window(Node):
     """The one node of a layer that has a window; its inputs are those that ``names`` names.
 
-    Backward walks the program of `Windowed`: it computes q, k and v again.
+    Backward walks the program of a windowed schedule: it computes q, k and v again.
     """
 
     @staticmethod

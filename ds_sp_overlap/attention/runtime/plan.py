@@ -34,7 +34,7 @@ from typing import Any
 
 from ...exchange.streams import refuse_captured
 from ...profiling.ranges import is_profiled
-from ...schedule import O, Op, Part, Program, Schedule, Step, Windowed
+from ...schedule import O, Op, Part, Program, Schedule, Step
 from ...schedule.steps import section, section_of
 from .compiler import Compiler, Kind
 from .execution import Call
@@ -234,7 +234,7 @@ def pieces_of(
         given: Whether q, k and v are there before the first piece.
         arrives: Whether foreign code changes q, k and v on arrival.
     """
-    if isinstance(schedule, Windowed):
+    if schedule.is_windowed:
         return [Piece("", (), schedule.forward, schedule.backward, is_last=True)]
     # For each piece, the foreign steps in front of it, and its own.
     cut: list[tuple[list[Step], list[Step]]] = [([], [])]

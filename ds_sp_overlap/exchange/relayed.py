@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -48,23 +48,28 @@ IN_NODE = "@node"
 
 
 class Legs(NamedTuple):
-    """The two legs of k, v or both, in the order in which they travel.
+    """The two legs of k, v or both, in the order in which they travel; and q, if it goes along.
 
     Attributes:
         first: The layout of the leg that travels first.
         second: That of the other one.
+        query: The layout of q, which travels in one leg; None without q.
         is_gradient: Whether gradients travel, so that the leg inside a node is the first.
     """
 
     first: Layout
     second: Layout
+    query: Layout | None
     is_gradient: bool = False
 
     def gradient(self, needed: Sequence[bool]) -> Legs | None:
-        """Return the legs of those gradients that are needed; None if none is."""
-        if not any(needed):
+        """Return the legs of those gradients that are needed; None if neither dk nor dv is."""
+        query, of_kv = self.query, needed
+        if query is not None:
+            query, of_kv = query.inverse if needed[0] else None, needed[1:]
+        if not any(of_kv):
             return None
-        return Legs(self.second.only(needed).inverse, self.first.only(needed).inverse, True)
+        return Legs(self.second.only(of_kv).inverse, self.first.only(of_kv).inverse, query, True)
 
 
 @lru_cache(maxsize=4096)
@@ -83,10 +88,9 @@ def legs_of(
         The legs; None where there is one leg: without k and v, or where no rank
         has siblings. All ranks find the same.
     """
-    relayed = [(kind, dim) for kind, dim in zip(kinds, head_dims) if kind in ("k", "v")]
     # v travels to the ranks that k travels to.
     siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
-    if not relayed or all(len(ranks) == 1 for ranks in siblings):
+    if "k" not in kinds and "v" not in kinds or all(len(ranks) == 1 for ranks in siblings):
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
     # For each rank, the tokens of its piece: those of every m-th rank. And the tokens of what each
@@ -97,12 +101,15 @@ def legs_of(
         pieces.append(tokens[ranks.index(rank) :: len(ranks)])
         before.append(pieces[rank] if rank in siblings[own] else ())
         after.append(tokens if rank in siblings[own] else ())
-    first, second = [], []
-    for kind, dim in relayed:
+    first, second, query = [], [], None
+    for kind, dim in zip(kinds, head_dims):
+        if kind == "q":
+            query = geometry.exchange("q", group, (dim,))
+            continue
         held = partial(geometry.received, kind, group, dim)
         first.append(between(own, geometry.sent(kind, group, dim), held(pieces)))
         second.append(between(own, held(before), held(after)))
-    return Legs(Layout.of(first), Layout.of(second))
+    return Legs(Layout.of(first), Layout.of(second), query)
 
 
 def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
@@ -118,13 +125,15 @@ def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
 
 
 class Relayed:
-    """A transfer of k, v or both that travels in two legs, see Note [Relay stream].
+    """A transfer of k, v or both that travels in two legs, and of q beside them in one.
+
+    See Note [Relay stream].
 
     Args:
         legs: The layouts of the legs.
         sp_group: As for `InFlight`, as are all arguments that follow.
         name: Of the exchange.
-        xs: What the first leg sends.
+        xs: What q's leg sends, if there is one, and what the first leg sends.
         checked: As said.
         rope: (cos, sin) by which the first leg rotates.
         rope_back: (cos, sin) by which the second leg rotates back.
@@ -140,8 +149,13 @@ class Relayed:
         rope: Tables | None = None,
         rope_back: Tables | None = None,
     ):
+        self.query: InFlight | None = None
+        if legs.query is not None:
+            with named(name, "start"):
+                self.query = InFlight(legs.query, sp_group, name, xs[:1], checked)
+            xs = xs[1:]
         names = [name + IN_NODE, name] if legs.is_gradient else [name, name + IN_NODE]
-        self.sp_group, self.names, self.checked = sp_group, names, checked
+        self.sp_group, self.name, self.names, self.checked = sp_group, name, names, checked
         self.second: Layout | None = legs.second
         self.rope_back, side = rope_back, sp_group.streams(xs[0].device)
         with side.relay() as packed:
@@ -171,37 +185,11 @@ class Relayed:
 
     def finish(self) -> Sequence[Tensor]:
         """Order compute after the transfer; return what arrived, as `InFlight.finish` does."""
+        query: Sequence[Tensor] = ()
+        if self.query is not None:
+            with named(self.name, "finish"):
+                query = self.query.finish()
         if self.second is not None:
             self._pass_on()
         with named(self.names[1], "finish"):
-            return self.leg.finish()
-
-
-class PartlyRelayed:
-    """A transfer of q, k and v of which q travels in one leg, and k or v, or both, in two.
-
-    Args:
-        layout: The layout of all; q is the first tensor.
-        legs: The legs of k and v.
-        rest: Further arguments of `InFlight`.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        legs: Legs,
-        sp_group: SPGroup,
-        name: str,
-        xs: Sequence[Tensor],
-        *rest: Any,
-    ):
-        self.name, of_query = name, Layout.of(layout.each[:1])
-        with named(name, "start"):
-            self.query = InFlight(of_query, sp_group, name, xs[:1], *rest)
-        self.keys = Relayed(legs, sp_group, name, xs[1:], *rest)
-
-    def finish(self) -> Sequence[Tensor]:
-        """Order compute after both; return what arrived, as `InFlight.finish` does."""
-        with named(self.name, "finish"):
-            query = self.query.finish()
-        return [*query, *self.keys.finish()]
+            return [*query, *self.leg.finish()]

@@ -44,7 +44,7 @@ def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes
         of_one = [rank.exchange(("k", "v"), group, (3, 2)) for rank in ranks]
         legs = [legs_of(rank, ("k", "v"), group, (3, 2)) for rank in ranks]
         assert None not in legs
-        first, second, _ = zip(*legs)
+        first, second, *_ = zip(*legs)
         torch.manual_seed(0)
         sent = [[torch.randn(shape, dtype=torch.float64) for shape in layout.sources.shapes] for layout in of_one]
         expected, got = moved(of_one, sent), moved(second, moved(first, sent))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ...exchange.in_flight import InFlight
-from ...exchange.relayed import PartlyRelayed, Relayed, legs_of
+from ...exchange.relayed import Relayed, legs_of
 from ...schedule import O, Part, Program, Step
 from . import operations
 from .execution import Call
@@ -173,12 +173,8 @@ class Compiler:
         if step.grad and not step.beside:
             needed = [part in self._needed(step) for part in step.parts]
             layout = layout.only(needed).inverse
-            legs = None if legs is None else legs.gradient(needed[-len(legs.first.each) :])
-        if legs is None:
-            return partial(InFlight, layout)
-        if len(legs.first.each) == len(layout.each):
-            return partial(Relayed, legs)
-        return partial(PartlyRelayed, layout, legs)
+            legs = None if legs is None else legs.gradient(needed)
+        return partial(InFlight, layout) if legs is None else partial(Relayed, legs)
 
     # Projections of q, k and v.
 

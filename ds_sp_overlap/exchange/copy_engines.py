@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..warn import say
-from .transport import C10d, Handle, backend_of, communicator
+from .transport import C10d, Handle, Sizes, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
 
@@ -36,6 +36,7 @@ class FastUlysses:
     Costs a copy on either side, into a buffer and out of a window of its own.
     """
 
+    NAME = "fast-ulysses"
     # The largest sp size; what the bytes of a part are a multiple of, and are less than.
     LARGEST_RANKS, ALIGNMENT_BYTES, LIMIT_BYTES = 8, 16, 2**31
 
@@ -71,6 +72,8 @@ class ZeroCta:
 
     Costs a copy into a buffer and one out of it.
     """
+
+    NAME = "NCCL"
 
     def __init__(self, group: Any):
         import torch.distributed._symmetric_memory as symmetric
@@ -125,6 +128,10 @@ class ZeroCta:
         return buffer
 
 
+# In the order of preference.
+ENGINES: tuple[type[FastUlysses] | type[ZeroCta], ...] = (FastUlysses, ZeroCta)
+
+
 class CopyEngine:
     """Moves exchanges of equal parts by a copy engine, others by `C10d`.
 
@@ -146,52 +153,40 @@ class CopyEngine:
             ValueError: on all ranks alike, if no engine is there on all ranks, the sp group's
                 backend is not NCCL, or the sp group spans several nodes.
         """
-        engines: dict[str, type[FastUlysses] | type[ZeroCta]] = {
-            "fast-ulysses": FastUlysses,
-            "NCCL": ZeroCta,
-        }
         sp_group.find_nodes()
         backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
         # What all engines lack, on all ranks alike.
         all_lack = "" if backend == "nccl" else f"the sp group's backend is {backend}, not nccl"
         if nodes > 1:
             all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"
-        own = {name: all_lack or engine.lacks(sp_group) for name, engine in engines.items()}
-        every, lacks = sp_group.gather(own), {}
-        for name in engines:
-            # Of the first rank that lacks the engine; empty if none does.
-            lacks[name] = next((of_rank[name] for of_rank in every if of_rank[name]), "")
-        chosen = next((name for name, reason in lacks.items() if not reason), None)
-        if chosen is None:
+        every = sp_group.gather([all_lack or engine.lacks(sp_group) for engine in ENGINES])
+        # For each engine the reason of the first rank that lacks it; empty if none does.
+        lacks = [next(filter(None, of_ranks), "") for of_ranks in zip(*every)]
+        if all(lacks):
             # Where all engines lack the same, the reason is given once.
-            why = "; ".join(dict.fromkeys(lacks.values()))
+            why = "; ".join(dict.fromkeys(lacks))
             raise ValueError(
                 f'sp_overlap.transport: "copy_engine" can\'t work here: {why}; use "auto"'
             )
+        chosen = ENGINES[lacks.index("")]
         try:
-            self.engine = engines[chosen](sp_group.group)
+            self.engine = chosen(sp_group.group)
         except RuntimeError as error:
             # All ranks get here, since both libraries compare the ranks before they refuse.
             raise ValueError(
-                f'sp_overlap.transport: "copy_engine" through {chosen}: {error}; use "auto"'
+                f'sp_overlap.transport: "copy_engine" through {chosen.NAME}: {error}; use "auto"'
             ) from error
         self.rest.prepare(sp_group)
 
     def launch(
-        self,
-        send: Tensor,
-        recv: Tensor,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        group: Any,
-        name: str,
+        self, send: Tensor, recv: Tensor, send_sizes: Sizes, recv_sizes: Sizes, *rest: Any
     ) -> Handle:
         if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
         if not self.said:
             self.said = True
             say(
-                f"sp_overlap: {name}: its parts {send_sizes} and {recv_sizes} are not equal or not "
+                f"sp_overlap: {rest[1]}: its parts {send_sizes} and {recv_sizes} are not equal or not "
                 "aligned, which copy engines can't move; such exchanges go through c10d"
             )
-        return self.rest.launch(send, recv, send_sizes, recv_sizes, group, name)
+        return self.rest.launch(send, recv, send_sizes, recv_sizes, *rest)

@@ -24,16 +24,15 @@ deadlocks are possible. NCCL allocates memory while it connects, and the allocat
 kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
 nothing else may be under way on the device (`_make_connected`). And a default group that is bound
 to a device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits
-for all ranks of the world; so the group is unbound meanwhile (`_unbound`).
+for all ranks of the world; so the group is unbound meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +57,9 @@ from .layout import all_equal
 MAX_CTAS = 16
 NETWORK_CTAS = 4
 
+# Elements for each rank, or from each rank.
+Sizes = tuple[int, ...]
+
 
 class Handle(Protocol):
     """A transfer that was launched."""
@@ -73,10 +75,11 @@ class Transport(Protocol):
         self,
         send: Tensor,
         recv: Tensor,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
+        send_sizes: Sizes,
+        recv_sizes: Sizes,
         group: Any,
         name: str,
+        /,
     ) -> Handle:
         """Launch an all-to-all and return at once.
 
@@ -113,8 +116,11 @@ def backend_of(group: Any, device: str) -> str | None:
         group: A process group; it may have a backend for each type (cpu:gloo,cuda:nccl).
         device: A type of devices: "cpu", "cuda".
     """
-    pairs = dist.get_backend_config(group).split(",")
-    return dict(pair.split(":") for pair in pairs).get(device)
+    return _backends_of(group).get(device)
+
+
+def _backends_of(group: Any) -> dict[str, str]:
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 class Done:
@@ -149,10 +155,9 @@ class C10d:
         self.flattens = True
 
     def prepare(self, sp_group: Any) -> None:
-        self.on_stream = sp_group.group is not None and backend_of(sp_group.group, "cuda") == "nccl"
-        if sp_group.group is not None:
-            pairs = dist.get_backend_config(sp_group.group).split(",")
-            self.flattens = not {pair.split(":")[-1] for pair in pairs} <= {"gloo", "nccl"}
+        backends = _backends_of(sp_group.group)
+        self.on_stream = backends.get("cuda") == "nccl"
+        self.flattens = not {"gloo", "nccl"}.issuperset(backends.values())
         if self.own and self.on_stream:
             if "max_ctas" not in self.settings:
                 sp_group.find_nodes()  # alike on all ranks
@@ -230,15 +235,7 @@ class OneRank(Done):
     def prepare(self, sp_group: Any) -> None:
         pass
 
-    def launch(
-        self,
-        send: Tensor,
-        recv: Tensor,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        group: Any,
-        name: str,
-    ) -> Handle:
+    def launch(self, send: Tensor, recv: Tensor, *_: Any) -> Handle:
         recv.view(-1).copy_(send.view(-1))
         return self
 
@@ -362,7 +359,12 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
     for setting, value in settings.items():
         setattr(options.config, setting, value)
     torch.cuda.synchronize(device)
-    with _unbound():
+    # While the default group is bound to a device, torch makes every group by an ncclCommSplit of
+    # its communicator, which waits for all ranks of the world, with ``use_local_synchronization``
+    # too. See Note [Two communicators].
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
         own = dist.new_group(
             ranks,
             timeout=options._timeout,
@@ -371,6 +373,8 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
             use_local_synchronization=True,
             group_desc="sp_overlap",
         )
+    finally:
+        world.bound_device_id = bound
     first = torch.zeros(len(ranks), device=device)
     dist.all_to_all_single(torch.empty_like(first), first, group=own)
     torch.cuda.synchronize(device)
@@ -379,16 +383,3 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextlib.contextmanager
-def _unbound() -> Iterator[None]:
-    """Run the body with the default group bound to no device, see Note [Two communicators]."""
-    # While it is bound, torch makes every group by an ncclCommSplit of the default group's
-    # communicator, which waits for all ranks of the world, with ``use_local_synchronization`` too.
-    world: Any = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device

@@ -20,8 +20,9 @@ Otherwise heads are dealt to ranks first, and the rows of a group lie apart:
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from itertools import combinations, product
 
-from .layout import Range, joined
+from .layout import Range, common, joined
 from .shares import Shares
 
 
@@ -138,14 +139,12 @@ class Heads(Shares):
         The last over all ranks; the group itself if no KV head travels with it.
         """
         uses = list(range(self.groups))
-        for rank in range(self.sp_size):
-            for group in range(self.groups):
-                start, stop = self.kv_range(rank, group)
-                for sent in range(group):
-                    first, end = self.sent_range("k", rank, sent)
-                    # The group attends to a KV head that came with the group ``sent``.
-                    if max(first, start) < min(end, stop):
-                        uses[sent] = max(uses[sent], group)
+        for rank, (sent, group) in product(
+            range(self.sp_size), combinations(range(self.groups), 2)
+        ):
+            # Whether the group attends to a KV head that came with the group ``sent``.
+            if common([self.sent_range("k", rank, sent)], [self.kv_range(rank, group)]):
+                uses[sent] = max(uses[sent], group)
         return tuple(uses)
 
     @cached_property
@@ -174,18 +173,17 @@ class Heads(Shares):
         rank received with group ``sent``, this one or an earlier one. One piece after another, they
         are the heads of `kv_range`.
         """
-        need_start, need_stop = self.kv_range(self.sp_rank, group)
         pieces = []
         for sent in range(group + 1):
-            start, stop = self.sent_range("k", self.sp_rank, sent)
-            low, high = max(start, need_start), min(stop, need_stop)
+            received = self.sent_range("k", self.sp_rank, sent)
+            held = common([received], [self.kv_range(self.sp_rank, group)])
             # The piece that travels with the group itself is named even where this rank gets none
             # of its heads: a rank that left the piece out of its graph would not take part in the
             # exchange of the gradient.
             own = sent == group and "k" in self.kinds[group]
-            if low < high or own:  # guard: read by every rank
-                first = max(low - start, 0)
-                pieces.append((sent, first, high - start if low < high else first))
+            if held or own:  # guard: read by every rank
+                start, stop = held[0] if held else (0, 0)
+                pieces.append((sent, start, stop))
         return tuple(pieces)
 
     @lru_cache(maxsize=4096)

@@ -223,10 +223,8 @@ class Accelerator:
         self.Event = functools.partial(torch.Event, kind)
 
 
-@functools.cache
-def accelerator(kind: str) -> Accelerator:
-    """Return the one object for a type of device."""
-    return Accelerator(kind)
+# Returns the one object for a type of device.
+accelerator = functools.cache(Accelerator)
 
 
 @functools.cache

@@ -213,34 +213,29 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     Raises:
         BuildError: with the reason, where there is no compiler or the build fails.
     """
-    root, cxx, cuda = torch_root(), compiler(), nvcc()
+    root, cxx, cuda = torch_root(), compiler(), None if kind == "cpu" else nvcc()
     if kind == "cuda" and cuda is None:
         raise BuildError(
             "nvcc not found (looked at CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
         )
     if cxx is None:
         raise BuildError("no C++ compiler found (looked at CXX, c++ and g++)")
-    with_cuda = cuda is not None and kind != "cpu"
-    wanted = _wanted(root, cuda if with_cuda else None)
-    hidden = ["-fPIC", "-fvisibility=hidden"]
+    wanted, version, hidden = _wanted(root, cuda), None, ["-fPIC", "-fvisibility=hidden"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
-        flags = [*_flags(root), *hidden, *(["-DDS_SP_OVERLAP_CUDA"] if with_cuda else [])]
-        # As for nvcc (`cuda_compile`).
-        flags.append("-ffp-contract=off")
+        # Products are rounded as by nvcc (`cuda_compile`).
+        flags = [*_flags(root), *hidden, "-ffp-contract=off"]
         commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
-        if with_cuda:
+        if cuda is not None:
+            commands[0].append("-DDS_SP_OVERLAP_CUDA")
             objects.append(f"{scratch}/kernels.o")
             by_nvcc = cuda_compile(root, gencode(wanted["architectures"] or ""))
             options = ["--threads", "2", "-Xcompiler", ",".join(hidden)]
             commands.append([*by_nvcc, *options, "-c", "-o", objects[1]])
-        _run(commands)
-        _run([link(linker(cuda if with_cuda else None, cxx), root, objects, f"{scratch}/{NAME}")])
-        version = None
-        if with_cuda:
-            assert cuda is not None
             said = subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"release ([\d.]+)", said)
+        _run(commands)
+        _run([link(linker(cuda, cxx), root, objects, f"{scratch}/{NAME}")])
         built = {**wanted, "cuda": version and version.group(1)}
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{NAME}.{os.getpid()}"

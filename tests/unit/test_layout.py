@@ -218,7 +218,7 @@ def test_impossible_counts_are_refused_with_the_values_and_the_limit(arguments, 
 # Guards.
 
 WATCHED = [
-    Watched(Guard("read by every rank", without="if low < high:"), pieces_are_read_where_a_rank_gets_none, ranks=0),
+    Watched(Guard("read by every rank", without="if held:"), pieces_are_read_where_a_rank_gets_none, ranks=0),
 ]
 
 

@@ -51,7 +51,6 @@ import functools
 import itertools
 import pickle
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,18 +135,13 @@ class Policy:
             chosen later.
         replicas: Whether all ranks of the world choose together: several sp groups with batches of
             their own.
-        inform: Called with the line about each choice.
     """
 
-    def __init__(
-        self,
-        sp_group: SPGroup,
-        warmup_steps: int,
-        replicas: bool = False,
-        inform: Callable[[str], Any] = inform,
-    ):
+    # Called with the line about each choice, and with a warning.
+    inform, warn = staticmethod(inform), staticmethod(say)
+
+    def __init__(self, sp_group: SPGroup, warmup_steps: int, replicas: bool = False):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.inform, self.warn = inform, say
         self.trials: dict[tuple, Trial] = {}
         self.board = Board() if replicas else None
         # Whether nothing is tried any more.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
+from itertools import chain
 from statistics import mean, median
 from typing import Any
 
@@ -41,10 +43,7 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
         None in place of the times where no rank counts.
     """
     merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
-    every: Report = {}
-    for report in reports:
-        every |= report
-    for key, (what, _) in every.items():
+    for key, (what, _) in ChainMap(*reports).items():
         of_ranks = [report[key][1] for report in reports if key in report]
         # A rank that has not timed all candidates reports inf, and would decide alone.
         complete = [times for times in of_ranks if max(times) < float("inf")]
@@ -113,14 +112,10 @@ class Trial:
         gains by short batches in its steps, and a rank with long batches is a slow rank.
         """
         # The calls of all candidates together.
-        forwards: list = []
-        backwards: list = []
-        for candidate in self.left:
-            forwards += self.marks[candidate][0]
-            backwards += self.marks[candidate][1]
+        marks = [self.marks[candidate] for candidate in self.left]
+        forwards, backwards = [list(chain(*of_each)) for of_each in zip(*marks)]
         times = []
-        for candidate in self.left:
-            own_forwards, own_backwards = self.marks[candidate]
+        for own_forwards, own_backwards in marks:
             if not (own_forwards and own_backwards):
                 times.append(float("inf"))
                 continue
@@ -145,27 +140,16 @@ class Trial:
         self.place, self.steps = self.place + 1, self.steps + 1
         if self.place < len(self.left):
             return
-        self._prune(slowest)
+        if slowest is not None:
+            self.slowest_ms.update(zip(self.left, slowest))
+            limit = PRUNED_ABOVE * min(slowest)
+            self.left = [each for each in self.left if self.slowest_ms[each] <= limit]
         self.place, self.round = 0, self.round + 1
         if len(self.left) == 1 or self.steps + len(self.left) > self.warmup_steps:
-            self.decide()
-
-    def _prune(self, slowest: list[float] | None) -> None:
-        """Note the times of a round, and drop candidates slower than `PRUNED_ABOVE` times the best.
-
-        Does nothing where no rank has timed all candidates. ``slowest`` as in `next_step`.
-        """
-        if slowest is None:
-            return
-        self.slowest_ms.update(zip(self.left, slowest))
-        limit = PRUNED_ABOVE * min(slowest)
-        self.left = [candidate for candidate in self.left if self.slowest_ms[candidate] <= limit]
-
-    def decide(self) -> None:
-        """Choose by the times that are known now: the default if there are none."""
-        times = {candidate: self.slowest_ms.get(candidate, float("inf")) for candidate in self.left}
-        best = min(self.left, key=times.__getitem__)
-        self.chosen, self.marks = best if best in self.slowest_ms else self.default, {}
+            # By the times that are known now: the default if there are none.
+            timed = [each for each in self.left if each in self.slowest_ms]
+            self.chosen = min(timed, key=self.slowest_ms.__getitem__, default=self.default)
+            self.marks = {}
 
     def __str__(self) -> str:
         choice = "off, stock is fastest here" if self.chosen == OFF else _name(self.chosen)

@@ -22,7 +22,8 @@ class Model:
 
     def __init__(self, count, costs, warmup_steps=16):
         self.said = []
-        self.policy = Policy(SPGroup(None), warmup_steps, inform=self.said.append)
+        self.policy = Policy(SPGroup(None), warmup_steps)
+        self.policy.inform = self.said.append
         self.indices, self.costs, self.clock = [self.policy.join() for _ in range(count)], costs, ScriptedClock()
         self.off = OFF in costs
         self.policy.clock = self.clock
@@ -212,7 +213,8 @@ def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
 
     def drop(every):
         reports = [{"key": ("shape", times)} for times in every]
-        trial._prune(merged([*reports, {}])["key"][1])
+        trial.started, trial.place = True, len(trial.left) - 1  # the last step of a round
+        trial.next_step(merged([*reports, {}])["key"][1])
 
     drop([[1.0, none, 2.0], [none, none, none]])
     assert trial.left == [1, 2, 4] and trial.slowest_ms == {}

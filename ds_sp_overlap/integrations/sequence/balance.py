@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...exchange.layout import chunk_of
+from ...exchange.layout import chunk_of, joined
 from ...exchange.shares import QueryChunks
 
 # Chunks for each share. More chunks balance better, but each is a call of attention of its own.
@@ -38,14 +38,4 @@ def balanced(work: np.ndarray, shares: int) -> QueryChunks:
         share = min(free, key=loads.__getitem__)
         loads[share] += of_chunks[chunk]
         dealt[share].append(ranges[chunk])
-    return tuple(_merged(sorted(of_share)) for of_share in dealt)
-
-
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Join ascending ranges that lie end to end."""
-    merged = ranges[:1]
-    for start, stop in ranges[1:]:
-        if start == merged[-1][1]:
-            start, _ = merged.pop()
-        merged.append((start, stop))
-    return tuple(merged)
+    return tuple(map(joined, dealt))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).parent
-VOCABULARY, SEQ, WIDTH = 128, 64, 64
+VOCABULARY, WIDTH = 128, 64
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --init-method-std 0.2 "
@@ -42,12 +42,6 @@ def write_data(folder):
     return prefix
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _environment(checkout, record, steps, stand_ins):
     """``stand_ins``: what `megatron_on_cpu.stand_ins` brings besides what every run needs."""
     return {
@@ -62,11 +56,14 @@ def _environment(checkout, record, steps, stand_ins):
     }
 
 
-def _launch(ranks, module, arguments, env, folder):
-    """Run ``module`` on several ranks; exit status and output."""
-    ranks_of = {"torch.distributed.run": "--nproc_per_node", "deepspeed.launcher.runner": "--num_gpus"}
+def _launch(ranks, launcher, arguments, env, folder):
+    """Run a launcher's module on several ranks; exit status and output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    of_ranks = "--nproc_per_node" if launcher == "torch.distributed.run" else "--num_gpus"
     with subprocess.Popen(
-        [sys.executable, "-m", module, f"{ranks_of[module]}={ranks}", f"--master_port={_free_port()}", *arguments],
+        [sys.executable, "-m", launcher, f"{of_ranks}={ranks}", f"--master_port={port}", *arguments],
         env={**env, "LOCAL_SIZE": str(ranks)}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as running:  # fmt: skip
         try:
@@ -78,7 +75,7 @@ def _launch(ranks, module, arguments, env, folder):
 
 
 def train(
-    checkout, folder, section=None, way="run", ranks=2, sp=2, steps=50, stage=0, accumulation=1, dtype="fp32",
+    checkout, folder, section=None, way="run", ranks=2, sp=2, steps=10, stage=0, accumulation=1, dtype="fp32",
     flash="--use-flash-attn-v2", pipeline=False, more=(), planted=(), must_fail=False,
 ):  # fmt: skip
     """Train with pretrain_gpt.py; what `recorder` saw, and the output.
@@ -90,9 +87,7 @@ def train(
     planted   "wrong": an error in v; "reference": attention of our own, with grouped queries, which HEAD has not at sp size 1
     must_fail the output of a run that fails
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    data, record, micro = write_data(folder), folder / "record.pt", 2
+    record, micro = folder / "record.pt", 2
     batch = micro * accumulation * (ranks // sp)
     config = {
         "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation, "train_batch_size": batch,
@@ -100,11 +95,11 @@ def train(
         **({} if section is None else {"sp_overlap": section}),
     }  # fmt: skip
     (folder / "ds.json").write_text(json.dumps(config))
+    flags = [flash] * bool(flash) + ["--no-pipeline-parallel"] * (not pipeline) + [f"--{dtype}"] * (dtype != "fp32")
     arguments = [
-        *MODEL, *([flash] if flash else []), *([] if pipeline else ["--no-pipeline-parallel"]),
-        *([] if dtype == "fp32" else [f"--{dtype}"]), "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage),
-        "--train-iters", str(steps), "--micro-batch-size", str(micro), "--global-batch-size", str(batch),
-        "--data-path", str(data), "--deepspeed_config", str(folder / "ds.json"), *more,
+        *MODEL, *flags, "--ds-sequence-parallel-size", str(sp), "--zero-stage", str(stage), "--train-iters", str(steps),
+        "--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--data-path", str(write_data(folder)),
+        "--deepspeed_config", str(folder / "ds.json"), *more,
     ]  # fmt: skip
     script = Path(checkout) / "pretrain_gpt.py"
     if way == "import":
@@ -112,38 +107,35 @@ def train(
         copy.write_text("import ds_sp_overlap\n" + script.read_text())
         script = copy
     head = {"run": ["-m", "ds_sp_overlap", "run"], "deepspeed": ["--module", "ds_sp_overlap", "run"]}.get(way, [])
-    stand_ins = [*planted, *(["compress"] if way == "stock" else []), *(["builder"] if flash and "builder" in flash else [])]
+    stand_ins = [*planted, *["compress"] * (way == "stock"), *["builder"] * ("builder" in (flash or ""))]
     launcher = "deepspeed.launcher.runner" if way == "deepspeed" else "torch.distributed.run"
-    env = _environment(checkout, record, steps, stand_ins)
-    code, output = _launch(ranks, launcher, [*head, str(script), *arguments], env, folder)
-    if must_fail:
-        assert code != 0, f"trained, which it must not\n{output[-3000:]}"
-        return output
-    assert code == 0, f"exit status {code}\n{output[-6000:]}"
-    return types.SimpleNamespace(**torch.load(record, weights_only=False), output=output)
+    code, output = _launch(
+        ranks, launcher, [*head, str(script), *arguments], _environment(checkout, record, steps, stand_ins), folder
+    )
+    assert (code != 0) == must_fail, f"exit status {code}\n{output[-6000:]}"
+    return output if must_fail else types.SimpleNamespace(**torch.load(record, weights_only=False), output=output)
 
 
-def apart(one, other, rope=False):
+def apart(one, other):
     """Largest relative differences of two runs: of loss and gradient norm over the steps, of a parameter's gradient in
     the first step, before training amplifies rounding, and of a parameter at the end.
 
-    But for k's bias with learned positions: softmax takes no notice of it, so that its gradient is nothing but rounding,
+    But for k's bias: with learned positions softmax takes no notice of it, so that its gradient is nothing but rounding,
     which Adam turns into whole steps.
     """
     assert len(one.losses) == len(other.losses) and one.parameters.keys() == other.parameters.keys()
 
-    def far(a, b):
-        return max(abs(x - y) / abs(y) for x, y in zip(a, b))
+    def far(ones, others):
+        return max(abs(x - y) / abs(y) for x, y in zip(ones, others))
 
     def farthest(ones, others):
-        found = {}
+        found = []
         for name, x in others.items():
-            y = ones[name]
-            if name.endswith("query_key_value.bias") and not rope:
-                kv = (len(x) - WIDTH) // 2  # [q | k | v]
-                x, y = (torch.cat((bias[:WIDTH], bias[WIDTH + kv :])) for bias in (x, y))
-            found[name] = ((y - x).norm() / x.norm()).item()
-        return max(found.values())
+            off = ones[name] - x
+            if name.endswith("query_key_value.bias"):
+                off[WIDTH : (len(x) + WIDTH) // 2] = 0  # [q | k | v]
+            found.append((off.norm() / x.norm()).item())
+        return max(found)
 
     return {
         "loss": far(one.losses, other.losses), "norm": far(one.norms, other.norms),

@@ -266,10 +266,6 @@ def parameter(name, value, shape=()):
     return lambda module: setattr(module, name, nn.Parameter(torch.full(shape, float(value), dtype=torch.float64)))
 
 
-def buffer(name, value):
-    return lambda module: module.register_buffer(name, torch.tensor(float(value), dtype=torch.float64))
-
-
 def put(name, value):
     return lambda module: setattr(module, name, value() if callable(value) else value)
 
@@ -313,83 +309,48 @@ def several(*changes):
 OPERATIONS = {
     "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", put("bound", 1e6), put("bound", 0.5)),
     "abs": ("{x} = {x}.abs()", put("one", 1), put("one", 1)),
-    "clamp if asked": ("{x} = {x}.clamp(-2, 2) if self.bound is not None else {x}", put("bound", None), put("bound", 0.5)),
-    "clamp at numbers": ("{x} = {x}.clamp(-1000., 8.)", put("bound", 1), put("bound", 0)),
     "temperature": ("{x} = {x} * self.temperature", parameter("temperature", 1), fill("temperature", 1.5)),
-    "scale by item": ("{x} = {x} * self.temperature.item()", parameter("temperature", 1), fill("temperature", 1.5)),
     "scale": ("{x} = {x} * self.factor", put("factor", 1.0), put("factor", 1.5)),
-    "scale of args": ("{x} = {x} * self.args.scale", put("args", lambda: types.SimpleNamespace(scale=1.0)), inside("args", "scale", 2.0)),
     "scale of the process": ("{x} = {x} * STATE.scale", state(1.0), state(2.0)),
-    "scale of a global": ("{x} = {x} * GLOBAL", of_names("GLOBAL", 1.0), of_names("GLOBAL", 2.0)),
-    "branch by a global": ("{x} = {x} * 2 if GLOBAL else {x}", of_names("GLOBAL", False), of_names("GLOBAL", True)),
-    "scale of a keyword": ("{x} = {x} * kwargs.get('factor', 1.0)", put("one", 1), put("one", 1)),
     "branch by a keyword": ("{x} = {x} * 2 if 'factor' in kwargs else {x}", put("one", 1), put("one", 1)),
     "gate": ("{x} = {x} + self.gate * {x}", parameter("gate", 0), fill("gate", 0.5)),
-    "alpha": ("{x} = torch.add({x}, {x}, alpha=self.alpha)", put("alpha", 0.0), put("alpha", 0.5)),
     "an identity that is replaced": ("{x} = self.times({x})", put("times", nn.Identity), put("times", lambda: Times().double())),
     "where": ("{x} = torch.where({x} > self.cap, 0., {x})", put("cap", 1e12), put("cap", 0.5)),
-    "by its own mask": ("{x} = {x}.clone(); {x}[{x} > self.cap] = 0.", put("cap", 1e12), put("cap", 0.5)),
     "set in place": ("{x} = {x}.clone(); {x}[..., :1] = {x}[..., :1] * self.factor", put("factor", 1.0), put("factor", 2.0)),
     "by length": ("{x} = {x} * 2 if {x}.shape[1] > self.long else {x}", put("long", 10**6), put("long", 3)),
-    "by a length of its own": ("{x} = {x} * 2 if {x}.shape[1] > 20 else {x}", put("long", 10**6), put("long", 3)),
     "by batch": ("{x} = {x} * 2 if {x}.size(0) == 1 else {x}", put("long", 1), put("long", 1)),
     "by joined dims": ("{x} = {x} * 2 if {x}.flatten().shape[0] > 2000 else {x}", put("long", 1), put("long", 1)),
-    "by the length of joined dims": ("{x} = {x} * 2 if len({x}.reshape(-1, {x}.shape[-1])) > 60 else {x}", put("long", 1), put("long", 1)),
     "by its largest": ("{x} = {x} * 2 if {x}.abs().max() > self.large else {x}", put("large", 1e12), put("large", 0.5)),
-    "by a flag": ("{x} = {x} * 2 if self.flag else {x}", put("flag", False), put("flag", True)),
     "by evaluation": ("{x} = {x} if self.training else {x} * 2", put("flag", False), put("flag", True)),
-    "by gradients": ("{x} = {x} if torch.is_grad_enabled() else {x} * 2", put("flag", False), put("flag", True)),
-    "by autocast": ("{x} = {x} * 2 if torch.is_autocast_enabled() else {x}", put("flag", False), put("flag", True)),
-    "by requires_grad": ("{x} = {x} if {x}.requires_grad else {x} * 2", put("flag", False), put("flag", True)),
     "by dtype": ("{x} = {x} * 2 if {x}.dtype == torch.float64 else {x}", put("flag", False), put("flag", True)),
-    "by device": ("{x} = {x} * 2 if {x}.device.type == 'cpu' else {x}", put("flag", False), put("flag", True)),
     "a factor in backward": ("{x} = Scale.apply({x}, self.factors)", put("factors", lambda: [1.0]), inside("factors", 0, 2.0)),
     "a hook": ("{x}.register_hook(lambda dy: dy * self.factor) if {x}.requires_grad else None", put("factor", 1.0), put("factor", 2.0)),
     "detached": ("{x} = {x}.detach() if self.flag else {x}", put("flag", False), put("flag", True)),
     "detached always": ("{x} = {x}.detach()", put("flag", False), put("flag", True)),
     "data": ("{x} = {x} + ({x}.data - {x}) * self.factor", put("factor", 0.0), put("factor", 1.0)),
-    "data edited": ("{x}.data.mul_(self.factor)", put("factor", 1.0), put("factor", 2.0)),
     "without gradients": ("with torch.set_grad_enabled(not self.flag): {x} = {x}.clone()", put("flag", False), put("flag", True)),
     "autocast off": ("with torch.autocast('cpu', enabled=False): {x} = {x} * 1", put("flag", False), put("flag", True)),
-    "rolled": ("{x} = {x}.roll(self.shift, 1)", put("shift", 0), put("shift", 1)),
-    "rolled by length": ("{x} = {x}.roll({x}.shape[1] // 20, 1)", put("shift", 0), put("shift", 1)),
     "cut and joined by length": ("n = {x}.shape[1] // 20; {x} = torch.cat(({x}[:, n:], {x}[:, :n]), 1)", put("shift", 0), put("shift", 1)),
     "by an index": ("{x} = {x}[..., self.order]", lambda m: m.register_buffer("order", torch.arange(HEAD_DIM)), lambda m: m.order.copy_(torch.arange(HEAD_DIM).flip(0))),
     "of aten": ("{x} = torch.ops.aten.mul({x}, self.factor)", put("factor", 1.0), put("factor", 2.0)),
-    "of numpy": ("{x} = {x} + torch.from_numpy({x}.detach().numpy() * self.factor)", put("factor", 0.0), put("factor", 2.0)),
     "einsum": ("{x} = torch.einsum('...d,de->...e', {x}, self.turn)", lambda m: m.register_buffer("turn", torch.eye(HEAD_DIM).double()), lambda m: m.turn.copy_(torch.eye(HEAD_DIM).flip(0))),
-    "functional dropout in training": ("{x} = F.dropout({x}, self.rate, self.training)", put("rate", 0.0), put("rate", 0.5)),
     "dropout": ("{x} = self.drop({x})", put("drop", lambda: nn.Dropout(0.0)), inside("drop", "p", 0.5)),
     "a function": ("{x} = helper(self, {x})", several(put("factor", 1.0), of_names("helper", lambda self, x: x * self.factor)), put("factor", 2.0)),
-    "a function with state": ("{x} = helper({x})", of_names("helper", lambda x, state=STATE: x * state.scale), state(2.0)),
     "a function that is replaced": ("{x} = helper({x})", of_names("helper", lambda x: x), of_names("helper", lambda x: x * 2)),
     "a partial": ("{x} = self.function({x})", put("function", lambda: functools.partial(torch.mul, other=1.0)), put("function", lambda: functools.partial(torch.mul, other=2.0))),
-    "a closure": ("{x} = (lambda y: y * self.factor)({x})", put("factor", 1.0), put("factor", 2.0)),
     "a method": ("{x} = self.scaled({x})", put("scaled", lambda: (lambda x: x)), put("scaled", lambda: (lambda x: x * 2))),
     "tried": ("\n    try:\n        {x} = {x} * self.factor\n    except Exception:\n        pass", put("factor", 1.0), put("factor", 2.0)),
     "counted": ("self.steps = getattr(self, 'steps', 0) + 1; {x} = {x} * 2 if self.steps > 40 else {x}", put("flag", False), put("steps", 100)),
     "remembered": ("{x} = {x} + self.shared.get('x', 0) * 0; self.shared['x'] = {x}", put("shared", dict), inside("shared", "y", 1)),
-    "the text of a size": ("{x} = {x} * 2 if f'{{{x}.shape[-2]}}' == '40' else {x}", put("flag", False), put("flag", True)),
-    "the bits of a size": ("{x} = {x} * 2 if {x}.shape[-2].bit_length() == 6 else {x}", put("flag", False), put("flag", True)),
     "a size as it is": ("{x} = {x} * 2 if {x}.shape[-2].real > 20 else {x}", put("flag", False), put("flag", True)),
     "a list of the process": ("{x} = {x} * SHARED[0]", of_names("SHARED", [1.0]), lambda m: type(m).forward.__globals__["SHARED"].__setitem__(0, 2.0)),
-    "class attribute": ("{x} = {x} * self.__class__.factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
     "type": ("{x} = {x} * type(self).factor", lambda m: setattr(type(m), "factor", 1.0), lambda m: setattr(type(m), "factor", 2.0)),
-    "vars": ("{x} = {x} * vars(self).get('factor', 1.0)", put("flag", 1), put("factor", 2.0)),
-    "sum over one": ("{x} = {x} + {x}.mean(1, keepdim=True) * self.factor", put("factor", 0.0), put("factor", 0.5)),
     "cumulated": ("{x} = {x} + {x}.cumsum(1) * self.factor", put("factor", 0.0), put("factor", 0.5)),
-    "a copy, changed": ("t = {x}.clone(); t.mul_(self.factor); {x} = t", put("factor", 1.0), put("factor", 2.0)),
     "out=": ("torch.mul({x}, self.factor, out={x})", put("factor", 1.0), put("factor", 2.0)),
     "rounded": ("{x} = {x}.to(self.kind).to(torch.float64)", put("kind", torch.float64), put("kind", torch.bfloat16)),
     "a position": ("{x} = {x} * (1 + self.factor * torch.arange({x}.shape[1])[:, None])", put("factor", 0.0), put("factor", 1.0)),
-    "sorted by a flag of args": (
-        "{x} = {x}.sort(1).values if self.args.flag else {x}", put("args", lambda: types.SimpleNamespace(flag=False)), inside("args", "flag", True)),
     "sorted by a flag of a list": ("{x} = {x}.sort(1).values if self.flags[0] else {x}", put("flags", lambda: [False]), inside("flags", 0, True)),
-    "sorted by a flag of the class": (
-        "{x} = {x}.sort(1).values if self.flag else {x}", lambda m: setattr(type(m), "flag", False), lambda m: setattr(type(m), "flag", True)),
     "sorted by a global": ("{x} = {x}.sort(1).values if FLAG else {x}", of_names("FLAG", False), of_names("FLAG", True)),
-    "sorted by a function": ("{x} = helper({x})", of_names("helper", lambda x: x), of_names("helper", lambda x: x.sort(1).values)),
-    "sorted": ("{x} = {x}.sort(1).values if self.flag else {x}", put("flag", False), put("flag", True)),
     "finfo": ("{x} = {x}.clamp(max=torch.finfo({x}.dtype).max * self.factor)", put("factor", 1.0), put("factor", 1e-308)),
 }  # fmt: skip
 
@@ -444,14 +405,6 @@ def scaling(forward):
     def wrapped(self, *args, **kwargs):
         y, *more = forward(self, *args, **kwargs)
         return y * getattr(self, "factor", 1.0), *more
-
-    return wrapped
-
-
-def scaled_input(forward):
-    @functools.wraps(forward)
-    def wrapped(self, hidden_states, *args, **kwargs):
-        return forward(self, hidden_states * getattr(self, "factor", 1.0), *args, **kwargs)
 
     return wrapped
 
@@ -535,34 +488,23 @@ PROGRAMS = {
     "a norm of heads as it is": Program("q norm", expected="whole"),
     "causal unless there is a mask": Program(
         "attention", (("scaling=self.scaling,", "scaling=self.scaling, is_causal=attention_mask is None,"),)),
-    "scaling by length": Program("attention", (("scaling=self.scaling", "scaling=x.shape[1] ** -0.5"),)),
     "scaling by log of length": Program("attention", (("scaling=self.scaling", "scaling=math.log(x.shape[1])"),)),
-    "scaling of a parameter": Program(
-        "attention", (("scaling=self.scaling", "scaling=self.temperature.item()"),), parameter("temperature", 0.5), fill("temperature", 2.0)),
     "scaling of args": Program(
         "attention", (("scaling=self.scaling", "scaling=self.args.scale"),), put("args", lambda: types.SimpleNamespace(scale=0.5)),
         inside("args", "scale", 2.0)),
-    "scaling of a dict": Program(
-        "attention", (("scaling=self.scaling", "scaling=self.args['scale']"),), put("args", lambda: {"scale": 0.5}), inside("args", "scale", 2.0)),
     "scaling of a global": Program("attention", (("scaling=self.scaling", "scaling=GLOBAL"),), of_names("GLOBAL", 1.0), of_names("GLOBAL", 2.0)),
-    "scaling of a keyword": Program("attention", (("scaling=self.scaling", "scaling=kwargs.pop('factor', 0.5)"),), given={"factor": 3.0}),
     "scaling of a function": Program(
         "attention", (("scaling=self.scaling", "scaling=scale()"),), of_names("scale", lambda: 1.0), of_names("scale", lambda: 2.0)),
     "scaling of an attribute": Program("attention", (), put("scaling", 0.5), put("scaling", 0.25), expected="whole"),
     "a wrapper that scales": Program("attention", around=wrapping(scaling), activate=FACTOR),
-    "a wrapper that scales its input": Program("attention", around=wrapping(scaled_input), activate=FACTOR),
     "a wrapper without gradients": Program("attention", around=wrapping(torch.no_grad())),
-    "a wrapper in inference": Program("attention", around=wrapping(torch.inference_mode())),
     "a wrapper without autocast": Program("attention", around=wrapping(torch.autocast("cpu", enabled=False))),
     "a call of its own": Program("attention", around=own_call, activate=FACTOR),
     "a linear layer with a call of its own, q": Program("attention", (), linear_with_a_call("q_proj"), lambda m: setattr(m.q_proj, "factor", 2.0)),
-    "a linear layer with a call of its own, o": Program("attention", (), linear_with_a_call("o_proj"), lambda m: setattr(m.o_proj, "factor", 2.0)),
     "a norm of heads with a call of its own": Program("q norm", around=own_call, activate=FACTOR),
     "a forward that is patched": Program("attention", activate=patched(2.0)),
     "another projection": Program("attention", activate=lambda m: setattr(m, "q_proj", m.o_proj), expected="whole"),
-    "a projection twice": Program("attention", (("k = self.k_proj(x)", "k = self.v_proj(x)"), ("v = self.v_proj(x)", "v = self.v_proj(x)"))),
     "a parameter that waits": Program("attention", (), parameter("waits", 0)),
-    "a buffer that waits": Program("attention", (), buffer("waits", 0)),
     "a child that waits": Program("attention", (), put("waits", lambda: nn.Linear(2, 2))),
     "a residual of zeros": Program("attention", (("return y, weights", "return y + self.gate * x, weights"),), parameter("gate", 0), fill("gate", 1.0)),
     "v mixed with another layer's": Program(
@@ -571,40 +513,30 @@ PROGRAMS = {
     "k and v shared by a dict": Program(
         "attention", (("    cos, sin =", "    self.shared.setdefault('v', v)\n    cos, sin ="),), put("shared", dict)),
     "k and v shared by a global": Program("attention", (("    cos, sin =", "    SHARED['v'] = v\n    cos, sin ="),), names={"SHARED": {}}),
-    "k and v shared by a list": Program("attention", (("    cos, sin =", "    self.shared.append(v)\n    cos, sin ="),), put("shared", list)),
     "logits scaled by length": Program(
         "attention", (("    cos, sin =", "    q = q * (math.log(x.shape[1]) / math.log(40) if x.shape[1] > 40 else 1)\n    cos, sin ="),)),
     "a position scale as of Llama 4": Program(
         "attention", (("    cos, sin =", "    q = q * (torch.log1p(torch.floor((torch.arange(x.shape[1]) + 1.) / 8)) * 0.1 + 1)[:, None]\n    cos, sin ="),)),
     "a window by length": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if x.shape[1] < 20 else 4"),)),
-    "a window by evaluation": Program("attention", (("scaling=self.scaling", "scaling=self.scaling, sliding_window=None if self.training else 4"),)),
     "scaling at one length": Program(
         "attention", (("scaling=self.scaling", "scaling=0.1 if x.shape[1] == 40 else self.scaling"),)),
     "scaling by gradients": Program(
         "attention", (("scaling=self.scaling", "scaling=self.scaling if torch.is_grad_enabled() else 0.1"),)),
     "a rotation that clamps": Program("attention", around=rotating("q.clamp(-100, 100)")),
-    "a rotation that scales by a global": Program(
-        "attention", around=rotating("q * FACTOR"), activate=of_names("FACTOR", 2.0)),
     "a rotation by length": Program("attention", around=rotating("q * 2 if q.shape[2] > 20 else q")),
     "a rotation by the length that is tried": Program("attention", around=rotating("q * q.shape[2] - q * 7 + q")),
     "a rotation that softcaps": Program("attention", around=rotating("1e9 * torch.tanh(q / 1e9)")),
-    "a rotation that is none in bf16": Program("attention", around=rotating("q * 2 if q.dtype == torch.float64 else q")),
     "a rotation that detaches": Program("attention", around=rotating("q.detach()")),
     "a rotation of positions": Program("attention", ((ROTATE, "apply_rotary_pos_emb(q, k, cos, sin) if x.shape[1] < 20 else (q, k)"),)),
     "a rotation by a flag": Program("attention", (("    q, k = " + ROTATE, "    if self.rotates:\n        q, k = " + ROTATE),), put("rotates", True), put("rotates", False)),
-    "a rotation in evaluation": Program("attention", (("    q, k = " + ROTATE, "    if self.training:\n        q, k = " + ROTATE),)),
     "a gate on the output": Program("attention", (("y = self.o_proj(o)", "y = self.o_proj(o * torch.sigmoid(self.gate))"),), parameter("gate", 50), fill("gate", 0.0)),
-    "a bias added by hand": Program("attention", (("y = self.o_proj(o)", "y = self.o_proj(o) + self.more"),), parameter("more", 0, (HIDDEN,)), fill("more", 1.0)),
     "a LoRA by hand": Program(
         "attention", (("q = self.q_proj(x)", "q = (self.q_proj(x) + self.up(self.down(x)))"),),
         several(put("up", lambda: nn.Linear(2, HEADS * HEAD_DIM, bias=False)), put("down", lambda: nn.Linear(HIDDEN, 2)), lambda m: m.up.weight.data.zero_()),
         lambda m: m.up.weight.fill_(1.0)),
-    "weights read by hand": Program("attention", (("self.q_proj(x)", "F.linear(x, self.q_proj.weight, self.q_proj.bias)"),)),
     "a child's forward": Program("attention", (("self.q_proj(x)", "self.q_proj.forward(x)"),)),
-    "mean of values": Program("attention", (("    cos, sin =", "    v = v + self.mix * v.mean(2, keepdim=True)\n    cos, sin ="),), put("mix", 0.0), put("mix", 1.0)),
     "values of the token before": Program(
         "attention", (("    cos, sin =", "    v = v + self.mix * F.pad(v, (0, 0, 1, -1))\n    cos, sin ="),), parameter("mix", 0), fill("mix", 1.0)),
-    "k is v": Program("attention", (("v = self.v_proj(x).view(shape)", "v = k"),)),
     "a list of projections": Program("attention", (("self.q_proj(x)", "self.all[0](x)"),), lambda m: setattr(m, "all", nn.ModuleList([m.q_proj]))),
     "rotated where there are tables": Program("attention", (ROTATES_IF_GIVEN,), given={"position_embeddings": None}, expected="whole"),
     "rotated at one length alone": Program("attention", (("    q, k = apply_rotary", "    if q.shape[2] > 8:\n        q, k = apply_rotary"),)),
@@ -626,7 +558,6 @@ PROGRAMS = {
         "attention", (("    attend =", "    q = torch.cat((q[:, 2:], q[:, :2]), 1) if isinstance(self.q_norm, nn.RMSNorm) else q\n    attend ="),),
         activate=lambda m: setattr(m, "q_norm", nn.RMSNorm(HEAD_DIM, 1e-6).double()), expected="refused"),
     "returns o as well": Program("attention", (("return y, weights", "return y, weights, o"),)),
-    "no weights": Program("attention", (("return y, weights", "return y, None"),)),
     "a norm of heads over heads at times": Program("q norm", (("y = self.weight * y", "y = self.weight * (y + self.mix * y.mean(1, keepdim=True))"),), put("mix", 0.0), put("mix", 1.0)),
 }  # fmt: skip
 PROGRAMS |= {

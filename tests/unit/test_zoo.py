@@ -5,26 +5,19 @@ import pytest
 from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations.inspect import accounting
 from tests.harness import zoo
-from tests.harness.cases import full, since_transformers
+from tests.harness.cases import since_transformers
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.zoo import OPERATIONS, PROGRAMS, judge, random_program
+from tests.harness.zoo import PROGRAMS, judge, random_program
 
 pytestmark = since_transformers("5.1")  # `get_interface`
-INSERTED = [name for name in PROGRAMS if name.endswith(", of q")]
-WRITTEN = [name for name in PROGRAMS if name not in INSERTED]
-SOME = {*WRITTEN[::2], *(name for name in WRITTEN if PROGRAMS[name].expected), *INSERTED[::6]}
 FINE = {"own", "refused", "whole"}
 
 
-@pytest.mark.parametrize("name", [name if name in SOME else full(name) for name in PROGRAMS])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_right_or_refused(name):
     verdict, why = judge(PROGRAMS[name])
     assert verdict in FINE, why
     assert verdict == (PROGRAMS[name].expected or verdict), why
-
-
-def test_there_are_many_programs():
-    assert len(PROGRAMS) >= 145 and len(SOME) >= 45 and len(OPERATIONS) >= 75
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,10 +3,11 @@
 In fp64, also what the models compute in fp32 (`in_double`): norms, decays, the delta rule. What remains are roundings.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 
 import ds_sp_overlap
 import ds_sp_overlap.autotune.policy
@@ -14,16 +15,18 @@ from ds_sp_overlap.integrations.inspect.library import names_around
 from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
-from tests.harness.families import draw, tiny_config, tiny_model
+from tests.harness.families import tiny_config, tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, forgetting, packed, sequence_parallel, worst
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import no_errors, on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
-    against_itself,
+    adapters_trained,
+    against_whole,
+    assert_rounds_as_one_rank,
     checkpointed,
     documents,
     each_alone,
@@ -31,14 +34,14 @@ from tests.harness.whole import (
     inputs_of,
     on_and_off,
     padding,
-    rounding,
+    partly_trained,
     share,
     tokens_of,
     trained,
 )
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-TWO = {"head_groups": 2}
+ONE, TWO = {"head_groups": 1}, {"head_groups": 2}
 
 
 def heads(value, key):
@@ -48,60 +51,41 @@ def heads(value, key):
 # Equality with the whole sequence.
 
 
-def against_whole(rank, size, cases):
-    """Of each case the error for each number of head groups."""
-    figures = []
-    with in_double():
-        for kind, options, lengths, groups in cases:
-            tokens = tokens_of(sum(lengths))
-            wide = {} if "_linear" in kind or "bailing" in kind else dict(num_attention_heads=8, num_key_value_heads=4)
-            model = tiny_model(kind, **wide, **options)
-            inputs, labels = inputs_of(tokens, [sum(lengths)], 0)
-            whole = found(model, [share(model, inputs, labels)])
-            errors = []
-            for count in groups:
-                report = ds_sp_overlap.enable(model, {"head_groups": count, "on_unsupported": "error"}, dist.group.WORLD)
-                got = {layer.got.split(",")[0] for layer in report.layers}
-                assert "delta rule" in got and got <= {
-                    "delta rule",
-                    "attention function",
-                    "all eight exchanges",
-                    "latent attention",
-                }
-                errors.append(worst(found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD), whole))
-                ds_sp_overlap.disable(model)
-            figures.append(errors)
-    return figures
+def wide(kind, **options):
+    return tiny_model(kind, **{"num_attention_heads": 8, "num_key_value_heads": 4, **options})
 
 
 CASES = {
-    2: [(kind, heads(4, 2), [16, 16], (1, 2)) for kind in KINDS]
+    2: [(kind, heads(4, 2), [16, 16], [ONE, TWO]) for kind in KINDS]
     + [
-        ("qwen3_next", heads(6, 3), [16, 16], (1, 2, 3)),  # a rank's heads share key heads unevenly, and with the other rank
-        ("qwen3_5_text", heads(4, 1), [16, 16], (1, 2)),
-        ("olmo_hybrid", dict(**heads(4, 4), linear_allow_neg_eigval=False), [16, 16], (1, 2)),
-        ("olmo_hybrid", dict(**heads(4, 4), linear_allow_neg_eigval=True), [16, 16], (1, 2)),
-        ("qwen3_next", heads(4, 2), [100, 70], (2,)),  # several chunks of the delta rule, cut between ranks
-        ("qwen3_5_text", dict(**heads(4, 2), linear_key_head_dim=4, linear_value_head_dim=12), [1, 30], (2,)),
-        ("olmo_hybrid", heads(5, 5), [30, 2], (1, 2)),  # fewer tokens than taps
-        ("kimi_linear", {}, [16, 16], (1, 2)),
-        ("kimi_linear", dict(layer_types=["linear_attention"] * 2), [16, 16], (2,)),  # no attention layer hosts
-        ("bailing_hybrid", {}, [1, 30], (2,)),
+        ("qwen3_next", heads(6, 3), [16, 16], [ONE, TWO, {"head_groups": 3}]),  # ranks share key heads, unevenly
+        ("qwen3_5_text", heads(4, 1), [16, 16], [ONE, TWO]),
+        ("olmo_hybrid", dict(**heads(4, 4), linear_allow_neg_eigval=False), [16, 16], [ONE, TWO]),
+        ("olmo_hybrid", dict(**heads(4, 4), linear_allow_neg_eigval=True), [16, 16], [ONE, TWO]),
+        ("qwen3_next", heads(4, 2), [100, 70], [TWO]),  # several chunks of the delta rule, cut between ranks
+        ("qwen3_5_text", dict(**heads(4, 2), linear_key_head_dim=4, linear_value_head_dim=12), [1, 30], [TWO]),
+        ("olmo_hybrid", heads(5, 5), [30, 2], [ONE, TWO]),  # fewer tokens than taps
     ],
     4: [
-        ("qwen3_next", heads(8, 2), [8, 8, 8, 8], (1, 2)),  # key heads fewer than ranks
-        ("qwen3_5_text", heads(6, 3), [9, 2, 1, 20], (1,)),
-        ("kimi_linear", {}, [9, 2, 1, 20], (1,)),
-        ("olmo_hybrid", heads(8, 8), [8, 8, 8, 8], (2,)),
+        ("qwen3_next", heads(8, 2), [8, 8, 8, 8], [ONE, TWO]),  # key heads fewer than ranks
+        ("qwen3_5_text", heads(6, 3), [9, 2, 1, 20], [ONE]),
+        ("olmo_hybrid", heads(8, 8), [8, 8, 8, 8], [TWO]),
     ],
+}
+OTHERS = {
+    2: [
+        ("kimi_linear", {}, [16, 16], [ONE, TWO]),
+        ("kimi_linear", dict(layer_types=["linear_attention"] * 2), [16, 16], [TWO]),  # no attention layer hosts
+        ("bailing_hybrid", {}, [1, 30], [TWO]),
+    ],
+    4: [("kimi_linear", {}, [9, 2, 1, 20], [ONE])],
 }
 
 
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_every_gradient_equal_the_whole_sequences(size):
-    for figures in on_ranks(size, against_whole, size, CASES[size]):
-        for case, errors in zip(CASES[size], figures, strict=True):
-            assert all(error < FP64 for error in errors), (case, errors)
+    no_errors(size, FP64, against_whole, wide, CASES[size], "delta rule")
+    no_errors(size, FP64, against_whole, tiny_model, OTHERS[size], "delta rule")
 
 
 def edges(rank, kinds=("qwen3_next",)):
@@ -118,10 +102,7 @@ def edges(rank, kinds=("qwen3_next",)):
         "more edges": (two, dict(cu_seq_lens_q=[0, 8, 20, 32])),
         "more in the index": (two, dict(seq_idx=[[0] * 10 + [1] * 6])),
         "known": (None, dict(cu_seq_lens_q=[0, 16], seq_idx=[[0] * 16])),
-        "known edges": (
-            two,
-            dict(cu_seq_lens_q=[0, 4, 16] if rank else [0, 16], seq_idx=[[0] * 4 + [1] * 12] if rank else [[0] * 16]),
-        ),
+        "known edges": (two, dict(cu_seq_lens_q=[0, 4, 16], seq_idx=[[0] * 4 + [1] * 12]) if rank else dict(cu_seq_lens_q=[0, 16])),
         "known edges of all ranks": (two, dict(cu_seq_lens_q=[0, 20, 32])),
     }
     for kind in kinds:
@@ -155,64 +136,21 @@ def misses_edges(rank):
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[16, 16], [12, 20]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
 
 
-def frozen(rank, trained):
-    """Error of the gradients of what is trained, where all else is frozen."""
-    errors = []
-    with in_double():
-        for kind in KINDS:
-            model = tiny_model(kind)
-            for name, p in model.named_parameters():
-                p.requires_grad = any(word in name for word in trained)
-            ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
-            errors.append(against_itself(rank, model)[0])
-    return errors
+@pytest.mark.parametrize("words", [("conv1d",), ("A_log", "q_norm"), ("lm_head",), ("in_proj_b", "b_proj", "in_proj_ba")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words):
+    no_errors(2, FP64, partly_trained, tiny_model, kind, words, TWO)
 
 
-@pytest.mark.parametrize("trained", [("conv1d",), ("A_log", "q_norm"), ("lm_head",), ("in_proj_b", "b_proj", "in_proj_ba")])
-def test_what_is_frozen_stays_so_and_the_rest_is_right(trained):
-    for errors in on_ranks(2, frozen, trained):
-        assert all(error < FP64 for error in errors), errors
-
-
-def adapted(rank):
-    """Errors of the adapters' gradients, for each family."""
-    errors = []
-    with in_double():
-        for kind in KINDS:
-            model = tiny_model(kind)
-            targets = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "linear_attn" in name]
-            model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
-            ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
-            error, learning = against_itself(rank, model)
-            assert learning == 2 * len(targets)
-            errors.append(error)
-    return errors
-
-
-def test_lora_on_every_projection_is_right():
-    for errors in on_ranks(2, adapted):
-        assert all(error < FP64 for error in errors), errors
-
-
-def in_bf16(rank, factor=1.0):
-    figures = []
-    for kind in KINDS:
-        config = tiny_config(kind)
-        config._attn_implementation, config._experts_implementation = "sdpa", "eager"
-        model = draw(type(tiny_model(kind))(config)).bfloat16()
-        with in_double():
-            exact = tiny_model(kind)
-            exact.load_state_dict(model.state_dict())
-            reference = found(exact, [share(exact, *inputs_of(tokens_of(64), [64], 0))])
-        figures.append(rounding(rank, model, reference, {"head_groups": 2}, ("conv1d",), factor))
-    return figures
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_on_every_projection_is_right(kind):
+    linear = [name for name, m in tiny_model(kind).named_modules() if isinstance(m, torch.nn.Linear) and "linear_attn" in name]
+    no_errors(2, FP64, adapters_trained, tiny_model, kind, linear, TWO)
 
 
 def test_in_bf16_rounding_is_that_of_one_rank():
     """Other roundings of the same size: 1 to 2 % apart where they were compared. The fault is more than ten roundings (0.4 %)."""
-    for figures in on_ranks(2, in_bf16):
-        assert all(0 < split < 1.5 * alone for alone, split in figures), figures
-    assert any(split > 1.5 * alone for figures in on_ranks(2, in_bf16, 1.1) for alone, split in figures)
+    assert_rounds_as_one_rank(tiny_model, KINDS, TWO, ("conv1d",), 1.1)
 
 
 def let_run_on(kind):
@@ -226,15 +164,13 @@ def let_run_on(kind):
 @pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2], "kimi_linear"])
 def test_a_packed_document_begins_with_an_empty_state(kind):
     assert let_run_on(kind) > 1e-3, "the two are told apart"
-    for errors in on_ranks(2, documents, tiny_model, kind, [16, 16], ROWS, TWO):
-        assert all(error < FP64 for error in errors.values()), errors
+    no_errors(2, FP64, documents, tiny_model, kind, [16, 16], ROWS, TWO)
 
 
 @pytest.mark.parametrize("kind, lengths", [("qwen3_next", [16, 16]), ("qwen3_5_text", [1, 31])])
 def test_padding_leaves_no_trace(kind, lengths):
     """transformers makes no mask for a rank with one token."""
-    for errors in on_ranks(2, padding, tiny_model, kind, lengths, TWO):
-        assert all(error < FP64 for error in errors), errors
+    no_errors(2, FP64, padding, tiny_model, kind, lengths, TWO)
 
 
 def test_padding_takes_no_document_a_token():
@@ -284,8 +220,7 @@ def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    errors = on_ranks(2, checkpointed, tiny_model, kind, reentrant, TWO)
-    assert all(error < FP64 for error in errors), errors
+    no_errors(2, FP64, checkpointed, tiny_model, kind, reentrant, TWO)
 
 
 def refused_alone(model, inputs):
@@ -339,11 +274,7 @@ def test_evaluation_is_left_alone_where_stock_leaves_it_alone():
 
 def refusals(rank):
     said = []
-    for options, section in (
-        (dict(**heads(2, 2)), {}),
-        (dict(**heads(4, 4)), {}),
-        (dict(**heads(8, 2)), {"head_groups": 3}),
-    ):
+    for options, section in ((heads(2, 2), {}), (heads(4, 4), {}), (heads(8, 2), {"head_groups": 3})):
         config = tiny_config("qwen3_next", num_attention_heads=16, num_key_value_heads=4, **options)
         config._attn_implementation = "sdpa"
         model = type(tiny_model("qwen3_next"))(config)
@@ -386,8 +317,7 @@ def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
     """Each parameter's gradient, those cut by heads too, is reduced as every other's; ZeRO-3 gathers what no module's call asks for."""
     stages = [(0, False), (1, False), (3, kind != "qwen3_next")]
-    for off in on_ranks(2, trained, kind, stages, TWO, timeout_s=200):
-        assert max(off.values()) < FP32, off
+    no_errors(2, FP32, trained, kind, stages, TWO, timeout_s=200)
 
 
 def chosen(rank, kind):
@@ -405,33 +335,16 @@ def test_g_is_chosen_by_timing(kind, kv_heads):
 # Guards.
 
 
-def faults_of_cuts(rank):
-    (errors,) = against_whole(rank, 2, [("qwen3_next", heads(6, 3), [16, 16], (1, 2))])
-    return [f"{error}" for error in errors if not error < FP64]
-
-
-def faults_of_documents(rank):
-    return [
-        f"{lengths}: {error}"
-        for lengths, error in documents(rank, tiny_model, "olmo_hybrid", [16, 16], ROWS, TWO).items()
-        if not error < FP64
-    ]
-
-
-def faults_of_checkpoints(rank):
-    error = checkpointed(rank, tiny_model, "qwen3_5_text", False, TWO)
-    return [] if error < FP64 else [f"{error}"]
-
+of_cuts = functools.partial(against_whole, make=wide, cases=[("qwen3_next", heads(6, 3), [16, 16], [ONE, TWO])], says="delta rule")
+of_documents = functools.partial(documents, make=tiny_model, kind="olmo_hybrid", lengths=[16, 16], rows=ROWS, section=TWO)
+of_checkpoints = functools.partial(checkpointed, make=tiny_model, kind="qwen3_5_text", reentrant=False, section=TWO)
 
 WATCHED = [
     Watched(Guard("documents are known", without="if False:"), misses_edges),
-    Watched(Guard("rows of their own", without="pass"), faults_of_cuts),
-    Watched(Guard("an empty state", without="return mix(q, k, v)"), faults_of_documents),
-    Watched(
-        Guard("recurrent layers are told", without="if True:"),
-        faults_of_checkpoints,
-        raises=True,  # a checkpoint runs the layer again outside the model's forward
-    ),
+    Watched(Guard("rows of their own", without="pass"), of_cuts),
+    Watched(Guard("an empty state", without="return mix(q, k, v)"), of_documents),
+    # A checkpoint runs the layer again outside the model's forward.
+    Watched(Guard("recurrent layers are told", without="if True:"), of_checkpoints, raises=True),
 ]
 
 

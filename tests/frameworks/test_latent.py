@@ -3,6 +3,7 @@
 In fp64, also what the models compute in fp32 (`in_double`). What remains are roundings.
 """
 
+import functools
 import gc
 import weakref
 from unittest import mock
@@ -10,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import ds_sp_overlap
@@ -21,18 +21,20 @@ from tests.harness import flash
 from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, worst
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import no_errors, on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
+    adapted,
     against_itself,
+    against_whole,
     checkpointed,
     documents,
-    found,
     inputs_of,
+    on_all_ranks,
     on_and_off,
-    share,
+    on_one_rank,
     tokens_of,
     trained,
 )
@@ -43,7 +45,7 @@ KINDS = (
     "minicpm3",
     "longcat_flash",
 )  # forwards unlike one another; youtu, glm4_moe_lite as the first
-TWO = {"head_groups": 2, "on_unsupported": "error"}
+ONE, TWO = {"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error", "check": True}
 LATENT, ROTATED, K, V = 24, 8, 16, 8  # of `tiny_config`: r, d_rot, d and d_v
 
 
@@ -55,77 +57,61 @@ def attention_of(model):
     return next(module for module in model.modules() if hasattr(module, "kv_b_proj"))
 
 
-def enabled(model, section=None):
-    """Overlaps ``model``; what its attention layers got."""
-    report = ds_sp_overlap.enable(model, {"head_groups": 2, "on_unsupported": "error", **(section or {})}, dist.group.WORLD)
-    return {layer.got.split(",")[0] for layer in report.layers}
+def enabled(model):
+    """Overlaps ``model``, whose latents travel then."""
+    report = ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
+    assert all(layer.got.startswith("latent attention, ") for layer in report.layers), report
+    return model
 
 
 # Equality with the whole sequence.
 
 
-def against_whole(rank, cases, implementation="sdpa"):
-    """Of each case the error for each number of head groups."""
-    figures = []
-    with in_double():
-        for kind, options, lengths, groups in cases:
-            tokens, model = tokens_of(sum(lengths)), tiny_model(kind, **options)
-            whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
-            model.config._attn_implementation = implementation
-            errors = []
-            for count in groups:
-                assert enabled(model, {"head_groups": count, "check": count == 2}) == {"latent attention"}
-                errors.append(worst(found(model, [share(model, *inputs_of(tokens, lengths, rank))], dist.group.WORLD), whole))
-                ds_sp_overlap.disable(model)
-            figures.append(errors)
-    return figures
-
-
 CASES = {
-    2: [(kind, heads(4), [16, 16], (1, 2)) for kind in KINDS]
+    2: [(kind, heads(4), [16, 16], [ONE, TWO]) for kind in KINDS]
     + [
-        ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], (2,)),
-        (
-            "deepseek_v3",
-            heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40),
-            [30, 2],
-            (1, 2),
-        ),  # a rank has more heads than the other
-        ("deepseek_v2", heads(6, hidden_size=48), [1, 31], (3,)),
+        ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], [TWO]),
+        # A rank has more heads than the other.
+        ("deepseek_v3", heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40), [30, 2], [ONE, TWO]),
+        ("deepseek_v2", heads(6, hidden_size=48), [1, 31], [{"head_groups": 3}]),
     ],
-    4: [("deepseek_v3", heads(8), [8, 8, 8, 8], (1, 2)), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], (1,))],
+    4: [("deepseek_v3", heads(8), [8, 8, 8, 8], [ONE, TWO]), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], [ONE])],
 }
+SAYS = r"layers\) overlapped: latent attention, "
 
 
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_every_gradient_equal_the_whole_sequences(size):
-    for figures in on_ranks(size, against_whole, CASES[size]):
-        for case, errors in zip(CASES[size], figures, strict=True):
-            assert all(error < FP64 for error in errors), (case, errors)
+    no_errors(size, FP64, against_whole, tiny_model, CASES[size], SAYS)
+
+
+def flashing(kind):
+    model = tiny_model(kind, **heads(4))
+    model.config._attn_implementation = flash.NAME
+    return model
 
 
 def through_flash(rank):
     with flash.flash_attention() as calls:
-        return against_whole(rank, [("deepseek_v3", heads(4), [16, 16], (1, 2))], flash.NAME), len(calls)
+        errors = against_whole(rank, flashing, [("deepseek_v3", {}, [16, 16], [ONE, TWO])], SAYS)
+        assert calls
+        return errors
 
 
 def test_a_flash_attention_gets_the_expanded_heads():
-    for figures, calls in on_ranks(2, through_flash):
-        assert calls and all(error < FP64 for errors in figures for error in errors), (figures, calls)
+    no_errors(2, FP64, through_flash)
 
 
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
 
 
 def test_packed_documents_are_kept_apart():
-    for errors in on_ranks(2, documents, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO):
-        assert all(error < FP64 for error in errors.values()), errors
+    no_errors(2, FP64, documents, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant):
-    errors = on_ranks(2, checkpointed, tiny_model, "youtu", reentrant, TWO)
-    assert all(error < FP64 for error in errors), errors
+    no_errors(2, FP64, checkpointed, tiny_model, "youtu", reentrant, TWO)
 
 
 # What travels.
@@ -180,19 +166,18 @@ def left_at_the_attention_function(rank):
     with in_double():
         for options, adapter in ((dict(kv_lora_rank=48), False), ({}, True)):
             model = tiny_model("deepseek_v3", **options)
-            if adapter:
-                model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)).double()
+            model = adapted(model, "kv_b_proj") if adapter else model
             report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)).split())
-            said.append((report, against_itself(rank, model)[0]))
+            said.append((report, against_itself(rank, model)))
     return said
 
 
 def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function():
-    for (large, of_large), (adapted, of_adapted) in on_ranks(2, left_at_the_attention_function):
-        assert max(of_large, of_adapted) < FP64
+    for (large, of_large), (replaced, of_replaced) in on_ranks(2, left_at_the_attention_function):
+        assert max(of_large, of_replaced) < FP64
         assert "latents of 56 numbers a token are no smaller than a rank's k and v, 48" in large
-        assert "latents are expanded whole: kv_b_proj (LoRA)" in adapted
-        assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, adapted))
+        assert "latents are expanded whole: kv_b_proj (LoRA)" in replaced
+        assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, replaced))
 
 
 def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
@@ -203,41 +188,34 @@ def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
 
 def watched_on_one_rank(rank):
     """Errors of two steps, the second with a hook on rank 0 alone, as a logger has it."""
-    tokens, errors = tokens_of(32), []
+    errors = []
     with in_double():
-        model = tiny_model("deepseek_v3")
-        whole = found(model, [share(model, *inputs_of(tokens, [32], 0))])
-        assert enabled(model) == {"latent attention"}
+        whole, model = on_one_rank(tiny_model("deepseek_v3")), enabled(tiny_model("deepseek_v3"))
         for step in range(2):
             if step and rank == 0:
                 model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, y: None)
-            errors.append(worst(found(model, [share(model, *inputs_of(tokens, [16, 16], rank))], dist.group.WORLD), whole))
+            errors.append(worst(on_all_ranks(rank, model), whole))
         ds_sp_overlap.disable(model)
     return errors
 
 
 def test_a_hook_on_the_projection_on_one_rank_alone_has_the_latents_travel_on_none():
-    for errors in on_ranks(2, watched_on_one_rank, timeout_s=60):
-        assert max(errors) < FP64, errors
+    no_errors(2, FP64, watched_on_one_rank, timeout_s=60)
 
 
 def adapted_afterwards(rank):
     with in_double():
-        model = tiny_model("deepseek_v3")
-        assert enabled(model) == {"latent attention"}
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)).double()
-        return against_itself(rank, model)[0]
+        return against_itself(rank, adapted(enabled(tiny_model("deepseek_v3")), "kv_b_proj", "o_proj"))
 
 
 def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
-    assert max(on_ranks(2, adapted_afterwards)) < FP64
+    no_errors(2, FP64, adapted_afterwards)
 
 
 def patched_afterwards(rank, name):
     """What is said where a class is given another function after ``enable``."""
     with in_double():
-        model = tiny_model("deepseek_v3")
-        assert enabled(model) == {"latent attention"}
+        model = enabled(tiny_model("deepseek_v3"))
         kind, (mine, _) = type(attention_of(model)), inputs_of(tokens_of(32), [16, 16], rank)
         own, other = getattr(kind, name), attention_of(tiny_model("deepseek_v3"))  # nothing is put in the other's place
         known = is_latent(other)
@@ -325,10 +303,10 @@ def test_a_layer_is_known_by_its_code():
 
 
 def gathered_in_its_call(rank):
-    """Error where the weight of the projection is there in its own call alone, as ZeRO-3 has it; and how often it was called."""
-    calls, tokens = [], tokens_of(32)
+    """Error where the weight of the projection is there in its own call alone, as ZeRO-3 has it; each of two is called once."""
+    calls = []
 
-    def hooks(projection):
+    def hook(projection):
         weight, whole = projection.weight, projection.weight.data
 
         def fill(module, inputs):
@@ -344,55 +322,38 @@ def gathered_in_its_call(rank):
 
     with in_double():
         model = tiny_model("deepseek_v3")
-        expected = found(model, [share(model, *inputs_of(tokens, [32], 0))])
-        assert enabled(model) == {"latent attention"}
-        for module in list(model.modules()):
-            if hasattr(module, "kv_b_proj"):
-                hooks(module.kv_b_proj)
-        return worst(found(model, [share(model, *inputs_of(tokens, [16, 16], rank))], dist.group.WORLD), expected), len(calls)
+        expected = on_one_rank(model)
+        for layer in enabled(model).model.layers:
+            hook(layer.self_attn.kv_b_proj)
+        error = worst(on_all_ranks(rank, model), expected)
+    assert len(calls) == 2, f"called {len(calls)} times"
+    return error
 
 
 def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone():
-    for error, calls in on_ranks(2, gathered_in_its_call):
-        assert error < FP64 and calls == 2  # layers
+    no_errors(2, FP64, gathered_in_its_call)
 
 
 def test_training_under_zero_is_that_of_the_whole_sequence():
     """The projection's gradient, cut by heads, is reduced as every other's."""
-    for off in on_ranks(2, trained, "youtu", [(0, False), (3, False), (3, True)], TWO, timeout_s=200):
-        assert max(off.values()) < FP32, off
+    no_errors(2, FP32, trained, "youtu", [(0, False), (3, False), (3, True)], TWO, timeout_s=200)
 
 
 # Guards.
 
 
-def faults_of_rows(rank):
-    (errors,) = against_whole(rank, [("deepseek_v3", heads(5), [16, 16], (1, 2))])
-    return [f"{error}" for error in errors if not error < FP64]
-
-
-def faults_of_adapters(rank):
-    error = adapted_afterwards(rank)
-    return [] if error < FP64 else [f"{error}"]
-
-
-def faults_of_patches(rank):
+def misses_a_patch(rank):
     return [] if patched_afterwards(rank, "expand_kv")[0] else ["a class that is patched is not refused"]
 
 
-def faults_outside_the_call(rank):
-    error, calls = gathered_in_its_call(rank)
-    return [] if error < FP64 and calls == 2 else [f"{error}, called {calls} times"]
-
+of_rows = functools.partial(against_whole, make=tiny_model, cases=[("deepseek_v3", heads(5), [16, 16], [ONE, TWO])], says=SAYS)
+MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"
 
 WATCHED = [
-    Watched(
-        Guard("rows of its heads", without="rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"),
-        faults_of_rows,
-    ),
-    Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), faults_outside_the_call),
-    Watched(Guard("latents are expanded as was read", without="if False:"), faults_of_patches),
-    Watched(Guard("adapters are heard", without="return False"), faults_of_adapters),
+    Watched(Guard("rows of its heads", without=MIXED_UP), of_rows),
+    Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), gathered_in_its_call),
+    Watched(Guard("latents are expanded as was read", without="if False:"), misses_a_patch),
+    Watched(Guard("adapters are heard", without="return False"), adapted_afterwards),
     Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
     Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),
 ]

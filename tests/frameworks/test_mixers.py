@@ -5,6 +5,7 @@ Documents and padding: against each document alone.
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import sys
 from unittest import mock
@@ -22,19 +23,21 @@ from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, worst
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import leaves, no_errors, on_ranks, refusal
 from tests.harness.sweep import in_double, transport
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
-    against_itself,
+    adapters_trained,
+    against_whole,
+    assert_rounds_as_one_rank,
     checkpointed,
     documents,
-    found,
     inputs_of,
     on_and_off,
+    on_one_rank,
     padding,
-    rounding,
+    partly_trained,
     share,
     tokens_of,
     trained,
@@ -45,11 +48,8 @@ STRICT = {"on_unsupported": "error"}
 SHORT = ("lfm2", "lfm2_moe", "lfm3", "zaya")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax", "recurrent_gemma")
 CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
-ADAPTED = {
-    "mamba": "in_proj,x_proj",
-    "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj",
-    "lfm2": "in_proj,out_proj",
-}  # PEFT takes no out_proj of Nemotron-H
+# PEFT takes no out_proj of Nemotron-H.
+ADAPTED = {"mamba": "in_proj,x_proj", "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj", "lfm2": "in_proj,out_proj"}
 
 
 def model_of(kind, **options):
@@ -61,6 +61,8 @@ def model_of(kind, **options):
             module.time_step_limit = (0.5, 2.0)
         elif hasattr(module, "recurrent_param"):
             module.recurrent_param.data.sub_(3)
+        elif kind == "granitemoehybrid" and hasattr(module, "k_proj"):
+            module.k_proj.bias.requires_grad_(False)  # whose gradient is 0
     return model
 
 
@@ -68,31 +70,10 @@ def is_mixer(module):
     return hasattr(module, "A_log") or hasattr(module, "rg_lru") or "ShortConv" in type(module).__name__
 
 
-def compared(rank, model, whole, inputs, evaluated=False, **section):
-    """Error of an overlapped model's loss and gradients from those of the whole sequence; evaluated before, if asked for."""
-    report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
-    if evaluated:
-        with torch.inference_mode():
-            share(model, *inputs)
-    got = found(model, [share(model, *inputs)], dist.group.WORLD)
-    ds_sp_overlap.disable(model)
-    assert "tokens before" in str(report) or "states" in str(report)
-    for values in (got, whole):  # the gradient of Granite's k_proj.bias is 0
-        values.pop("model.layers.1.self_attn.k_proj.bias", None)
-    return worst(got, whole)
-
-
 # Equality with the whole sequence.
 
 
-def against_whole(rank, kinds, lengths, options, section):
-    errors = {}
-    with in_double():
-        for kind in kinds:
-            model, tokens = model_of(kind, **options), tokens_of(sum(lengths))
-            whole = found(model, [share(model, *inputs_of(tokens, [sum(lengths)], 0))])
-            errors[kind] = compared(rank, model, whole, inputs_of(tokens, lengths, rank), **section)
-    return errors
+SAYS = "tokens before|states"
 
 
 FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
@@ -106,7 +87,7 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
         (STATES[1:], [1, 30], {}, {}),
         (("lfm2", "nemotron_h", "minimax"), [9, 2, 21], {}, {"head_groups": 1}),
         (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # fewer tokens than taps, on two ranks one after another
-        (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {"evaluated": True}),
+        (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {}),
         (CHANNELS, [1, 30], {}, {"check": True}),
         (("mamba",), [9, 2, 21], {}, {"head_groups": 3}),
         (("zamba",), [9, 2, 21], {}, {"head_groups": 1}),  # two of its heads share a rank
@@ -114,8 +95,8 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
     ],
 )
 def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section):
-    for errors in on_ranks(len(lengths), against_whole, kinds, lengths, options, section):
-        assert all(error < FP64 for error in errors.values()), errors
+    cases = [(kind, options, lengths, [section]) for kind in kinds]
+    no_errors(len(lengths), FP64, against_whole, model_of, cases, SAYS, options is FEW_HEADS)
 
 
 ROWS = [
@@ -126,22 +107,13 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
 @pytest.mark.parametrize(
     "kind",
-    [
-        "lfm2",
-        "nemotron_h",
-        *map(full, ("falcon_h1", "mamba2", "minimax", "zaya")),
-        "recurrent_gemma",
-        "mamba",
-        full("jamba"),
-        full("zamba"),
-    ],
+    ["lfm2", "nemotron_h", "recurrent_gemma", "mamba", *map(full, ("falcon_h1", "mamba2", "minimax", "zaya", "jamba", "zamba"))],
 )
-@pytest.mark.parametrize("lengths", [[16, 16], [9, 2, 21]])
 def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
-    for errors in on_ranks(len(lengths), documents, model_of, kind, lengths, ROWS, STRICT):
-        assert all(error < FP64 for error in errors.values()), errors
+    no_errors(len(lengths), FP64, documents, model_of, kind, lengths, ROWS, {})
 
 
 @pytest.mark.parametrize(
@@ -149,8 +121,7 @@ def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
     [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16]), full("zaya", [1, 31])],
 )
 def test_padding_leaves_no_trace(kind, lengths):
-    for errors in on_ranks(2, padding, model_of, kind, lengths, STRICT):
-        assert all(error < FP64 for error in errors), errors
+    no_errors(2, FP64, padding, model_of, kind, lengths, {})
 
 
 # Kernels of Mamba 2 whose final state can't be used.
@@ -186,9 +157,8 @@ def kernel(kind, result):
 def by_heads(rank, kind, result, lengths, options):
     """Errors with another kernel, of one document and of several."""
     with kernel(kind, result):
-        section = {"check": True, "evaluated": True}
-        errors = against_whole(rank, [kind], lengths, options, section)
-        return [*errors.values(), *documents(rank, model_of, kind, lengths, ROWS[2:], STRICT).values()]
+        one = against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
+        return one, documents(rank, model_of, kind, lengths, ROWS[2:], {})
 
 
 @pytest.mark.parametrize(
@@ -202,24 +172,19 @@ def by_heads(rank, kind, result, lengths, options):
     ],
 )
 def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(kind, result, lengths, options):
-    for errors in on_ranks(len(lengths), by_heads, kind, result, lengths, options):
-        assert len(errors) == 3 and all(error < FP64 for error in errors), errors
+    no_errors(len(lengths), FP64, by_heads, kind, result, lengths, options)
 
 
 def without_states(rank, ranks, options):
     """What is said where these ranks have a kernel without a final state."""
     with kernel("nemotron_h", stateless) if rank in ranks else contextlib.nullcontext():
-        return refusal(against_whole, rank, ["nemotron_h"], [8] * 4, options, {})
+        return refusal(against_whole, rank, model_of, [("nemotron_h", options, [8] * 4, [{}])], SAYS)
 
 
 @pytest.mark.parametrize(
     "ranks, options, words",
     [
-        (
-            range(4),
-            FEW_HEADS,
-            "2 query heads are fewer than 4 ranks, so that 2 ranks would share query heads; but its scan without",
-        ),
+        (range(4), FEW_HEADS, "so that 2 ranks would share query heads; but its scan without"),
         ([2], {}, "scan without final states by heads"),
     ],
 )
@@ -231,49 +196,27 @@ def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ran
 # What learns, and in which precision.
 
 
-def partly_trained(rank):
-    """Errors where all but some parameters are frozen, and with adapters on every projection."""
-    errors = {}
-    with in_double():
-        for kind, targets in ADAPTED.items():
-            for words in (("conv",), ("A_log", "lm_head"), ("lm_head",), ("dt_proj",)):
-                model = model_of(kind)
-                for name, p in model.named_parameters():
-                    p.requires_grad = any(word in name for word in words)
-                if any(p.requires_grad for p in model.parameters()):
-                    ds_sp_overlap.enable(model, STRICT, dist.group.WORLD)
-                    errors[kind, words] = against_itself(rank, model)[0]
-            model = get_peft_model(
-                model_of(kind), LoraConfig(r=4, target_modules=targets.split(","), init_lora_weights=False)
-            ).double()
-            ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-            errors[kind, "lora"], learning = against_itself(rank, model)
-            assert learning >= 4
-    return errors
+LEARNING = {
+    "mamba": [("conv",), ("A_log", "lm_head"), ("dt_proj",)],
+    "nemotron_h": [("conv",), ("A_log", "lm_head"), ("lm_head",)],
+    "lfm2": [("conv",)],
+}
 
 
-def test_what_is_frozen_stays_so_and_adapters_learn():
-    for errors in on_ranks(2, partly_trained):
-        assert len(errors) == 10 and all(error < FP64 for error in errors.values()), errors
+@pytest.mark.parametrize("kind, words", [(kind, words) for kind, each in LEARNING.items() for words in each])
+def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words):
+    no_errors(2, FP64, partly_trained, model_of, kind, words, {})
 
 
-def in_low_precision(rank, factor=1.0):
-    figures = []
-    for kind in ("nemotron_h", "lfm2", "recurrent_gemma", "jamba"):
-        for autocast in (False, True):
-            with in_double():
-                exact = model_of(kind)
-                reference = found(exact, [share(exact, *inputs_of(tokens_of(64), [64], 0))])
-            model = model_of(kind).to(torch.float32 if autocast else torch.bfloat16)
-            figures.append(rounding(rank, model, reference, {}, ("conv.weight", "conv1d.weight"), factor, autocast))
-    return figures
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_learn(kind):
+    no_errors(2, FP64, adapters_trained, model_of, kind, ADAPTED[kind].split(","), {})
 
 
 def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
     """The fault is ten roundings of bf16 (0.4 %) and more."""
-    for figures in on_ranks(2, in_low_precision):
-        assert all(0 < split < 1.5 * alone for alone, split in figures), figures
-    assert any(split > 1.5 * alone for figures in on_ranks(2, in_low_precision, 1.2) for alone, split in figures)
+    kinds, taps = ("nemotron_h", "lfm2", "recurrent_gemma", "jamba"), ("conv.weight", "conv1d.weight")
+    assert_rounds_as_one_rank(model_of, kinds, {}, taps, 1.2, (False, True))
 
 
 # The schedule.
@@ -333,19 +276,11 @@ def test_z_is_projected_while_channels_travel():
 
 @pytest.mark.parametrize(
     "kind, reentrant",
-    [
-        ("nemotron_h", True),
-        ("nemotron_h", False),
-        full("lfm2", True),
-        full("lfm2", False),
-        full("recurrent_gemma", False),
-        ("mamba", False),
-        full("mamba", True),
-    ],
+    [("nemotron_h", True), ("nemotron_h", False), ("mamba", False)]
+    + [full("mamba", True), full("lfm2", True), full("lfm2", False), full("recurrent_gemma", False)],
 )
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    errors = on_ranks(2, checkpointed, model_of, kind, reentrant, STRICT)
-    assert all(error < FP64 for error in errors), errors
+    no_errors(2, FP64, checkpointed, model_of, kind, reentrant, STRICT)
 
 
 def of_kind(rank, kind):
@@ -391,9 +326,8 @@ def strange(rank):
 
 def test_code_that_is_not_known_is_refused_by_name():
     for said in on_ranks(2, strange):
-        for one, words in zip(
-            said, ("mixer (NemotronHMamba2Mixer) mixes tokens without", "MambaMixer: its dt_proj is a Linear, whose")
-        ):
+        words_of_both = "mixer (NemotronHMamba2Mixer) mixes tokens without", "MambaMixer: its dt_proj is a Linear, whose"
+        for one, words in zip(said, words_of_both, strict=True):
             assert one is not None and words in one[1], one
 
 
@@ -402,11 +336,8 @@ def test_code_that_is_not_known_is_refused_by_name():
 
 @pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind):
-    stages = [(0, False), (1, False), (2, False), (3, True)][
-        : 3 if kind == "zaya" else 4
-    ]  # DeepSpeed's third raises where ranks call other experts
-    for off in on_ranks(2, trained, kind, stages, {}, timeout_s=200):
-        assert max(off.values()) < FP32, off
+    stages = [(0, False), (1, False), (2, False), (3, True)][: 3 if kind == "zaya" else 4]  # its experts differ: the third raises
+    no_errors(2, FP32, trained, kind, stages, {}, timeout_s=200)
 
 
 def curves(rank, kind, rate, steps=30):
@@ -433,41 +364,31 @@ def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_
         assert falls and four < 2 * off < 1e-6
 
 
-def sharded(rank):
-    """Errors of the gradients of layers under FSDP2, which averages them over the ranks."""
-    errors = {}
+def sharded(rank, kind):
+    """Error of the gradients of layers under FSDP2, which averages them over the ranks."""
     with in_double():
-        for kind in ("nemotron_h", "lfm2", "mamba"):
-            model, tokens = model_of(kind), tokens_of(32)
-            whole = found(model, [share(model, *inputs_of(tokens, [32], 0))])
-            for layer in getattr(model, "backbone", model.base_model).layers:
-                fully_shard(layer)
-            fully_shard(model)
-            ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-            share(model, *inputs_of(tokens, [16, 16], rank)).backward()
-            gradients = {name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}
-            whole.pop("loss")
-            errors[kind] = worst(gradients, whole)
-            ds_sp_overlap.disable(model)
-    return errors
+        model = model_of(kind)
+        whole = on_one_rank(model)
+        for layer in getattr(model, "backbone", model.base_model).layers:
+            fully_shard(layer)
+        fully_shard(model)
+        ds_sp_overlap.enable(model, {}, dist.group.WORLD)
+        share(model, *inputs_of(tokens_of(32), [16, 16], rank)).backward()
+        ds_sp_overlap.disable(model)
+        del whole["loss"]
+        return worst({name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}, whole)
 
 
-def test_under_fsdp2_gradients_are_those_of_the_whole_sequence():
-    for errors in on_ranks(2, sharded):
-        assert all(error < FP64 for error in errors.values()), errors
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "mamba"])
+def test_under_fsdp2_gradients_are_those_of_the_whole_sequence(kind):
+    no_errors(2, FP64, sharded, kind)
 
 
 # Guards and planted faults.
 
 
-def faults_of_states(rank):
-    (error,) = against_whole(rank, ("nemotron_h",), [16, 16], {}, {}).values()
-    return [] if error < FP64 else [f"{error}"]
-
-
-def faults_of_documents(rank):
-    errors = documents(rank, model_of, "nemotron_h", [9, 2, 21], ROWS, STRICT)
-    return [f"{rows}: {error}" for rows, error in errors.items() if not error < FP64]
+def of_states(rank):
+    return against_whole(rank, model_of, [("nemotron_h", {}, [16, 16], [{}])], SAYS)
 
 
 def twice(layer, x, dt):
@@ -476,27 +397,25 @@ def twice(layer, x, dt):
 
 
 def planted(rank, scan):
-    """What was found of another scan of Mamba 2."""
+    """Errors with another scan of Mamba 2."""
     known = mixers_by_states.MAMBA2
     fault = dataclasses.replace(known, states=dataclasses.replace(known.states, scan=scan))
     with mock.patch.dict(mixers.KNOWN, {key: fault if mixer is known else mixer for key, mixer in mixers.KNOWN.items()}):
-        return faults_of_states(rank)
+        return of_states(rank)
 
 
 def test_a_fault_of_the_scan_is_seen():
-    assert all(on_ranks(2, planted, twice))
+    assert min(leaves(on_ranks(2, planted, twice))) > FP64
 
 
-def faults_of_checkpoints(rank):
-    error = checkpointed(rank, model_of, "mamba", False, STRICT)
-    return [] if error < FP64 else [f"{error}"]
-
+of_documents = functools.partial(documents, make=model_of, kind="nemotron_h", lengths=[9, 2, 21], rows=ROWS, section={})
+of_checkpoints = functools.partial(checkpointed, make=model_of, kind="mamba", reentrant=False, section=STRICT)
 
 WATCHED = [
-    Watched(Guard("the step that the scan takes", without="pass"), faults_of_states),
-    Watched(Guard("a document that begins lacks nothing", without="if False:"), faults_of_documents, ranks=3),
-    Watched(Guard("a state stays in its document", without="if False:"), faults_of_documents, ranks=3),
-    Watched(Guard("mixers find their sequence", without="if False:"), faults_of_checkpoints, raises=True),  # as of recurrent layers
+    Watched(Guard("the step that the scan takes", without="pass"), of_states),
+    Watched(Guard("a document that begins lacks nothing", without="if False:"), of_documents, ranks=3),
+    Watched(Guard("a state stays in its document", without="if False:"), of_documents, ranks=3),
+    Watched(Guard("mixers find their sequence", without="if False:"), of_checkpoints, raises=True),  # as of recurrent layers
 ]
 
 

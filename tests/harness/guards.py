@@ -23,7 +23,7 @@ import pytest
 import ds_sp_overlap
 from ds_sp_overlap.attention.runtime import plan
 from tests.harness import cases
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import leaves, on_ranks
 
 PACKAGE = Path(ds_sp_overlap.__file__).parent
 
@@ -130,17 +130,18 @@ SEEN_BY_PROGRAMS = {  # what the random programs notice too
 class Watched(NamedTuple):
     """
     guard    what is taken out
-    check    finds nothing while it is there
+    check    finds nothing while it is there: what it returns, but for errors below ``limit``
     ranks    that the check runs on; 0 for one that needs none
     raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
     says     words that stand in what the check returns while the guard is there, of one that returns what is refused
     """
 
     guard: Guard
-    check: Callable[..., list[str]]
+    check: Callable
     ranks: int = 2
     raises: bool = False
     says: str = ""
+    limit: float = 1e-10
 
     def __str__(self):
         return self.guard.marker
@@ -155,7 +156,8 @@ def found(rank, watched):
         result = watched.check(*[rank] * (watched.ranks > 0))
         if watched.says:
             return [] if watched.says in str(result) else [f"{result}, without {watched.says!r}"]
-        return result
+        errors = [f"off by {x}" if isinstance(x, float) and not x < watched.limit else x for x in leaves(result)]
+        return [x for x in errors if not isinstance(x, float)]
     except AssertionError as error:
         return [str(error)]
     except Exception as error:

@@ -160,6 +160,20 @@ def no_faults(size, function, *args):
         assert found == [], f"rank {rank}: {found}"
 
 
+def leaves(found):
+    """What stands in dicts, lists and tuples, at any depth."""
+    if isinstance(found, dict):
+        return leaves(list(found.values()))
+    return [leaf for each in found for leaf in leaves(each)] if isinstance(found, (list, tuple)) else [found]
+
+
+def no_errors(size, limit, function, *args, **options):
+    """``function(rank, *args)`` gives errors, in dicts and lists, and on each of ``size`` ranks all are below ``limit``."""
+    for rank, errors in enumerate(on_ranks(size, function, *args, **options)):
+        every = leaves(errors)
+        assert every and all(error < limit for error in every), f"rank {rank}: errors should be below {limit:g}: {errors}"
+
+
 @atexit.register
 def _close_all():
     for pool in list(_pools.values()):

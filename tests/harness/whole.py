@@ -1,14 +1,17 @@
 """A batch on the whole sequence, and on ranks that each have a part of it: losses, gradients, training."""
 
 import functools
+import re
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 import ds_sp_overlap
 from tests.harness.families import draw, tiny_config, tiny_model
 from tests.harness.models import ds_config, engine_of, packed, worst
+from tests.harness.ranks import on_ranks
 from tests.harness.sweep import Double, in_double
 
 RATE = 1e-3
@@ -45,6 +48,14 @@ def found(model, losses, group=None):
     for x in result.values() if group is not None else ():
         dist.all_reduce(x, group=group)
     return result
+
+
+def on_one_rank(model, seq=32):
+    return found(model, [share(model, *inputs_of(tokens_of(seq), [seq], 0))])
+
+
+def on_all_ranks(rank, model, lengths=(16, 16)):
+    return found(model, [share(model, *inputs_of(tokens_of(sum(lengths)), lengths, rank))], dist.group.WORLD)
 
 
 def each_alone(model, tokens, lengths_of_rows):
@@ -121,13 +132,33 @@ def trained(rank, kind, stages, section, steps=3):
 # Of models in fp64, made by ``make(kind)``.
 
 
-def split_error(rank, model, expected, section, lengths, positions=None, mask=None):
-    """Error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence."""
-    ds_sp_overlap.enable(model, section, dist.group.WORLD)
+def split_error(rank, model, expected, section, lengths, positions=None, mask=None, says="", evaluated=False):
+    """Error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence; evaluated before, if asked for.
+
+    The report holds the pattern ``says``.
+    """
+    report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
+    assert re.search(says, " ".join(str(report).split())), report
     inputs = inputs_of(tokens_of(sum(lengths)), lengths, rank, positions, mask)
+    if evaluated:
+        with torch.inference_mode():
+            share(model, *inputs)
     error = worst(found(model, [share(model, *inputs)], dist.group.WORLD), expected)
     ds_sp_overlap.disable(model)
     return error
+
+
+def against_whole(rank, make, cases, says, evaluated=False):
+    """Errors of each case, (kind, options, lengths, sections), by each of its sections."""
+    errors = {}
+    with in_double():
+        for kind, options, lengths, sections in cases:
+            model = make(kind, **options)
+            whole = on_one_rank(model, sum(lengths))
+            for section in sections:
+                case = kind, str(options), str(section)
+                errors[case] = split_error(rank, model, whole, section, lengths, says=says, evaluated=evaluated)
+    return errors
 
 
 def documents(rank, make, kind, lengths, rows, section):
@@ -173,14 +204,36 @@ def checkpointed(rank, make, kind, reentrant, section):
 
 
 def against_itself(rank, model):
-    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it; and how many there are."""
-    results = []
-    for lengths, at, group in (([16, 16], rank, dist.group.WORLD), ([32], 0, None)):
-        learning = {name for name, p in model.named_parameters() if p.requires_grad}
-        result = found(model, [share(model, *inputs_of(tokens_of(32), lengths, at))], group)
-        results.append({name: x for name, x in result.items() if name in learning})
-        ds_sp_overlap.disable(model)
-    return worst(*results), len(results[1])
+    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning
+    mine = on_all_ranks(rank, model)
+    ds_sp_overlap.disable(model)
+    whole = on_one_rank(model)
+    return worst({name: mine[name] for name in learning}, {name: whole[name] for name in learning})
+
+
+def partly_trained(rank, make, kind, words, section):
+    """Error where no more learns than parameters with one of ``words`` in their names."""
+    with in_double():
+        model = make(kind)
+        for name, p in model.named_parameters():
+            p.requires_grad = any(word in name for word in words)
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
+        return against_itself(rank, model)
+
+
+def adapted(model, *targets):
+    """The model with adapters, none of them zero, on the projections of these names."""
+    return get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)).double()
+
+
+def adapters_trained(rank, make, kind, targets, section):
+    """Error of the adapters' gradients."""
+    with in_double():
+        model = adapted(make(kind), *targets)
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
+        return against_itself(rank, model)
 
 
 def on_and_off(rank, model, section, meanwhile):
@@ -205,17 +258,30 @@ def on_and_off(rank, model, section, meanwhile):
     return " ".join(str(report).split()), off, found, same
 
 
-def rounding(rank, model, reference, section, taps, factor=1.0, autocast=False):
+def rounding(rank, make, kind, section, taps, factor, autocast):
     """Errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
-    tokens = tokens_of(64)
+    with in_double():
+        exact = on_one_rank(make(kind), 64)
+    model = make(kind).to(torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        alone = found(model, [share(model, *inputs_of(tokens, [64], 0))])
+        alone = on_one_rank(model, 64)
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.mul_(factor if any(tap in name for tap in taps) else 1.0)
-        split = found(model, [share(model, *inputs_of(tokens, [32, 32], rank))], dist.group.WORLD)
+        split = on_all_ranks(rank, model, [32, 32])
     ds_sp_overlap.disable(model)
-    norm = torch.stack([x.double().square().sum() for x in reference.values()]).sum()
-    off = [torch.stack([(x[n].double() - reference[n]).square().sum() for n in reference]).sum() for x in (alone, split)]
+    norm = torch.stack([x.double().square().sum() for x in exact.values()]).sum()
+    off = [torch.stack([(x[n].double() - exact[n]).square().sum() for n in exact]).sum() for x in (alone, split)]
     return [(x / norm).sqrt().item() for x in off]
+
+
+def assert_rounds_as_one_rank(make, kinds, section, taps, factor, autocasts=(False,)):
+    """Two ranks round bf16 by as much as one does, and taps that are off by ``factor`` are seen in one kind at least."""
+    seen = []
+    for kind in kinds:
+        for autocast in autocasts:
+            for alone, split in on_ranks(2, rounding, make, kind, section, taps, 1.0, autocast):
+                assert 0 < split < 1.5 * alone, f"{kind}, autocast {autocast}: off by {split}, one rank by {alone}"
+            seen += on_ranks(2, rounding, make, kind, section, taps, factor, autocast)
+    assert any(split > 1.5 * alone for alone, split in seen), f"a fault of {factor} goes unseen: {seen}"

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 from torch import nn
 
 import ds_sp_overlap
-from ds_sp_overlap import SpOverlapConfig
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models, reference
@@ -40,8 +40,9 @@ class Counting(Silent):
         return super().launch(*arguments)
 
 
-def give_dropin(rank, case, changes, arguments=()):
+def give_dropin(rank, changes):
     """Refusal of one call of the drop-in whose inputs on this rank were changed: ``{name: (function, value)}``."""
+    case = Case()
     tensors = dict(zip("qkv", (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))))
     for name, change in changes.get(rank, changes.get("all", {})).items():
         tensors[name] = getattr(tensors[name], change[0])(*change[1:])
@@ -53,76 +54,46 @@ def give_dropin(rank, case, changes, arguments=()):
     return got
 
 
-BOTH = "attention: {0}"
 TOGETHER = "; give them one batch and sequence, query and key one head dim, key and value one number of heads"
 SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
+DIM_IDX = "batch_dim_idx must be 0 (batch first) or 1 (sequence first), got "
 
-REFUSED = {
+REFUSED = {  # what is changed, on which rank or "all", and what is said
     "mixed dtypes": (
-        Case(),
         {"all": {"k": ("float",)}},
-        BOTH.format("query is torch.float64, key torch.float32, value torch.float64; give all three one dtype"),
+        "query is torch.float64, key torch.float32, value torch.float64; give all three one dtype",
     ),
     "a query in three dimensions": (
-        Case(),
         {"all": {"q": ("flatten", 2)}},
-        BOTH.format(
-            "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got query [2, 6, 32], key [2, "
-            "6, 4, 8], "
-            "value [2, 6, 4, 8]"
-        ),
+        "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got " + SHAPES.replace("4, 8", "32", 1),
     ),
     "a key of another sequence": (
-        Case(),
         {"all": {"k": ("narrow", 1, 0, 5)}},
-        BOTH.format(
-            "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]" + TOGETHER
-        ),
+        "query, key and value don't belong together: query [2, 6, 4, 8], key [2, 5, 4, 8], value [2, 6, 4, 8]" + TOGETHER,
     ),
     "num_kv_heads that the key has not": (
-        Case(),
         {"module": {"num_kv_heads": 2}},
-        BOTH.format(f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES}); pass num_kv_heads=4, or leave it out"),
+        f"num_kv_heads is 2, but key has 4 heads before the exchange ({SHAPES}); pass num_kv_heads=4, or leave it out",
     ),
     "a sequence length that is not this rank's": (
-        Case(),
         {"call": {"sequence_lengths": [7, 7]}},
-        "attention: sp rank 0: sequence_lengths: 7 for sp rank 0, whose local sequence has 6 tokens; give every rank's own; "
+        "sp rank 0: sequence_lengths: 7 for sp rank 0, whose local sequence has 6 tokens; give every rank's own; "
         "sp rank 1: sequence_lengths: 7 for sp rank 1, whose local sequence has 6 tokens; give every rank's own",
     ),
     "a fault of one rank only": (
-        Case(),
         {1: {"v": ("float",)}},
-        "attention: sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all three one dtype",
+        "sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all three one dtype",
     ),
-    "no batch dimension but another": (
-        Case(),
-        {"call": {"batch_dim_idx": 2}},
-        "attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got 2",
-    ),
+    "no batch dimension but another": ({"call": {"batch_dim_idx": 2}}, DIM_IDX + "2"),
+    # As Megatron-DeepSpeed without flash attention gives it (FACTS).
+    "a mask in its place": ({"call": {"batch_dim_idx": torch.ones(2, 1, 3, 3)}}, DIM_IDX + "a tensor of shape [2, 1, 3, 3]"),
+    "a mask of one number": ({"call": {"batch_dim_idx": torch.ones(1)}}, DIM_IDX + "a tensor of shape [1]"),
 }
 
 
-@pytest.mark.parametrize("case,changes,message", REFUSED.values(), ids=REFUSED)
-def test_dropin_refuses_on_every_rank_before_the_first_exchange(case, changes, message):
-    assert refused_on_both(give_dropin, case, changes) == [("ValueError", message)] * 2
-
-
-def mask_for_batch_dim_idx(rank, shape):
-    module = dropin.module(Case(), Counting())
-    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
-    return refusal(module, q, k, v, torch.ones(shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 12, 12), (1,), ()], ids=str)
-def test_an_attention_mask_in_the_place_of_batch_dim_idx_is_refused(shape):
-    """Megatron-DeepSpeed without flash attention passes one (FACTS)."""
-    message = f"attention: batch_dim_idx must be 0 (batch first) or 1 (sequence first), got a tensor of shape {list(shape)}"
-    assert refused_on_both(mask_for_batch_dim_idx, shape) == [("ValueError", message)] * 2
-
-
-def construct(rank, arguments):
-    return refusal(ds_sp_overlap.DistributedAttention, nn.Identity(), torch.distributed.group.WORLD, **arguments)
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_dropin_refuses_on_every_rank_before_the_first_exchange(changes, message):
+    assert refused_on_both(give_dropin, changes) == [("ValueError", f"attention: {message}")] * 2
 
 
 @pytest.mark.parametrize(
@@ -131,11 +102,11 @@ def construct(rank, arguments):
 )
 def test_other_scatter_and_gather_dimensions_are_refused(arguments, got):
     message = (
-        f"attention: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got {got}; the exchange "
-        f"back to local "
+        f"attention: scatter_idx must be 2 (heads) and gather_idx 0 or 1 (sequence), got {got}; the exchange back to local "
         "sequences is part of this module"
     )
-    assert refused_on_both(construct, arguments) == [("ValueError", message)] * 2
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ds_sp_overlap.DistributedAttention(nn.Identity(), None, **arguments)
 
 
 def disagree(rank, name, values):
@@ -191,41 +162,16 @@ def test_a_refused_call_changes_nothing():
     assert on_ranks(2, refused_then_right) == [True, True]
 
 
-def give_block(rank, shape, changes, local_attention=None):
-    layer, attend, x, _ = layers.mine(rank, shape, local_attention=local_attention)
-    x = changes["x"](x) if "x" in changes else x
-    return refusal(attend, x, position_embeddings=None, sequence_lengths=changes.get("lengths"))
+def give_block(rank, local_attention, flattened):
+    _, attend, x, _ = layers.mine(rank, Shape(rope=False, config={"head_groups": 1}), local_attention=local_attention)
+    return refusal(attend, x.flatten(0, 1) if flattened else x)
 
 
-def flattened(x):
-    return x.flatten(0, 1)
-
-
-def test_block_refuses_hidden_states_that_are_not_three_dimensional():
-    message = "layer: hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got [12, 32]"
-    assert refused_on_both(give_block, Shape(rope=False), {"x": flattened}) == [("ValueError", message)] * 2
-
-
-@pytest.mark.parametrize(
-    "name,rows,columns,message",
-    [
-        (
-            "q_proj",
-            64,
-            32,
-            "layer: q_proj.out_features is 64, but 4 query and 4 KV heads of 8 make it 32; mend the layer, or num_heads=",
-        ),
-        (
-            "o_proj",
-            32,
-            64,
-            "layer: o_proj.in_features is 64, but 4 query and 4 KV heads of 8 make it 32; mend the layer, or num_heads=",
-        ),
-    ],
-)
-def test_projections_of_another_size_are_refused(name, rows, columns, message):
+@pytest.mark.parametrize("name, rows, columns, size", [("q_proj", 64, 32, "out_features"), ("o_proj", 32, 64, "in_features")])
+def test_projections_of_another_size_are_refused(name, rows, columns, size):
     projections = layers.projections(Shape())
     projections[name] = torch.nn.Linear(columns, rows)
+    message = f"layer: {name}.{size} is 64, but 4 query and 4 KV heads of 8 make it 32; mend the layer, or num_heads="
     with pytest.raises(ValueError, match=re.escape(message)):
         layers.block(Shape(), projections, None)
 
@@ -242,27 +188,20 @@ def drops_a_head(q, k, v):
     return q[:, :, :-1]
 
 
-@pytest.mark.parametrize(
-    "attention,message",
-    [
-        (returns_a_pair, "layer: local attention must return one tensor, got tuple"),
-        (
-            drops_a_token,
-            "layer: local attention of query [2, 12, 2, 8] must return that shape (another head dim is fine), or "
-            "the same "
-            "with heads and head dim flattened, got [2, 11, 2, 8]",
-        ),
-        (
-            drops_a_head,
-            "layer: local attention of query [2, 12, 2, 8] must return that shape (another head dim is fine), or "
-            "the same "
-            "with heads and head dim flattened, got [2, 12, 1, 8]",
-        ),
-    ],
+OTHER_SHAPE = (
+    "local attention of query [2, 12, 2, 8] must return that shape (another head dim is fine), or the same with heads and head dim "
+    "flattened, got "
 )
-def test_local_attention_that_returns_something_else_is_refused(attention, message):
-    shape = Shape(rope=False, config={"head_groups": 1})
-    assert refused_on_both(give_block, shape, {}, attention) == [("ValueError", message)] * 2
+
+
+@pytest.mark.parametrize("attention, flattened, message", [
+    (None, True, "hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got [12, 32]"),
+    (returns_a_pair, False, "local attention must return one tensor, got tuple"),
+    (drops_a_token, False, OTHER_SHAPE + "[2, 11, 2, 8]"),
+    (drops_a_head, False, OTHER_SHAPE + "[2, 12, 1, 8]"),
+])  # fmt: skip
+def test_hidden_states_or_what_local_attention_returns_of_another_shape_are_refused(attention, flattened, message):
+    assert refused_on_both(give_block, attention, flattened) == [("ValueError", f"layer: {message}")] * 2
 
 
 @pytest.mark.parametrize(
@@ -294,33 +233,23 @@ def without_a_group(rank, kind):
     if kind == "block":
         attend = layers.block(shape, layers.projections(shape), None, mover)
         got = refusal(attend, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
+    elif kind == "drop-in":  # made before there is a world, as in a script that makes its model first
+        with mock.patch.object(torch.distributed.distributed_c10d._world, "_default_pg", None):
+            module = ds_sp_overlap.DistributedAttention(dropin.local_attention(Case()), None, transport=mover)
+        got = refusal(module, *(dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3]), 0)
     else:
         model = nn.Sequential(Upstream(nn.Identity(), None)) if kind == "DeepSpeed's class" else models.tiny()
         got = refusal(ds_sp_overlap.enable, model, {})
     return got if mover.launched == 0 else None
 
 
-@pytest.mark.parametrize("kind", ["block", "DeepSpeed's class", "transformers"])
-def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind):
+@pytest.mark.parametrize("kind, says", [
+    ("block", "layer: no sp group in a world of 2 ranks; "), ("drop-in", "attention: no sp group in a world of 2 ranks; "),
+    ("DeepSpeed's class", "sp_overlap: no "), ("transformers", "sp_overlap: no "),
+])  # fmt: skip
+def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind, says):
     for refused in refused_on_both(without_a_group, kind):
-        assert refused[0] == "ValueError" and "torch.distributed.group.WORLD for all" in refused[1]
-        assert refused[1].startswith("layer: no sp group in a world of 2 ranks; " if kind == "block" else "sp_overlap: no ")
-
-
-def built_before_there_was_a_world(rank):
-    """As in a script that makes its model first."""
-    world, torch.distributed.distributed_c10d._world.default_pg = torch.distributed.group.WORLD, None
-    try:
-        module = ds_sp_overlap.DistributedAttention(dropin.local_attention(Case()), None, transport=Counting())
-    finally:
-        torch.distributed.distributed_c10d._world.default_pg = world
-    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
-    return refusal(module, q, k, v, 0)
-
-
-def test_a_drop_in_that_was_made_without_a_group_before_there_was_a_world_is_refused():
-    for refused in refused_on_both(built_before_there_was_a_world):
-        assert refused[0] == "ValueError" and "attention: no sp group in a world of 2 ranks" in refused[1]
+        assert refused[0] == "ValueError" and "torch.distributed.group.WORLD for all" in refused[1] and refused[1].startswith(says)
 
 
 def other_groups(rank):
@@ -426,72 +355,6 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
         assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
 
 
-# The configuration.
-
-
-CONFIG_REFUSED = [
-    (
-        {"head_group": 2},
-        "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
-        "shares, kv_once_per_node, window, checkpointing, tiles, projections, "
-        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
-    ),
-    ({"Wgrad": True}, "did you mean 'wgrad'?"),
-    ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
-    ({"sp_size": 8}, "sp_size: unknown key. V"),
-    ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
-    ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
-    ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
-    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
-    ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3"),
-    ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps"),
-    ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
-    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
-    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
-    (
-        {"timeline": {"path": "x", "steps": [5, 3]}},
-        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
-    ),
-    (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
-]
-
-
-@pytest.mark.parametrize("section,message", CONFIG_REFUSED, ids=lambda x: str(x)[:40])
-def test_config_is_refused_with_the_key_the_value_and_what_would_do(section, message):
-    with pytest.raises(ValueError) as refused:
-        SpOverlapConfig.parse(section)
-    assert message in str(refused.value) and (len(message) < 25 or str(refused.value) == message)
-
-
-def test_every_fault_of_a_config_is_named():
-    with pytest.raises(ValueError) as refused:
-        SpOverlapConfig.parse({"wgard": True, "enabled": 3})
-    assert "sp_overlap.wgard" in str(refused.value) and "sp_overlap.enabled" in str(refused.value)
-
-
-def test_good_configs_are_read():
-    config = SpOverlapConfig.parse({"head_groups": 2, "kernels": "torch", "transport": "c10d", "check": True})
-    assert SpOverlapConfig.parse(config) is config
-    assert (config.head_groups, config.check, config.enabled) == (2, True, True)
-    assert SpOverlapConfig.parse({}) == SpOverlapConfig()
-    with pytest.raises(ValueError):
-        config.check = False
-
-
-@pytest.mark.parametrize("unsaid", [None, "auto"])
-def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
-    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"tiles": None}
-    assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
-    nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
-    assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
-
-
-@pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
-def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
-    assert SpOverlapConfig().groups_for(heads, size) == groups
-
-
 # Faults under way.
 
 
@@ -505,9 +368,8 @@ def test_a_collective_that_fails_names_the_layer_and_the_exchange(what):
     for rank, refused in enumerate(refused_on_both(run_block, Shape(), Failing(what))):
         assert refused == (
             "RuntimeError",
-            f"layer {what}: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first "
-            f"error on the "
-            "other ranks: connection reset by peer",
+            f"layer {what}: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error on the other "
+            "ranks: connection reset by peer",
         )
 
 
@@ -544,10 +406,9 @@ def test_check_mode_finds_ranks_that_launch_in_another_order():
     for refused in refused_on_both(other_order):
         assert refused == (
             "RuntimeError",
-            "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k "
-            "torch.float32 [3, 1, 4, 8] "
-            "-> [6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8]); call the same layers in the same order on every "
-            "rank, with the same config",
+            "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k torch.float32 [3, 1, 4, 8] -> "
+            "[6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8]); call the same layers in the same order on "
+            "every rank, with the same config",
         )
 
 
@@ -620,7 +481,7 @@ WATCHED = [
     ),
     Watched(
         Guard("one rank's fault is everybody's", without="if not is_fine:"),
-        partial(give_dropin, case=Case(), changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64",
+        partial(give_dropin, changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64",
     ),
     Watched(
         Guard("check mode compares", without="if False:"),

@@ -6,7 +6,6 @@ through gloo. They show choice, refusal and layout, and nothing about the librar
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import types
@@ -187,17 +186,6 @@ def test_a_communicator_over_a_network_card_takes_fewer_blocks_on_all_ranks(host
 
 def test_a_copy_engine_gives_the_rest_to_such_a_communicator():
     assert by_name("copy_engine", 2, {"max_ctas": 4}).rest.settings == {"max_ctas": 4}
-
-
-@pytest.mark.parametrize("section,message", [
-    ({"max_ctas": 0}, 'sp_overlap.max_ctas must be a whole number of at least 1, or "auto", got 0'),
-    ({"cga_cluster_size": 9}, 'sp_overlap.cga_cluster_size must be a whole number from 0 to 8, or "auto", got 9'),
-    ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
-    ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
-])  # fmt: skip
-def test_blocks_that_no_communicator_has_are_refused(section, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SpOverlapConfig.parse(section)
 
 
 # The order of launches.

@@ -1,14 +1,80 @@
-"""Keys of the section: unknown ones are errors, and a window decides what no other key says."""
+"""Keys of the section: what is refused, what is the default, and that a window decides what no other key says."""
 
 import pytest
 
 from ds_sp_overlap import SpOverlapConfig
 
+REFUSED = [
+    (
+        {"head_group": 2},
+        "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
+        "shares, kv_once_per_node, window, checkpointing, tiles, projections, "
+        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
+    ),
+    ({"Wgrad": True}, "did you mean 'wgrad'?"),
+    ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
+    ({"sp_size": 8}, "sp_size: unknown key. V"),
+    ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
+    ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
+    ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
+    ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
+    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
+    ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3"),
+    ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps"),
+    ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
+    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
+    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
+    (
+        {"timeline": {"path": "x", "steps": [5, 3]}},
+        "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
+    ),
+    (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
+    ({"max_ctas": 0}, 'sp_overlap.max_ctas must be a whole number of at least 1, or "auto", got 0'),
+    ({"cga_cluster_size": 9}, 'sp_overlap.cga_cluster_size must be a whole number from 0 to 8, or "auto", got 9'),
+    ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
+    ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
+    *(
+        ({"tiles": tiles}, f'sp_overlap.tiles must be null, a whole number of at least 1, or "auto", got {tiles!r}')
+        for tiles in (0, -1, "some", True, 2.5)
+    ),
+    # Of earlier releases.
+    *(({key: 1}, f"sp_overlap.{key}: unknown key") for key in ("Scope", "memory", "memory_", "token_chunks", "sm_carveout")),
+]
 
-@pytest.mark.parametrize("key", ["scop", "Scope", "memory_", "token_chunks", "memory", "sm_carveout"])
-def test_a_key_that_is_none_is_refused(key):
-    with pytest.raises(ValueError, match=f"^sp_overlap.{key}: unknown key"):
-        SpOverlapConfig.parse({key: "block"})
+
+@pytest.mark.parametrize("section, message", REFUSED, ids=lambda x: str(x)[:40])
+def test_config_is_refused_with_the_key_the_value_and_what_would_do(section, message):
+    with pytest.raises(ValueError) as refused:
+        SpOverlapConfig.parse(section)
+    assert message in str(refused.value)
+
+
+def test_every_fault_of_a_config_is_named():
+    with pytest.raises(ValueError) as refused:
+        SpOverlapConfig.parse({"wgard": True, "enabled": 3})
+    assert "sp_overlap.wgard" in str(refused.value) and "sp_overlap.enabled" in str(refused.value)
+
+
+def test_good_configs_are_read():
+    config = SpOverlapConfig.parse({"head_groups": 2, "kernels": "torch", "transport": "c10d", "check": True})
+    assert SpOverlapConfig.parse(config) is config
+    assert (config.head_groups, config.check, config.enabled) == (2, True, True)
+    assert SpOverlapConfig.parse({}) == SpOverlapConfig()
+    with pytest.raises(ValueError):
+        config.check = False
+
+
+@pytest.mark.parametrize("unsaid", [None, "auto"])
+def test_null_and_auto_are_the_default_of_every_key_that_has_one(unsaid):
+    keys = dict.fromkeys(SpOverlapConfig.model_fields, unsaid) | {"tiles": None}
+    assert SpOverlapConfig.parse(keys) == SpOverlapConfig()
+    nested = {"policy": {"warmup_steps": unsaid}, "timeline": {"path": "x", "steps": unsaid}}
+    assert SpOverlapConfig.parse(nested) == SpOverlapConfig.parse({"timeline": {"path": "x"}})
+
+
+@pytest.mark.parametrize("heads,size,groups", [(8, 2, 2), (4, 2, 2), (2, 2, 1), (7, 4, 1), (32, 8, 2), (8, 1, 2), (1, 1, 1)])
+def test_auto_is_two_groups_where_every_rank_has_two_heads(heads, size, groups):
+    assert SpOverlapConfig().groups_for(heads, size) == groups
 
 
 @pytest.mark.parametrize(
@@ -30,9 +96,3 @@ def test_a_window_alone_decides_what_no_other_key_says(section, groups, tiles, k
     assert config.groups_for(64, 8, windowed=True) == groups and config.tiles == tiles
     assert config.keeps_where_possible == keeps and config.times_groups == times
     assert config.groups_for(64, 8) == (section.get("head_groups", 2) if section.get("head_groups") != "auto" else 2)
-
-
-@pytest.mark.parametrize("tiles", [0, -1, "some", True, 2.5])
-def test_tiles_are_a_number_of_tokens(tiles):
-    with pytest.raises(ValueError, match='sp_overlap.tiles must be null, a whole number of at least 1, or "auto", got '):
-        SpOverlapConfig.parse({"tiles": tiles})

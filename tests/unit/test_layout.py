@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -142,14 +143,9 @@ def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first
 
 def packed_order(side):
     """Linear indices of the tensor in the order in which its parts travel, from the definition."""
-    order = []
-    for block in itertools.chain(*side.parts):
-        for index in itertools.product(*itertools.starmap(range, block)):
-            place = 0
-            for at, size in zip(index, side.shape):
-                place = place * size + at
-            order.append(place)
-    return order
+    places = torch.arange(math.prod(side.shape)).view(side.shape)
+    blocks = [places[tuple(slice(*ends) for ends in block)] for block in itertools.chain(*side.parts)]
+    return [place for block in blocks for place in block.flatten().tolist()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

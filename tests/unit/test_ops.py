@@ -1,4 +1,4 @@
-"""Pack and unpack, bit for bit against index arithmetic that is written out here."""
+"""Pack and unpack, bit for bit against `harness/relayout.py`, part by part."""
 
 import functools
 import itertools
@@ -10,6 +10,7 @@ import torch
 from ds_sp_overlap.exchange import copies
 from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.layout import Side, Sides
+from tests.harness import relayout
 from tests.harness.guards import Guard, Watched, notices
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -28,26 +29,6 @@ PARTS = {
     "one tile that all need": [(0, 6), (0, 6), (0, 6)],
     "nothing at all": [(2, 2), (0, 0)],
 }
-
-
-def travelling_order(shape, dim, parts):
-    """Index of the tensor for every element of the wire, in order."""
-    others = [range(n) for n in shape]
-    order = []
-    for start, stop in parts:
-        ranges = [*others]
-        ranges[dim] = range(start, stop)
-        order += [tuple(index) for index in _product(ranges)]
-    return order
-
-
-def _product(ranges):
-    if not ranges:
-        yield ()
-        return
-    for first in ranges[0]:
-        for rest in _product(ranges[1:]):
-            yield (first, *rest)
 
 
 def tensor(shape, dtype=torch.float64):
@@ -100,11 +81,11 @@ def unpack(wire, dim, starts, stops, out):
 def test_pack_lays_the_parts_end_to_end(parts, dim, dtype):
     shape = [3, 2, 4, 5]
     shape[dim] = 6
-    x, out = tensor(shape, dtype), poisoned(wire_size(shape, dim, parts), dtype=dtype)
-    before = x.clone()
+    x = tensor(shape, dtype)
+    before, (out, expected) = x.clone(), poisoned(2, wire_size(shape, dim, parts), dtype=dtype)
     pack(x, dim, *starts_stops(parts), out)
-    assert torch.equal(out, torch.stack([x[i] for i in order]) if (order := travelling_order(shape, dim, parts)) else out[:0])
-    assert torch.equal(x, before)
+    relayout.pack(before, dim, *starts_stops(parts), expected)
+    assert torch.equal(out, expected) and torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,14 +94,11 @@ def test_pack_lays_the_parts_end_to_end(parts, dim, dtype):
 def test_unpack_puts_every_part_in_its_place_and_writes_all_of_a_poisoned_output(parts, dim, dtype):
     shape = [3, 2, 4, 5]
     shape[dim] = 6
-    wire, out = tensor([wire_size(shape, dim, parts)], dtype), poisoned(*shape, dtype=dtype)
-    before = wire.clone()
+    wire = tensor([wire_size(shape, dim, parts)], dtype)
+    before, (out, expected) = wire.clone(), poisoned(2, *shape, dtype=dtype)
     unpack(wire, dim, *starts_stops(parts), out)
-    exact = torch.zeros(shape, dtype=torch.float32 if dtype.itemsize == 2 else dtype)
-    for element, index in zip(wire, travelling_order(shape, dim, parts)):
-        exact[index] += element
-    assert torch.equal(out, exact.to(dtype))
-    assert torch.equal(wire, before)
+    relayout.unpack(before, dim, *starts_stops(parts), expected)
+    assert torch.equal(out, expected) and torch.equal(wire, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -46,60 +46,51 @@ def layer_of(rank, shape, mover=None, local=None, change=None):
     return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
 
 
-def differentiated_twice(rank, shape, way):
-    """What a differentiable backward raises, and what it has launched."""
+WAYS = {  # to differentiate the backward, or forward by another mode, and what is said
+    "product": "create_graph=True",
+    "backward": "create_graph=True",
+    "penalty": "create_graph=True",
+    "functional": "functorch",
+    "forward mode": "jvp",
+}
+
+
+def differentiated(rank, shape, way):
+    """What a differentiable backward, or one of torch's transforms, raises, and what it has launched."""
     mover = Recording()
     call, inputs, parameters, dy = layer_of(rank, shape, mover)
-    leaves = [*inputs, *parameters]
-    if way == "functional":
-        call(*inputs)  # the first call compares what the ranks are about to do
-        mover.log.clear()
-        return refusal(torch.func.grad(lambda x: (call(x, *inputs[1:]) * dy).sum()), inputs[0]), mover.log
-    y = call(*inputs)
+    y = call(*inputs)  # the first call compares what the ranks are about to do
     mover.log.clear()
-    if way == "backward":
-        return refusal(y.backward, dy, create_graph=True), mover.log
-    if way == "penalty":
-        return refusal(torch.autograd.grad, y.pow(2).sum(), inputs[:1], create_graph=True), mover.log
 
     def product():
         """Of the loss's Hessian with ones; the loss is linear in y, whose cotangent has no graph."""
+        leaves = [*inputs, *parameters]
         grads = torch.autograd.grad((y * dy).sum(), leaves, create_graph=True)
         torch.autograd.grad(grads, leaves, [torch.ones_like(g) for g in grads], allow_unused=True)
 
-    return refusal(product), mover.log
+    def forward_mode():
+        """Without gradients, too."""
+        with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+            call(torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0])), *inputs[1:])
+
+    run = {
+        "product": product,
+        "backward": lambda: y.backward(dy, create_graph=True),
+        "penalty": lambda: torch.autograd.grad(y.pow(2).sum(), inputs[:1], create_graph=True),
+        "functional": lambda: torch.func.grad(lambda x: (call(x, *inputs[1:]) * dy).sum())(inputs[0]),
+        "forward mode": forward_mode,
+    }
+    return refusal(run[way]), mover.log
 
 
-@pytest.mark.parametrize("way", ["product", "backward", "penalty"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*BLOCKS, *DROPINS])
 def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(name, way):
     """Guard: `refuse_second_derivatives` where a layer's backward begins; products of all gradients were silently wrong."""
-    for refused, launched in on_ranks(2, differentiated_twice, {**BLOCKS, **DROPINS}[name], way, timeout_s=60):
-        kind, message = refused
-        assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
-        assert "create_graph=True" in message and launched == []
-
-
-@pytest.mark.parametrize("name", ["G = 2", "drop-in, G = 1", "drop-in, G = 2"])
-def test_functional_transforms_are_refused_by_torch(name):
-    for refused, launched in on_ranks(2, differentiated_twice, {**BLOCKS, **DROPINS}[name], "functional", timeout_s=60):
-        assert refused[0] == "RuntimeError" and "functorch" in refused[1] and launched == []
-
-
-def differentiated_forwards(rank, shape):
-    """Return what forward-mode differentiation raises, for an input with a tangent, where no gradient is recorded."""
-    call, inputs, *_ = layer_of(rank, shape)
-    with torch.no_grad():
-        call(*inputs)
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
-            return refusal(call, dual, *inputs[1:])
-
-
-@pytest.mark.parametrize("name", ["G = 1", "G = 2", "drop-in, G = 1", "drop-in, G = 2"])
-def test_forward_mode_is_refused_by_torch_without_gradients_too(name):
-    for kind, message in on_ranks(2, differentiated_forwards, {**BLOCKS, **DROPINS}[name], timeout_s=60):
-        assert "jvp" in message
+    for (kind, message), launched in on_ranks(2, differentiated, {**BLOCKS, **DROPINS}[name], way, timeout_s=60):
+        assert WAYS[way] in message and (launched == [] or way == "forward mode")  # which torch refuses where the first q arrives
+        if WAYS[way] == "create_graph=True":  # by us, the others by torch
+            assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
 
 
 # Gradients that one rank does not get.
@@ -169,67 +160,54 @@ def odd_heads(odd, kv_heads, groups):
     return whole, lambda rank: (lambda q, k, v: odd(plain, q, k, v)) if rank == 1 else plain
 
 
-def gradients(call, inputs, parameters, dy, tail):
-    """Output and gradients by name; zero where there is none, as on a rank whose heads have none."""
-    y = call(*inputs)
-    tail(y).backward(dy)
-    leaves = {f"input {i}": t for i, t in enumerate(inputs)} | {f"parameter {i}": t for i, t in enumerate(parameters)}
-    grads = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items() if t.requires_grad}
-    return {"output": y.detach(), **grads}
-
-
 def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
     """Faults where rank 1 attends another way; without ``odd``, where its output gets no gradient. Frozen: some of q, k, v."""
+
+    def run_backward(y, dy, leaves):
+        """Gradients are zero where there are none, as on a rank whose heads have none."""
+        is_whole = y.shape[1] > LENGTHS[0]
+        if not odd and is_whole:
+            y = torch.cat([y[:, : LENGTHS[0]], y[:, LENGTHS[0] :].detach()], 1)
+        elif not odd and rank == 1:
+            y = Lost.apply(y)
+        y.clone().backward(dy)
+        for leaf in leaves:
+            if leaf.requires_grad and leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+
+    def of_block(call, layer, x, dy):
+        y = call(x)
+        run_backward(y, dy, [x, *layer.parameters()])
+        return {"output": y, "dx": x.grad}
+
+    def of_dropin(call, q, k, v, do):
+        leaves = {"q": q, "k": k, "v": v}
+        for kind in freeze:
+            leaves[kind].requires_grad_(False)
+        o = call(q, k, v)
+        run_backward(o, do, leaves.values())
+        return {"output": o, **{f"d{kind}": x.grad for kind, x in leaves.items() if x.requires_grad}}
+
+    def frozen(layer):
+        for kind in freeze:
+            layer[f"{kind}_proj"].requires_grad_(False)
+
     found = []
-    tail = Lost.apply if rank == 1 and not odd else torch.clone
-
-    def whole_tail(y):
-        first, second = y.chunk(2, 1)  # of the sequence
-        return y.clone() if odd else torch.cat([first, second.detach()], 1)
-
     for shape in shapes:
-        is_block = isinstance(shape, Shape)
-        whole, mine = (
-            odd_heads(odd, shape.kv_heads, shape.config.get("head_groups", 2))
-            if odd
-            else (layers.reference.attention, lambda rank: None)
-        )
-
-        def change(layer):
-            for kind in freeze:
-                layer[f"{kind}_proj"].requires_grad_(False)
-
-        call, inputs, parameters, dy = layer_of(rank, shape, None, mine(rank), change)
-        if is_block:
-            layer = layers.projections(shape)
-            change(layer)
-            x, whole_dy = layers.whole_inputs(shape)
-            with mock.patch.object(layers.reference, "attention", whole):
-                expected = gradients(
-                    lambda x: layers.reference_layer(shape, layer, x),
-                    [x.requires_grad_()],
-                    list(layer.parameters()),
-                    whole_dy,
-                    whole_tail,
-                )
-        else:
-            *qkv, whole_dy = dropin.whole_inputs(shape)
-            for kind in freeze:
-                inputs["qkv".index(kind)].requires_grad_(False)
-            with mock.patch.object(layers.reference, "attention", whole):
-                qkv = [t.requires_grad_(x.requires_grad) for t, x in zip(qkv, inputs)]
-                expected = gradients(dropin.whole_attention(shape), qkv, [], whole_dy, whole_tail)
-        got = gradients(call, inputs, parameters, dy, tail)
-        for name in got:
-            if name.startswith("parameter"):
-                torch.distributed.all_reduce(got[name])
+        whole, mine = layers.reference.attention, None
+        if odd:
+            whole, of_rank = odd_heads(odd, shape.kv_heads, shape.config.get("head_groups", 2))
+            mine = of_rank(rank)
+        with mock.patch.object(layers.reference, "attention", whole):
+            if isinstance(shape, Shape):
+                faults = layers.block_faults(rank, shape, of_block, change=frozen, local_attention=mine)
             else:
-                expected[name] = layers.my_slice(shape, rank, expected[name])
-        pairs = {name: (got[name], expected[name]) for name in expected}
-        found += [f"{shape}: {fault}" for fault in layers.faults(1e-12, **pairs)]
+                faults = dropin.dropin_faults(rank, shape, of_dropin, attend=dropin.module(shape, local=mine))
+        found += [f"{shape}: {fault}" for fault in faults]
     return found
 
 
+LENGTHS = Shape().lengths
 ODD_SHAPES = [
     *(Shape(rope=False, rotary=rotary, config={"head_groups": groups}) for rotary in (True, False) for groups in (1, 2)),
     Shape(heads=8, kv_heads=8, rope=False, config={"head_groups": 4}),
@@ -284,7 +262,7 @@ WATCHED = [
     ),
     Watched(
         Guard("no second derivatives", without="if False:"),
-        functools.partial(differentiated_twice, shape=BLOCKS["G = 2"], way="product"),
+        functools.partial(differentiated, shape=BLOCKS["G = 2"], way="product"),
         says="create_graph=True",
     ),
 ]

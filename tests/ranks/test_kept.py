@@ -39,16 +39,8 @@ def keeping(function, *args, **options):
 # Ways to use a layer in a checkpoint; the same on the whole sequence, where `keep_attention` finds nothing to keep.
 
 
-def alone(call, layer, x, dy):
-    return layers.backward(lambda x: keeping(call, x), layer, x, dy)
-
-
 def between_others(call, layer, x, dy):
     return layers.backward(lambda x: keeping(lambda x: call(x.tanh()).sin() * x, x), layer, x, dy)
-
-
-def fed_with_its_own_output(call, layer, x, dy):
-    return layers.backward(lambda x: keeping(lambda x: call(call(x).tanh()).sin(), x), layer, x, dy)
 
 
 def one_after_another(call, layer, x, dy):
@@ -100,7 +92,7 @@ def in_checkpoints(use):
 
 
 USES = [
-    alone, between_others, fed_with_its_own_output, one_after_another, nested, half_by_half, a_backward_within, to_its_end,
+    between_others, one_after_another, nested, half_by_half, a_backward_within, to_its_end,
     *map(in_checkpoints, (uses.second_backward, uses.grad_of_input_then_backward, uses.accumulation, uses.without_grad)),
 ]  # fmt: skip
 

@@ -46,9 +46,9 @@ class View(Rms):
 
     def __init__(self, shape):
         super().__init__(shape)
-        self.flat = [self.weight]
+        self.flat = self.weight
         del self.weight
-        self.weight = self.flat[0].view(-1)
+        self.weight = self.flat.view(-1)
 
     def forward(self, x):
         return x * self.weight
@@ -91,17 +91,13 @@ def weight_is_hooked(shape):
 
 
 class Both(torch.nn.Module):
-    """The whole layer on this rank; ``owned`` are the parameters of its norms."""
+    """The whole layer on this rank."""
 
     def __init__(self, shape, kind):
         super().__init__()
         self.shape, self.layer = shape, layers.projections(shape)
         torch.manual_seed(5)
         self.norms = torch.nn.ModuleDict({f"{name}_norm": kind(shape) for name in "qk"})
-
-    def named(self):
-        flat = ((f"{name}.flat", norm.flat[0]) for name, norm in self.norms.items() if hasattr(norm, "flat"))
-        return {**dict(self.named_parameters()), **dict(flat)}
 
     def expected(self, x, last=False):
         """Norms come before RoPE, or ``last``."""
@@ -131,7 +127,7 @@ def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=N
     shape = Shape(heads=max(4, 2 * groups), kv_heads=max(2, groups), config={"head_groups": groups, "window": window})
     mine, whole = Both(shape, kind), Both(shape, kind)
     for model in (mine, whole):
-        for name, parameter in model.named().items():
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen is None or not name.startswith(frozen))
     x, dy = layers.whole_inputs(shape)
     x.requires_grad_(frozen != "layer")
@@ -142,17 +138,11 @@ def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=N
     assert (len(attend.split_projections()) == 4) == (kind in KNOWN and wrap is as_it_is)
     got = layers.call_block(shape, attend, rank, local)
     for again in range(1 + twice):  # gradients of a backward that is thrown away, then of one that isn't
-        for parameter in (*mine.named().values(), local):
+        for parameter in (*mine.parameters(), local):
             parameter.grad = None
         got.backward(layers.my_slice(shape, rank, dy), retain_graph=not again and twice)
-    pairs = {"output": (got.detach(), layers.my_slice(shape, rank, y.detach()))}
-    if local.requires_grad:
-        pairs["dx"] = local.grad, layers.my_slice(shape, rank, x.grad)
-    for name, parameter in mine.named().items():
-        if parameter.grad is not None:
-            torch.distributed.all_reduce(parameter.grad)
-        pairs["d " + name] = parameter.grad, whole.named()[name].grad
-    return layers.faults(1e-12, **pairs)  # as in `layers.block_faults`
+    dx = {"dx": x.grad} if local.requires_grad else {}
+    return layers.unlike(shape, rank, mine, whole, {"output": got, "dx": local.grad}, {"output": y, **dx})
 
 
 KNOWN, OTHERS = [known, layer_norm], [Rms, InPlace, View, Counting, Keeping, Nested, weight_is_hooked]

@@ -37,70 +37,53 @@ from tests.harness.uses import (
 MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
 
 
-class Flash(nn.Module):
-    """PyTorch's fused attention, of which nothing but a log-sum-exp is kept; counts its calls."""
+class Counted(nn.Module):
+    """Attention that counts its calls, by whether they were made in backward."""
 
-    def __init__(self, batch_first):
+    def __init__(self, attention, batch_first):
         super().__init__()
-        self.batch_first, self.calls = batch_first, Counter()
-
-    def forward(self, q, k, v):
-        self.calls[torch._C._current_autograd_node() is not None] += 1  # in backward?
-        return layers.laid_out(reference.fused, self.batch_first)(q, k, v)
-
-
-class Math(Flash):
-    """Softmax written out: it saves its scores, which is too much to keep."""
+        self.attention, self.calls = layers.laid_out(attention, batch_first), Counter()
 
     def forward(self, q, k, v):
         self.calls[torch._C._current_autograd_node() is not None] += 1
-        return layers.laid_out(reference.attention, self.batch_first)(q, k, v)
+        return self.attention(q, k, v)
 
 
-def counted(rank, kind, shape, use=layers.backward, change=None, transport=None):
-    """Faults, and how often attention was called in forward and in backward."""
-    local = kind(shape.batch_first)
-    found = layers.block_faults(rank, shape, use, transport, change=change, local_attention=local)
-    return found, local.calls[False], local.calls[True]
-
-
-def faults_of(rank, shapes, kind=Flash, use=layers.backward, change=None, again=None):
+def faults_of(rank, shapes, attention, use=layers.backward, change=None, again=None):
     """Of shapes; and where attention was run again though it could be kept, or kept though it is too much, if it is said what."""
     every = []
     for shape in shapes:
-        found, forward, backward = counted(rank, kind, shape, use, change)
+        local, groups = Counted(attention, shape.batch_first), shape.config["head_groups"]
+        found = layers.block_faults(rank, shape, use, change=change, local_attention=local)
         every += [f"{shape}: {fault}" for fault in found]
-        if again is not None and (forward, backward) != (shape.config["head_groups"], again * shape.config["head_groups"]):
-            every.append(f"{shape}: {forward} calls in forward, {backward} in backward")
+        if again is not None and local.calls != Counter({False: groups, True: again * groups}):
+            every.append(f"{shape}: calls in forward and in backward: {local.calls[False]}, {local.calls[True]}")
     return every
 
 
 # Heads, groups, windows.
 
 
-def shapes_of(heads, kv_heads, size, **more):
-    for groups in (2, 4, 8):
-        for window in (1, 2, 3):
-            if groups <= heads // size:
-                for batch_first, fused, bias in (
-                    (True, False, False),
-                    (False, False, True),
-                    (True, True, True),
-                    (False, True, False),
-                ):
-                    yield Shape(
-                        heads=heads, kv_heads=kv_heads, head_dim=4, lengths=(3,) * size, batch_first=batch_first, fused=fused, bias=bias,
-                        config={"head_groups": groups, "window": window}, **more,
-                    )  # fmt: skip
+def shapes_of(heads, kv_heads, size):
+    return [
+        Shape(
+            heads, kv_heads, 4, lengths=(3,) * size, batch_first=batch_first, fused=fused, bias=bias,
+            config={"head_groups": groups, "window": window},
+        )
+        for groups in (2, 4, 8)
+        if groups <= heads // size
+        for window in (1, 2, 3)
+        for batch_first, fused, bias in ((True, False, False), (False, False, True), (True, True, True), (False, True, False))
+    ]  # fmt: skip
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind, again", [(Flash, 0), (Math, 1)], ids=["kept", "run again"])
+@pytest.mark.parametrize("attention, again", [(reference.fused, 0), (reference.attention, 1)], ids=["kept", "run again"])
 @pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])
-def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, kind, again, size):
+def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, attention, again, size):
     """And attention is run again in backward only if it saves too much."""
-    no_faults(size, faults_of, singles(shapes_of(heads, kv_heads, size)), kind, layers.backward, None, again)
+    no_faults(size, faults_of, singles(shapes_of(heads, kv_heads, size)), attention, layers.backward, None, again)
 
 
 # Uses and changes.
@@ -114,23 +97,21 @@ SHAPES = [
 SEPARATE = [shape for shape in SHAPES if not shape.fused]
 
 
-def in_use(rank, use):
-    """Retained graphs and repeated backwards with both kinds; attention that is kept must not be let go then."""
-    return faults_of(rank, SHAPES, Flash, use) + faults_of(rank, SHAPES, Math, use)
+def with_both(rank, shapes, use=layers.backward, change=None):
+    """Faults with either attention; one that is kept must not be let go where a graph is retained."""
+    return [
+        fault for attention in (reference.fused, reference.attention) for fault in faults_of(rank, shapes, attention, use, change)
+    ]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_a_window_is_right_in_every_use(use):
-    no_faults(2, in_use, use)
-
-
-def changed(rank, change):
-    return faults_of(rank, SEPARATE, Flash, change=change) + faults_of(rank, SEPARATE, Math, change=change)
+    no_faults(2, with_both, SHAPES, use)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_window_is_right_for_projections_that_are(change):
-    no_faults(2, changed, change)
+    no_faults(2, with_both, SEPARATE, layers.backward, change)
 
 
 def input_changed(rank):
@@ -199,16 +180,17 @@ def test_the_output_projection_alone_may_learn():
 # Attention of other kinds, against the same layer without a window.
 
 
-def learned_inside(rank, batch_first=True):
-    class Scaled(Flash):
-        def __init__(self):
-            super().__init__(batch_first)
-            self.of_query = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-            self.of_output = nn.Parameter(torch.linspace(0.5, 2, 8, dtype=torch.float64))
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of_query = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.of_output = nn.Parameter(torch.linspace(0.5, 2, 8, dtype=torch.float64))
 
-        def forward(self, q, k, v):
-            return super().forward(q * self.of_query, k, v) * self.of_output
+    def forward(self, q, k, v):
+        return reference.fused(q * self.of_query, k, v) * self.of_output
 
+
+def learned_inside(rank):
     return Scaled(), {}
 
 
@@ -230,7 +212,7 @@ def sinks_that_learn(rank):
 
 def an_argument_that_learns(rank):
     factor = torch.tensor(1.5, dtype=torch.float64).requires_grad_()
-    return (lambda q, k, v, factor: Flash(True)(q * factor, k, v)), {"factor": factor}
+    return (lambda q, k, v, factor: reference.fused(q * factor, k, v)), {"factor": factor}
 
 
 def hooks_on_what_learns(rank):
@@ -256,11 +238,11 @@ def drop_out(rank):
 
 
 def drop_out_of_flash(rank):
-    return (lambda q, k, v: F.dropout(Flash(True)(q, k, v), 0.5)), {}
+    return (lambda q, k, v: F.dropout(reference.fused(q, k, v), 0.5)), {}
 
 
 def changes_query(rank):
-    return (lambda q, k, v: Flash(True)(q.mul_(0.5), k, v)), {}
+    return (lambda q, k, v: reference.fused(q.mul_(0.5), k, v)), {}
 
 
 def changes_query_and_key(rank):
@@ -273,7 +255,7 @@ def constant_output(rank):
 
 def kept_on_one_rank(rank):
     """o must travel to the one that reads it."""
-    return (Flash(True) if rank else Math(True)), {}
+    return (reference.fused if rank else reference.attention), {}
 
 
 def value_that_is_query(rank):
@@ -292,7 +274,7 @@ def writes_to_an_argument(rank):
 
 
 def checkpointed_inside(rank):
-    return (lambda q, k, v: checkpoint(Flash(True), q, k, v, use_reentrant=False)), {}
+    return (lambda q, k, v: checkpoint(reference.fused, q, k, v, use_reentrant=False)), {}
 
 
 OTHERS = [
@@ -327,14 +309,13 @@ def outcome(rank, shape, other, use=layers.backward, frozen=False):
     return {**pairs, "random": torch.get_rng_state().double()}
 
 
-def against_no_window(rank, other, windows, use=layers.backward):
+def against_no_window(rank, other, windows, use=layers.backward, frozen=False):
     found = []
     for kv_heads in (8, 2) if other is not changes_query_and_key else (8,):
         for window in windows:
-            shape = Shape(heads=8, kv_heads=kv_heads, config={"head_groups": 4})
-            expected = outcome(rank, shape, other, use)
-            got = outcome(rank, Shape(heads=8, kv_heads=kv_heads, config={"head_groups": 4, "window": window}), other, use)
-            assert got.keys() == expected.keys()
+            configs = {"head_groups": 4}, {"head_groups": 4, "window": window}
+            expected, got = (outcome(rank, Shape(8, kv_heads, config=config), other, use, frozen) for config in configs)
+            assert got.keys() == expected.keys() and len(got) > 2
             faults = layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
             found += [f"{kv_heads} KV heads, window {window}: {fault}" for fault in faults]
     return found
@@ -353,19 +334,9 @@ def test_and_so_where_it_is_used_twice(other, use):
     no_faults(2, against_no_window, other, (2,), use)
 
 
-def attention_alone_learns(rank):
-    found = []
-    for other in (learned_inside, sinks_that_learn):
-        for window in (1, 2):
-            sections = {"head_groups": 4}, {"head_groups": 4, "window": window}
-            expected, got = (outcome(rank, Shape(heads=8, config=section), other, frozen=True) for section in sections)
-            assert got.keys() == expected.keys() and len(got) > 2
-            found += layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
-    return found
-
-
-def test_attention_alone_may_learn():
-    no_faults(2, attention_alone_learns)
+@pytest.mark.parametrize("other", [learned_inside, sinks_that_learn], ids=lambda other: other.__name__)
+def test_attention_alone_may_learn(other):
+    no_faults(2, against_no_window, other, (1, 2), layers.backward, True)
 
 
 class Dropping(nn.Module):
@@ -455,7 +426,7 @@ def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again
 def foreign(rank, later=False):
     """Local attention of rank 1 learns something that nobody was told of; from its second call on, if ``later``."""
     hidden = torch.ones((), dtype=torch.float64, requires_grad=not later)
-    local = (lambda q, k, v: Flash(True)(q * hidden, k, v)) if rank or later else Flash(True)
+    local = (lambda q, k, v: reference.fused(q * hidden, k, v)) if rank or later else reference.fused
     shape = Shape(config={"head_groups": 2, "window": 1})
     _, attend, x, _ = layers.mine(rank, shape, local_attention=local)
     if later:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ from benchmarks.variants import ASYNC_ULYSSES, Layer, Shape, check_parity
 from benchmarks.wire import Wire
 from ds_sp_overlap.relayout import kernels
 from ds_sp_overlap.schedule import order
-from tests.harness.cases import full
 from tests.harness.ranks import RankError, on_ranks
 from tests.harness.transports import Recording
 
@@ -155,17 +153,6 @@ def test_rows_are_there_when_a_run_ends_early(tmp_path):
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}]
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_throttled_copy_compiles_without_spilling_and_fills_an_sm(architecture, tmp_path):
-    words = ["nvcc", f"-arch={architecture}", "-Xptxas", "-v", "-cubin", BENCHMARKS / "throttled.cu", "-o", tmp_path / "cubin"]
-    ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ran.stderr
-    copy = ran.stderr[ran.stderr.index("Function properties for _Z14throttled_copy") :]
-    assert "Used 96 registers" in copy.splitlines()[2]  # with 640 threads the footprint of NCCL's blocks
-
-
 # With the names that `Layer.veomni` calls, and its list all-to-all.
 PEER = """
 import torch
@@ -201,11 +188,6 @@ def async_ulysses_qkv_projection(
 def async_ulysses_output_projection(hidden_states, seq_dimension, head_dimension, proj_weight, unpadded_dim_size):
     return F.linear(Exchange.apply(hidden_states, seq_dimension, head_dimension).flatten(2), proj_weight)
 """
-PEER_FAULTS = {
-    "output": ("yield Exchange.apply(heads,", "yield Exchange.apply(1.001 * heads,"),
-    "no gradient": ("(q_weight, k_weight, v_weight)", "(q_weight, k_weight.detach(), v_weight)"),
-    "gradient": ("return Exchange.apply(dy,", "return Exchange.apply(1.001 * dy,"),
-}
 
 
 def beside_a_peer(rank, size, checkout, port):
@@ -224,16 +206,16 @@ def beside_a_peer(rank, size, checkout, port):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("fault", [None, "gradient", full("output"), full("no gradient")])
-def test_link_times_a_peer_only_if_it_computes_what_deepspeed_does(fault, tmp_path):
+@pytest.mark.parametrize("factor", [1, 1.001])
+def test_link_times_a_peer_only_if_it_computes_what_deepspeed_does(factor, tmp_path):
     path = tmp_path / (ASYNC_ULYSSES.replace(".", "/") + ".py")
     path.parent.mkdir(parents=True)
     (path.parent / "comm.py").write_text("def set_ulysses_sequence_parallel_group(own):\n    global group\n    group = own\n")
     for package in path.parent, path.parents[1], path.parents[2]:
         (package / "__init__.py").write_text("raise AssertionError('more of the checkout runs than is needed')")
-    path.write_text(PEER.replace(*PEER_FAULTS[fault]) if fault else PEER)
+    path.write_text(PEER.replace("return Exchange.apply(dy,", f"return Exchange.apply({factor} * dy,"))
     port = 20000 + 4 * (os.getpid() % 2500)  # of this test process alone
-    if fault:
+    if factor != 1:
         with pytest.raises(RankError, match="VeOmni"):
             on_ranks(2, beside_a_peer, 2, tmp_path, port)
         return

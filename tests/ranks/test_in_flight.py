@@ -85,32 +85,6 @@ def test_nothing_in_flight_is_reachable_through_a_graph_that_is_kept():
     no_faults(2, nothing_stays_in_flight)
 
 
-def graphs_are_freed(rank):
-    """Tensors that a call received are gone with its graph: never run backward, run in part, run whole."""
-    shape, found = Shape(kv_heads=2), []
-    for use in ("no backward", "input only", "backward"):
-        received = []
-
-        def attend(q, k, v):
-            received.extend(weakref.ref(t) for t in (q, k, v))  # noqa: B023
-            return layers.reference.attention(q, k, v)
-
-        layer, call, x, dy = layers.mine(rank, shape, local_attention=attend)
-        y = layers.call_block(shape, call, rank, x.requires_grad_())
-        if use == "input only":
-            torch.autograd.grad(y, x, dy)
-        elif use == "backward":
-            y.backward(dy)
-        del y
-        gc.collect()
-        found += [f"{use}: something received is still there" for reference in received if reference() is not None]
-    return found
-
-
-def test_a_graph_that_is_dropped_is_freed():
-    no_faults(2, graphs_are_freed)
-
-
 def finished_twice(rank):
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange("q", 0, (8,)), "layers.7", "q")

@@ -42,22 +42,6 @@ def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, he
     assert counts.launched["products"] >= 12
 
 
-@pytest.mark.parametrize("heads,width,copied_mb,cheaper_from", [(32, 4096, 34, 293), (64, 8192, 134, 586)])
-def test_copying_slices_moves_fewer_bytes_than_products_that_would_not(heads, width, copied_mb, cheaper_from):
-    """Llama-8B and 70B, 8 KV heads, P = 8, G = 2: the figures of Note [Slices of weights], by the slices that the layer cuts."""
-    tokens, copied, added = 8192, [], []
-    geometry = Geometry(8, 0, (tokens,) * 8, 1, heads, 8, 2)
-    for kind in "qkvo":
-        for group in range(2):
-            ranges = [(128 * start, 128 * stop) for start, stop in geometry.heads_of("q" if kind == "o" else kind, group)]
-            if len(ranges) > 1:
-                copied.append(2 * sum(stop - start for start, stop in ranges) * width * 2)
-                added.append(2 * (len(ranges) - 1) * tokens * width * 2)
-    assert [round(n_bytes / 1e6) for n_bytes in copied] == [copied_mb] * 4
-    assert all(tokens * mine / others == pytest.approx(cheaper_from, abs=1) for mine, others in zip(copied, added))
-    assert sum(copied) < sum(added) / 10
-
-
 def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
     """The negative control: products over copies, as they were."""
     plain = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
@@ -115,12 +99,3 @@ def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
 def test_a_step_calls_no_more_functions_than_its_budget_says(groups, most):
     """What a layer costs the host beside torch, see benchmarks/instructions.py."""
     assert launches.calls_of_layer(groups) <= most
-
-
-def test_a_pack_copies_no_more_bytes_than_travel():
-    """Each of eight exchanges is packed and unpacked once at most; dk and dv are summed in fp32 first."""
-    heads, kv_heads, head_dim, tokens = 32, 8, 16, 4
-    counts = launches.of_layer(16, heads, kv_heads, dtype=torch.bfloat16, head_groups=1)
-    each_way = 2 * (heads + 16) * tokens * head_dim * torch.bfloat16.itemsize  # q, k, v and o; a KV head travels to each rank
-    in_fp32 = 2 * kv_heads * tokens * head_dim * torch.float32.itemsize  # dk and dv
-    assert counts.written["joins"] <= 2 * 2 * each_way + in_fp32

@@ -136,6 +136,10 @@ def compiled_projections(model):
         layer.self_attn.o_proj.compile(backend="eager")
 
 
+def whole_loss(model):
+    return models.mean_loss(model, models.cut(models.batches(1)[0], 0, 1), None)
+
+
 def gradients_of(model, loss):
     model.zero_grad()
     loss.backward()
@@ -160,7 +164,7 @@ def whole_gradients(change=None, scale=1, **options):
     if change is not None:
         change(model)
     scale_parameters(model, scale)
-    return gradients_of(model, models.mean_loss(model, models.cut(models.batches(1)[0], 0, 1), None))
+    return gradients_of(model, whole_loss(model))
 
 
 def changed(rank, change):
@@ -194,45 +198,33 @@ def test_gradients_are_right_for_projections_that_are(change):
     assert on_ranks(2, changed, change) == [[], []]
 
 
+def frozen_and_thawed(model, loss):
+    """Gradients by name where requires_grad goes and comes, between steps and between two forwards of one backward."""
+
+    def freeze(names, frozen=True):
+        for layer in model.model.layers:
+            for name in names:
+                layer.self_attn.get_submodule(name).requires_grad_(not frozen)
+
+    found = {}
+    for names in (["q_proj"], ["o_proj"], ["k_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]):
+        for frozen in (True, False):
+            freeze(names, frozen)
+            found |= {f"{name}, {names} frozen: {frozen}": grad for name, grad in gradients_of(model, loss()).items()}
+    first = loss()
+    freeze(["q_proj", "o_proj"])
+    second = loss()
+    freeze(["q_proj", "o_proj"], False)
+    return found | gradients_of(model, first + 2 * second)
+
+
 def toggled(rank):
-    """requires_grad goes and comes, between steps and between two forwards of one backward."""
-    world, model = torch.distributed.group.WORLD, models.tiny(**EXACT)
-    ds_sp_overlap.enable(model, CUT, world)
-    whole, found = models.tiny(**EXACT), []
-
-    def both(step, *losses_of):
-        got = summed(gradients_of(model, losses_of[0]()))
-        expected = gradients_of(whole, losses_of[1]())
-        found.extend(layers.faults(1e-9, **{f"{name} {step}": (got[name], grad) for name, grad in expected.items()}))
-
-    def freeze(frozen, *names):
-        for of in (model, whole):
-            for layer in of.model.layers:
-                for name in names:
-                    layer.self_attn.get_submodule(name).requires_grad_(not frozen)
-
-    def ours():
-        return loss_of(model, rank, 2)
-
-    def theirs():
-        return models.mean_loss(whole, models.cut(models.batches(1)[0], 0, 1), None)
-
-    for step, names in enumerate((["q_proj"], ["o_proj"], ["k_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"])):
-        freeze(True, *names)
-        both(f"with {names} frozen", ours, theirs)
-        freeze(False, *names)
-        both(f"after {names} were frozen", ours, theirs)
-
-    def twice(loss):
-        first = loss()
-        freeze(True, "q_proj", "o_proj")
-        second = loss()
-        freeze(False, "q_proj", "o_proj")
-        return first + 2 * second
-
-    both("frozen between two forwards", lambda: twice(ours), lambda: twice(theirs))
-    ds_sp_overlap.disable(model)
-    return found
+    ours, whole = (models.tiny(**EXACT) for _ in range(2))
+    ds_sp_overlap.enable(ours, CUT, torch.distributed.group.WORLD)
+    got = summed(frozen_and_thawed(ours, lambda: loss_of(ours, rank, 2)))
+    expected = frozen_and_thawed(whole, lambda: whole_loss(whole))
+    ds_sp_overlap.disable(ours)
+    return layers.faults(1e-9, **{name: (got[name], grad) for name, grad in expected.items()})
 
 
 def test_gradients_are_right_while_parameters_are_frozen_and_thawed():

@@ -21,8 +21,8 @@ from ds_sp_overlap.exchange.relayed import Relayed, legs_of
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
-from tests.harness.races import Races, watched
-from tests.harness.streams import Backend, Stream, device_thread, order
+from tests.harness.races import watched
+from tests.harness.streams import Backend, Stream, order
 from tests.harness.uses import Deliberate, RaisesInBackward
 
 SIZE, CPU = 2, torch.device("cpu")
@@ -251,84 +251,6 @@ def test_every_access_and_every_reuse_is_ordered(scene, asynchronous):
 # The detector itself.
 
 
-def detector():
-    races = Races(Backend())
-    return races, races.backend, Stream(races.backend, "other")
-
-
-def test_it_sees_a_read_of_what_another_stream_writes_and_a_write_of_what_it_reads():
-    for ordered in (True, False):
-        races, backend, other = detector()
-        with races:
-            x = torch.zeros(4)
-            if ordered:
-                order(other, backend.compute)
-            with backend.stream(other):
-                y = x * 2
-            if ordered:
-                order(backend.compute, other)
-            x.add_(1)
-            y.sum()
-        assert len(races.faults) == (0 if ordered else 3), races.faults
-
-
-def test_waiting_in_turn_orders_too_and_what_is_done_after_an_event_it_does_not_stand_for():
-    races, backend, other = detector()
-    third = Stream(backend, "third")
-    with races:
-        x = torch.zeros(4)
-        order(other, backend.compute)
-        order(third, other)
-        with backend.stream(third):
-            x.add_(1)
-        assert races.faults == []
-        order(backend.compute, other)  # which has not waited for the third
-        x.add_(1)
-    assert len(races.faults) == 1 and "add_ on compute writes what add_ on third may still use" in races.faults[0]
-
-
-def test_views_share_memory_and_neither_they_nor_empty_memory_are_accesses():
-    races, backend, other = detector()
-    with races:
-        x = torch.zeros(4)
-        with backend.stream(other):
-            x.view(2, 2)[0].detach()
-            x.new_empty(4)
-            torch.empty_like(x)
-        assert races.faults == []
-        with backend.stream(other):
-            x.view(2, 2)[0].fill_(1)
-    assert len(races.faults) == 1
-
-
-def test_memory_is_freed_when_its_last_view_or_graph_is_and_must_be_done_with():
-    for ordered in (True, False):
-        races, backend, other = detector()
-        with races:
-            x = torch.zeros(4)
-            order(other, backend.compute)
-            view = x[:2]
-            del x
-            with backend.stream(other):
-                view.sum()
-            assert races.seen["freed"] == 1  # the sum
-            if ordered:
-                order(backend.compute, other)
-            del view
-        assert races.seen["freed"] == 2
-        assert [fault.split(" back")[0] for fault in races.faults] == ["reuse: compute gets the memory"] * (not ordered)
-
-
-def test_backward_is_seen():
-    races, *_ = detector()
-    x = torch.ones(4, requires_grad=True)
-    with races:
-        y = x.exp().sum()
-        before = races.seen["compute"]
-        y.backward()
-    assert races.seen["compute"] >= before + 2
-
-
 def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_is_seen(monkeypatch):
     """A wait that only the caller's thread makes: forward is in order, backward is not."""
     here, before_compute = threading.current_thread(), SideStream.before_compute
@@ -352,18 +274,6 @@ def test_a_stream_that_is_not_asked_for_each_time_is_seen_where_another_one_is_c
     monkeypatch.setattr(Backend, "current_stream", lambda self, device: self.compute)
     assert faults(SCENES["a layer, G = 2"], False) == []
     assert faults(SCENES["backward is called elsewhere"], False)
-
-
-def test_a_thread_has_a_current_stream_of_its_own():
-    backend, seen = Backend(), []
-    other = Stream(backend, "other")
-    backend.nodes_run_on = other
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append((backend.current.name, threading.current_thread().name)))
-    with device_thread(backend):
-        (x * 2).sum().backward()
-    assert seen[0][0] == "other" and seen[0][1] != threading.current_thread().name
-    assert backend.current is backend.compute and len(backend.log) == 2
 
 
 def test_one_that_sees_nothing_says_so():

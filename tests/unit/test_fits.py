@@ -9,7 +9,7 @@ import pytest
 
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.costs import LayerShape, Way
-from ds_sp_overlap.tools.planner.fits import STATES, Model, held_by_model, longest
+from ds_sp_overlap.tools.planner.fits import Model, held_by_model, longest
 from tests.harness.pages import ROOT
 
 LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
@@ -32,30 +32,6 @@ def test_what_is_said_to_fit_fits_and_a_little_more_does_not(way):
         more = tokens + 1024 * LLAMA.sp_size
         fits, beyond = (held_by_model(replace(LLAMA, seq=seq), MODEL, way)[name] for seq in (tokens, more))
         assert fits <= 79 * GIB < beyond, name
-
-
-def test_a_model_holds_its_states_and_what_its_layers_wait_with():
-    x = LLAMA.seq // 8 * 4096 * 2
-    # Without parameters, and so without states and gathered weights; cos and sin are of one head's width.
-    one, more = (held_by_model(LLAMA, Model(layers, 0), STOCK) for layers in (1, 33))
-    tables = 2 / 32
-    # q and o of the whole width, k and v of a quarter of it; o again; the log-sum-exp, 4 bytes of 128 heads' 2.
-    waits = 2 + 2 / 4 + 1 + 2 / 128
-    # And four times x, and what two norms save.
-    assert (more["all kept"] - one["all kept"]) / 32 / x == waits + 4 + 2 * 3
-    assert (more["checkpointed"] - one["checkpointed"]) / 32 == x
-    assert more["inputs on host"] == one["inputs on host"] == one["checkpointed"] + x
-    # The norm of the MLP: what it makes, dy, the inputs of the layer, of attention and of the MLP's norm.
-    assert one["checkpointed"] / x == waits + 4 + 2 * 3 + 9 + tables
-    one, more = (held_by_model(LLAMA, Model(layers, 0), Way(4, 1)) for layers in (1, 33))
-    assert (more["keep"] - one["keep"]) / 32 / x == 2 + 2 / 128
-    assert more["offload"] == one["offload"] < one["keep"] + 3 * x
-
-
-def test_states_lie_over_the_ranks_and_two_layers_are_whole():
-    for way, gathered in ((STOCK, 8), (Way(4, 1), 12)):
-        none, some = (held_by_model(LLAMA, Model(32, parameters), way) for parameters in (0, 32 * M))
-        assert {some[name] - none[name] for name in none} == {32 * M * STATES // 8 + M * gathered}
 
 
 # A way that benchmarks/longest.py measures, and what the planner calls it: with the inputs of layers on the host.

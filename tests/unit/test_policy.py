@@ -87,14 +87,6 @@ def test_the_fastest_is_kept_and_one_line_says_so(best):
     assert line.endswith("kept: " + ("off, stock is fastest here" if best == OFF else name))
 
 
-def test_a_choice_can_be_asked_for_before_it_is_made():
-    model = Model(3, COSTS)
-    for _ in range(11):  # two rounds are over, one of them timed
-        model.step()
-    (trial,) = model.policy.trials.values()
-    assert trial.chosen is None and str(trial).endswith("kept: nothing yet")
-
-
 def test_the_first_round_is_not_timed():
     model = Model(4, COSTS)
     for _ in range(5):

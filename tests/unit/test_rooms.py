@@ -121,43 +121,12 @@ def test_the_schedule_needs_no_torch():
         assert {room(other) for other in inside} <= {"schedule"} and outside <= set(sys.stdlib_module_names) | {"__future__"}
 
 
-def lines_of(code):
-    return "\n".join(["import sys", "before = set(sys.modules)", *code, "print(*sorted(set(sys.modules) - before))"])
-
-
 def loaded_by(*code):
     """Run code in a new process; return the modules that it loads, and what it prints."""
-    found = subprocess.run([sys.executable, "-c", lines_of(code)], capture_output=True, text=True, check=True)
+    lines = "\n".join(["import sys", "before = set(sys.modules)", *code, "print(*sorted(set(sys.modules) - before))"])
+    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
     *printed, new = found.stdout.splitlines()
     return set(new.split()), printed
-
-
-FORKS = """
-import os, sys, torch
-for code in sys.stdin:
-    if not os.fork():
-        exec(eval(code))
-        sys.stdout.flush()
-        os._exit(0)
-    print("exit", os.wait()[1], flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def loaded_beside_torch():
-    """`loaded_by`, in forks of one process that has torch loaded, which takes a second."""
-    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forking:
-
-        def loaded_by(*code):
-            print(repr(lines_of(code)), file=forking.stdin, flush=True)
-            printed = []
-            while (line := forking.stdout.readline()) and not line.startswith("exit "):
-                printed.append(line.rstrip("\n"))
-            assert line == "exit 0\n", printed
-            return set(printed.pop().split()), printed
-
-        yield loaded_by
-        forking.stdin.close()
 
 
 def roots(modules):
@@ -173,8 +142,8 @@ def test_importing_the_package_loads_itself_alone():
     }  # fmt: skip
 
 
-def test_enable_a_layer_and_the_drop_in_load_no_framework_and_no_tool(loaded_beside_torch):
-    new, _ = loaded_beside_torch("from ds_sp_overlap import *")
+def test_enable_a_layer_and_the_drop_in_load_no_framework_and_no_tool():
+    new, _ = loaded_by("from ds_sp_overlap import *")
     assert "ds_sp_overlap.integrations.registry" in new
     assert [module for module in new if module.startswith("ds_sp_overlap.tools")] == []
     assert roots(new).isdisjoint(FRAMEWORKS | {"matplotlib"})
@@ -198,8 +167,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("order", [*list(WAYS)[:1], *map(full, list(WAYS)[1:])])
-def test_deepspeed_is_wrapped_once_whoever_is_imported_first(order, loaded_beside_torch):
-    _, printed = loaded_beside_torch(
+def test_deepspeed_is_wrapped_once_whoever_is_imported_first(order):
+    _, printed = loaded_by(
         *WAYS[order],
         "import inspect",
         "ours = [f for f in sys.meta_path if type(f).__module__ == 'ds_sp_overlap.integrations.after_import']",
@@ -211,9 +180,9 @@ def test_deepspeed_is_wrapped_once_whoever_is_imported_first(order, loaded_besid
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_accelerate_leaves_the_section_alone_whoever_is_imported_first(ours_first, loaded_beside_torch):
+def test_accelerate_leaves_the_section_alone_whoever_is_imported_first(ours_first):
     lines = ["import ds_sp_overlap", "from accelerate.utils import DeepSpeedPlugin"]
-    new, printed = loaded_beside_torch(
+    new, printed = loaded_by(
         *(lines if ours_first else reversed(lines)),
         "print(DeepSpeedPlugin.fill_match(None, 'sp_overlap.head_groups'))",
     )

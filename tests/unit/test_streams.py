@@ -149,14 +149,6 @@ def test_doctor_and_report_say_where_all_streams_share_a_queue(monkeypatch, valu
     assert (CONNECTIONS in report) == (value == "1")
 
 
-def test_an_abandoned_exchange_orders_the_compute_stream_after_its_transfer(backend):
-    q = q_exchange(backend)
-    q.start(torch.randn(2, 3, 4, 8))
-    backend.log.clear()
-    del q
-    assert backend.log == ["compute waits for q"]
-
-
 class Ticking(OneRank):
     """Remembers on which stream, and when there, it was asked to move something."""
 
@@ -168,16 +160,6 @@ class Ticking(OneRank):
         if self.error is not None:
             raise self.error("interrupted")
         return super().launch(*arguments)
-
-
-def test_whoever_finishes_on_another_stream_reads_after_the_transfer(backend):
-    """Guard: `SideStream.before_compute` has the current stream wait too."""
-    q = q_exchange(backend)
-    q.sp_group.transport = Ticking(backend)
-    q.launch(torch.randn(2, 3, 4, 8))
-    backend.current = Stream(backend, "other")
-    q.received()
-    assert backend.current.is_after(*q.sp_group.transport.moved[0]) and backend.compute.is_after(*q.sp_group.transport.moved[0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

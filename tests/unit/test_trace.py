@@ -115,26 +115,6 @@ def test_on_a_cpu_exposed_are_start_and_finish(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "busy, left",
-    [
-        ([], [(2, 6)]),
-        ([(0, 1), (7, 9)], [(2, 6)]),
-        ([(0, 3)], [(3, 6)]),
-        ([(0, 1), (2, 3), (4, 5)], [(3, 4), (5, 6)]),
-        ([(5, 8)], [(2, 5)]),
-        ([(2, 6)], []),
-        ([(1, 9)], []),
-    ],
-)
-def test_what_is_left_of_a_span(busy, left):
-    assert timeline.without((2, 6), busy) == left
-
-
-def test_spans_that_touch_or_overlap_are_one():
-    assert timeline.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
-
-
 def test_the_command_draws_the_traces_of_a_folder_and_prints_a_step(tmp_path, capsys):
     written(tmp_path / "b.json", on_host())
     written(tmp_path / "a.json.gz", on_host(), rank=1)

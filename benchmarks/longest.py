@@ -114,8 +114,8 @@ def alone(size: int, transport):
     """Be rank 0 of ``size`` ranks of equal shares of one sequence."""
 
     def every(self, header, values, device):
-        flat = [value.flatten().cpu().numpy() for value in values]
-        of_rank = [np.concatenate([header, *(x + rank * x.shape[-1] for x in flat)]) for rank in range(size)]
+        positions = values.cpu().numpy()
+        of_rank = [np.concatenate([header, (positions + 2 * rank * positions.shape[-1]).ravel()]) for rank in range(size)]
         room = max(len(header) + self._room, len(of_rank[0]))
         return np.stack([np.pad(row, (0, room - len(row))) for row in of_rank]).astype(np.int64)
 

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, o
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ds_sp_overlap.integrations.inspect import attention, symbolic_trace
-from ds_sp_overlap.integrations.inspect.accounting import LoadedGlobal, Unknown
+from ds_sp_overlap.integrations.inspect import attention
+from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.attention import Reader, Source
-from ds_sp_overlap.integrations.inspect.library import digest
+from ds_sp_overlap.integrations.inspect.library import digest, replaced
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 from tests.harness.cases import since_transformers
@@ -562,16 +562,9 @@ WATCHED = [
 test_the_suite_notices_without_the_guard = notices(WATCHED)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_globals_that_are_replaced_come_back(fails):
-    names = {"first": 1, "kept": 2, "last": 3}
-
-    def replacement(name, value):
-        if fails and name == "last":
-            raise ValueError("of the replacement itself")
-        return None if name == "kept" else "a stand-in"
-
-    loaded = [LoadedGlobal(names, *item) for item in names.items()]
-    with contextlib.suppress(ValueError), symbolic_trace.replaced(loaded, replacement):
-        assert names == {"first": "a stand-in", "kept": 2, "last": "a stand-in"}
-    assert names == {"first": 1, "kept": 2, "last": 3}
+def test_names_that_are_replaced_come_back():
+    names = {"first": 1}
+    with contextlib.suppress(ValueError), replaced(names, "first", "a stand-in"), replaced(names, "new", 2):
+        assert names == {"first": "a stand-in", "new": 2}
+        raise ValueError
+    assert names == {"first": 1}

@@ -27,10 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .library import attention_functions, defined_in, renames_cache
-
-# Stands for the value of an attribute or a global that does not exist.
-MISSING: Any = object()
+from .library import MISSING, attention_functions, defined_in, renames_cache
 
 # Operations that move numbers, and compute nothing with them.
 MOVES = frozenset(
@@ -89,23 +86,15 @@ class Size(int):
 
     accounting: Accounting
 
+    def refuse(self, *_: Any) -> Any:
+        """Fail; stands for all attributes and operators of a number but ``__index__``."""
+        fail = self.accounting.fail
+        return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
-def _refuse_arithmetic(size: Size, *_: Any) -> Any:
-    """Fail; stands for all operators of a `Size`."""
-    fail = size.accounting.fail
-    return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
-
-for _name in (
-    "eq ne mul rmul add radd sub rsub floordiv rfloordiv truediv rtruediv mod rmod pow rpow neg pos abs divmod "
-    "rdivmod round floor ceil trunc lt le gt ge bool int float hash lshift rlshift rshift rrshift "
-    "and rand or ror xor rxor invert str repr format"
-).split():
-    setattr(Size, f"__{_name}__", _refuse_arithmetic)
-for _name in "bit_length bit_count to_bytes as_integer_ratio is_integer conjugate".split():
-    setattr(Size, _name, _refuse_arithmetic)
-for _name in "real imag numerator denominator".split():
-    setattr(Size, _name, property(_refuse_arithmetic))
+_OF_OBJECTS = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __str__ __repr__ __format__"
+for _name in {*dir(int)} - {*dir(object), "__index__"} | {*_OF_OBJECTS.split()}:
+    setattr(Size, _name, Size.refuse if _name.startswith("__") else property(Size.refuse))
 
 
 def is_plain(value: Any) -> bool:

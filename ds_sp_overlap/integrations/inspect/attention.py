@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...attention.unobserved import unobserved
-from .accounting import MISSING, Code, LoadedGlobal, Unknown, is_plain
-from .library import own_class, whole_shape
+from .accounting import Code, LoadedGlobal, Unknown, is_plain
+from .library import MISSING, own_class, whole_shape
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
 from .symbolic_trace import Lookup, Trace, TracedOutput, cases
 from .tensor_parallel import out_features
-from .tokenwise import fixed_state, has_own_call, probe_tokenwise
+from .tokenwise import has_own_call, probe_tokenwise
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,12 @@ class Read:
         options: The further keywords of the attention function, all constants.
         lookups: The attributes that the forward looked up.
         loaded_globals: The globals that its code names.
-        norms: For each norm of the layer, by name, its `fixed_state`.
     """
 
     reading: Reading
     options: dict[str, Any]
     lookups: list[Lookup]
     loaded_globals: list[LoadedGlobal]
-    norms: dict[str, list[tuple]]
 
     def changed(self, module: Any) -> list[str]:
         """Return the names of everything that differs in ``module`` as it is now; empty if nothing.
@@ -129,17 +127,8 @@ class Read:
         Each call of the layer asks (`Reader.options`), as does the reading of another layer, which
         may be like this one.
         """
-        names: list[str] = []
-        for path, value in self.lookups:
-            if has_changed(module, path, value):
-                names.append(".".join(path))
-        for name, before in self.norms.items():
-            if fixed_state(getattr(module, name)) != before:
-                names.append(name)
-        for loaded in self.loaded_globals:
-            if loaded.has_changed():
-                names.append(loaded.name)
-        return names
+        names = [".".join(path) for path, value in self.lookups if has_changed(module, path, value)]
+        return names + [loaded.name for loaded in self.loaded_globals if loaded.has_changed()]
 
 
 class Reader:
@@ -288,14 +277,9 @@ def _read_cases(module: Any, training: bool) -> Read:
         raise Unknown("its forward is another one without a mask or for other tokens")
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
-    loaded_globals = list(code.loaded_globals.values())
-    read = Read(first, options, list(lookups.values()), loaded_globals, norms={})
-    for source in first.sources.values():
-        if (name := source.norm) is not None and name not in read.norms:
-            norm = getattr(module, name)
-            probe_tokenwise(name, norm, first.head_dim, norm=True)
-            read.norms[name] = fixed_state(norm)
-    return read
+    for name in sorted({source.norm for source in first.sources.values() if source.norm}):
+        probe_tokenwise(name, getattr(module, name), first.head_dim, norm=True)
+    return Read(first, options, list(lookups.values()), list(code.loaded_globals.values()))
 
 
 class _Interpreter:

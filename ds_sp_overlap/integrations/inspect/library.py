@@ -14,12 +14,16 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 _Result = TypeVar("_Result")
+
+# Stands for the value of an attribute or a global that does not exist.
+MISSING: Any = object()
 
 # What forwards call a KV cache or a recurrent state. transformers 5.24 made one name of them.
 CACHES = "cache", "past_key_values", "past_key_value", "cache_params", "layer_past"
@@ -46,14 +50,22 @@ def attention_functions() -> Any:
 
 
 @contextlib.contextmanager
-def in_registry(module: Any, function: Callable) -> Iterator[None]:
-    """Have ``function`` be the attention function of ``module`` while the body runs."""
-    functions, name = attention_functions(), module.config._attn_implementation
-    before, functions[name] = functions[name], function
+def replaced(names: Any, name: str, value: Any) -> Iterator[None]:
+    """Have ``name`` stand for ``value`` in a dict of names while the body runs."""
+    before = names.get(name, MISSING)
+    names[name] = value
     try:
         yield
     finally:
-        functions[name] = before
+        if before is MISSING:
+            del names[name]
+        else:
+            names[name] = before
+
+
+def in_registry(module: Any, function: Callable) -> AbstractContextManager[None]:
+    """Have ``function`` be the attention function of ``module`` while the body runs."""
+    return replaced(attention_functions(), module.config._attn_implementation, function)
 
 
 @once

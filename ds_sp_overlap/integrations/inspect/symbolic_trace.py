@@ -9,25 +9,18 @@ tell how they were moved. The trace computes with no weight and calls no module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from .accounting import (
-    MISSING,
-    Accounting,
-    Code,
-    LoadedGlobal,
-    Unknown,
-    free_primes,
-    is_plain,
-)
-from .library import CACHES, attention_functions, own_class
+from .accounting import Accounting, Code, Unknown, free_primes, is_plain
+from .library import CACHES, MISSING, attention_functions, own_class, replaced
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
@@ -45,35 +38,29 @@ Lookup = tuple[tuple[str, ...], Any]
 class Case:
     """A way to call a forward. `cases` gives those in which it is traced.
 
+    With a mask the sequence has another length than without one. With optional arguments the batch
+    size is more than 1, and else 1.
+
     Attributes:
         training: Whether the layer is in training.
         masked: Whether a mask is given.
         gives_optional: Whether optional arguments are given, such as positions.
-        batch: 1, or more than 1.
-        seq_index: Selects one of two sequence lengths, 0 or 1.
         gives_tables: Whether the tables of RoPE are given.
     """
 
     training: bool
     masked: bool
     gives_optional: bool
-    batch: int
-    seq_index: int
     gives_tables: bool = True
 
 
 def cases(training: bool) -> list[Case]:
     """Return the cases in which a forward must give the same reading.
 
-    Each attribute but ``gives_tables`` takes each of its values in some case. Not all combinations
-    are tried.
+    All of them give tables.
     """
-    return [
-        Case(training, True, False, batch=1, seq_index=0),
-        Case(training, False, True, batch=2, seq_index=1),
-        Case(training, False, False, batch=1, seq_index=1),
-        Case(training, True, True, batch=2, seq_index=0),
-    ]
+    masked_and_optional = (True, False), (False, True), (False, False), (True, True)
+    return [Case(training, *values) for values in masked_and_optional]
 
 
 class TracedOutput:
@@ -194,17 +181,12 @@ class Proxy:
             # Bound to this proxy, so that its code runs on stand-ins, too.
             trace.lookups.append(((name, "__func__"), function))
             return types.MethodType(function, self)
-        return self._record(name, value)
-
-    def _record(self, name: str, value: Any) -> Any:
-        """Return the value of an attribute, or a `Proxy` of it."""
-        trace, path = self._trace, (*self._path, name)
         # Later calls can compare constants and tensors.
         if is_plain(value) or isinstance(value, Tensor):
-            trace.lookups.append((path, value))
+            trace.lookups.append(((*self._path, name), value))
             return value
         # What is looked up in any other object is recorded by its proxy.
-        return Proxy(value, path, trace)
+        return Proxy(value, (*self._path, name), trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
@@ -259,7 +241,7 @@ class ChildProxy:
         if getattr(module, "out_features", None) is None:
             if "forward" in vars(module):
                 trace.fail(f"calls {name} ({kind.__name__}), whose forward was replaced")
-            self._class()
+            trace.lookups.append(((name, *CLASS, "forward"), self._class().forward))
         if kind is not nn.Dropout or not isinstance(module, nn.Dropout):
             return kind is nn.Identity
         trace.lookups.append(((name, "p"), module.p))
@@ -267,7 +249,7 @@ class ChildProxy:
             trace.fail(f"calls {name}, which drops out")
         return True
 
-    def _class(self) -> type:
+    def _class(self) -> Any:
         """Return the class of the child, and record it."""
         kind = own_class(type(self._module))
         self._trace.lookups.append(((self._name, *CLASS), kind))
@@ -288,28 +270,6 @@ class _AttentionFunctions:
 
     def __getitem__(self, _: str) -> Callable:
         return self._attend
-
-
-@contextlib.contextmanager
-def replaced(
-    loaded_globals: Iterable[LoadedGlobal], replacement: Callable[[str, Any], Any]
-) -> Iterator[None]:
-    """Replace globals until the ``with`` block ends; for all code of their files.
-
-    Args:
-        loaded_globals: The globals.
-        replacement: Returns what replaces a global, by its name and value; None if it stays.
-    """
-    before: list[LoadedGlobal] = []
-    try:
-        for loaded in loaded_globals:
-            if (new := replacement(loaded.name, loaded.value)) is not None:
-                before.append(loaded)
-                loaded.namespace[loaded.name] = new
-        yield
-    finally:
-        for loaded in before:
-            loaded.namespace[loaded.name] = loaded.value
 
 
 class Trace:
@@ -371,8 +331,8 @@ class Trace:
         for holder in (vars(config), *map(vars, module.modules())):
             held = (x for name, x in holder.items() if name != "ds_id")
             used.update(x for x in held if isinstance(x, int) and x)
-        free = free_primes(used)
-        self.batch, self.seq = free[0] if case.batch > 1 else 1, free[1 + case.seq_index]
+        batch, *lengths = free_primes(used)
+        self.batch, self.seq = batch if case.gives_optional else 1, lengths[not case.masked]
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
         self.tables = Tables((cos, sin))
@@ -384,8 +344,11 @@ class Trace:
         # Labels are integers, whatever the hidden states of a call are.
         self.accounting.hidden = HiddenDtype(self.fail)
         arguments = self._arguments(code.forward, keywords)
-        loaded_globals = code.loaded_globals.values()
-        with replaced(loaded_globals, self._replacement), self.accounting:
+        with contextlib.ExitStack() as stack:
+            for namespace, name, value in code.loaded_globals.values():
+                if (stand_in := self._stand_in(name, value)) is not None:
+                    stack.enter_context(replaced(namespace, name, stand_in))
+            stack.enter_context(self.accounting)
             self.returned = code.forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
@@ -429,7 +392,7 @@ class Trace:
             self.further_keywords = {name: Opaque(self.fail) for name in further}
         return arguments | self.further_keywords
 
-    def _replacement(self, name: str, value: Any) -> Any:
+    def _stand_in(self, name: str, value: Any) -> Any:
         """Return what replaces a global of the layer's code; None if it stays.
 
         Replaced are the registry of attention functions, and functions that the code knows by a
@@ -438,35 +401,30 @@ class Trace:
         if value is attention_functions():
             return _AttentionFunctions(self._attend)
         if "rotary" in name and callable(value):
-            return self._rotary_stand_in(value)
+            return functools.partial(self._rotate, value)
         return None
 
-    def _rotary_stand_in(self, function: Callable) -> Callable:
-        """Return a function that records its call and returns labels in place of q and k.
+    def _rotate(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a rotary function, for `rotary_function.rotary_of`.
 
-        `rotary_function.rotary_of` reads the record.
+        Returns labels for each positional tensor that is no table, in their order.
         """
-
-        def rotary(*args: Any, **kwargs: Any) -> Any:
-            """Return labels for each positional tensor that is no table, in their order."""
-            with torch._C.DisableTorchFunction():
-                tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
-                sizes = {self.batch: "batch", self.seq: "seq"}
-                recorded, outputs = [], []
-                for argument in args:
-                    # No labels are returned for a `Table`.
-                    argument = tables.get(id(argument), argument)
-                    if isinstance(argument, Tensor):
-                        shape = tuple(argument.shape)
-                        outputs.append(TracedOutput("", argument, shape, self))
-                        argument = tuple(sizes.get(size, size) for size in shape)
-                    recorded.append(argument)
-                self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))
-            self.rotated += outputs
-            labels = tuple(output.labels for output in outputs)
-            return labels[0] if len(labels) == 1 else labels
-
-        return rotary
+        tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
+        sizes = {self.batch: "batch", self.seq: "seq"}
+        recorded, outputs = [], []
+        with torch._C.DisableTorchFunction():
+            for argument in args:
+                # No labels are returned for a `Table`.
+                argument = tables.get(id(argument), argument)
+                if isinstance(argument, Tensor):
+                    shape = tuple(argument.shape)
+                    outputs.append(TracedOutput("", argument, shape, self))
+                    argument = tuple(sizes.get(size, size) for size in shape)
+                recorded.append(argument)
+        self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))
+        self.rotated += outputs
+        labels = tuple(output.labels for output in outputs)
+        return labels[0] if len(labels) == 1 else labels
 
     def _attend(
         self,

@@ -33,8 +33,7 @@ from ...attention.self_attention import SelfAttention
 from ...exchange.sp_group import SPGroup
 from ...rotary import Rotary
 from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
-from ..inspect.accounting import MISSING
-from ..inspect.library import defined_in, digest
+from ..inspect.library import MISSING, defined_in, digest
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind

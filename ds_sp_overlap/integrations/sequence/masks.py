@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..inspect.library import replaced
 from .positions import GlobalSequence
 
 # Note [Placeholder masks]
@@ -160,20 +161,16 @@ class Masks:
             sequence: The global sequence of the forward that the body runs.
             namespaces: The globals of the models that make masks for recurrent layers.
         """
-        originals = [names[RECURRENT] for names in namespaces]
 
         @torch.compiler.disable
         def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
             shape = inputs_embeds.shape[:2]
             return self.placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
 
-        for names in namespaces:
-            names[RECURRENT] = create_mask
-        try:
+        with contextlib.ExitStack() as stack:
+            for names in namespaces:
+                stack.enter_context(replaced(names, RECURRENT, create_mask))
             yield
-        finally:
-            for names, original in zip(namespaces, originals):
-                names[RECURRENT] = original
 
     @contextlib.contextmanager
     def for_attention(
@@ -221,17 +218,7 @@ class Masks:
                 sequence.mask_made = sequence.has_padding or not is_flash
             return self.placeholder(shape, device, sequence, pattern=pattern)
 
-        # An assignment to transformers' table makes an entry that hides the library's own. An
-        # earlier such entry must come back; without one, the new entry must go.
-        hiding = functions._local_mapping.get(implementation)
-        find_documents = getattr(library, _FIND_DOCUMENTS, None)
-        functions[implementation] = create_mask
-        setattr(library, _FIND_DOCUMENTS, _documents_of)  # guard: documents need no wait
-        try:
-            yield
-        finally:
-            setattr(library, _FIND_DOCUMENTS, find_documents)
-            if hiding is None:
-                del functions[implementation]
-            else:
-                functions[implementation] = hiding
+        with replaced(functions._local_mapping, implementation, create_mask):
+            find_documents = replaced(vars(library), _FIND_DOCUMENTS, _documents_of)
+            with find_documents:  # guard: documents need no wait
+                yield

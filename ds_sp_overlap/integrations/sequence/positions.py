@@ -8,6 +8,7 @@ needs. See Note [One message, one wait].
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -327,8 +328,8 @@ def _compared(of_ranks: list[tuple], where: str) -> set[str]:
     """Return the names of the layers that fall back on any rank.
 
     Args:
-        of_ranks: [P]. Of each rank: the fault in its arguments, None if they are right; the number
-            of axes, the rows and the batch of its positions; ``names`` of `Positions.gather`.
+        of_ranks: [P]. Of each rank: the fault in its arguments, None if they are right; the axes
+            and the batch of its positions; ``names`` of `Positions.gather`.
         where: The name of the model, for errors.
 
     Raises:
@@ -342,10 +343,9 @@ def _compared(of_ranks: list[tuple], where: str) -> set[str]:
         message = by_rank(texts) if len(set(texts)) > 1 else texts[0]
         raise type(next(filter(None, faults)))(f"{where}: {message}")
     if len(set(forms)) > 1:
-        words = by_rank(f"{rows} of batch {batch}, {axes} axes" for axes, rows, batch in forms)
         raise ValueError(
-            f"{where}: position_ids differ in batch or axes over the sp ranks ({words}); cut one "
-            "batch over them"
+            f"{where}: position_ids differ in axes or batch over the sp ranks "
+            f"({by_rank(map(list, forms))}); cut one batch over them"
         )
     fallbacks, texts = set[str](), []
     for falling_back, checkpointed in names:
@@ -416,53 +416,49 @@ class Positions:
         """
         refuse_captured(where, NO_GRAPH)
         self.sp_group.refuse_destroyed(where)
-        fault, form, length, values = None, (0, 0, 0), -1, list[Tensor]()
+        tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        fault, form, length = None, tuple[int, ...](), -1
+        values = torch.empty(0, dtype=torch.long, device=device)
         try:
             self._check(tokens, position_ids, mask, cache=cache)
         except (RuntimeError, ValueError) as error:
             # This rank sends a header all the same, so that no other rank waits for it.
             fault = error
         else:
-            rows, length = position_ids.shape[-2:]
-            axes = len(position_ids) if position_ids.dim() == 3 else 0
-            form = axes, rows, rows if tokens is None else tokens.shape[0]
-            if mask is None:
-                mask = position_ids.new_ones(form[2], length)
-            values = [position_ids, mask != 0]
+            *axes, rows, length = position_ids.shape
+            form = (*axes, rows if tokens is None else tokens.shape[0])
+            # Each position and, in the last bit, whether its token is not padding.
+            is_real = 1 if mask is None else (mask != 0).to(device)
+            values = 2 * position_ids.long().expand(*form, length) + is_real
         # The local length, -1 after a fault; whether documents were told; a checksum of the rest.
         header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
-        tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
         messages = self._every(header, values, device)
         lengths, are_told, checksums = messages[:, : len(header)].T.tolist()
         fallbacks = set(names[0])
         if min(lengths) < 0 or len(set(checksums)) > 1:  # guard: recomputed on all ranks
             fallbacks = _compared(self.sp_group.gather((fault, form, names), where), where)
-        axes, rows, batch = form
-        if not batch * sum(lengths):  # guard: somebody has a token
+        lines = math.prod(form)
+        if not lines * sum(lengths):  # guard: somebody has a token
             raise ValueError(
-                f"{where}: no sp rank has a token (batch {batch}, local lengths {lengths}); leave "
+                f"{where}: no sp rank has a token (batch {form[-1]}, local lengths {lengths}); leave "
                 "such a batch out on all ranks"
             )
-        # One line of positions for each axis and row.
-        lines = max(axes, 1) * rows
-        needed = (lines + batch) * max(lengths)
-        if needed > self._room:  # guard: travels in one message
-            self._room = needed
+        if lines * max(lengths) > self._room:  # guard: travels in one message
+            self._room = lines * max(lengths)
             messages = self._every(header, values, device)
-        positions, masks = [], []
+        of_ranks = []
         for rank_length, rank_values in zip(lengths, messages[:, len(header) :]):
-            both = rank_values[: (lines + batch) * rank_length].reshape(lines + batch, rank_length)
-            positions.append(both[:lines])
-            masks.append(both[lines:])
-        shape = (axes, rows) if axes else (rows,)
-        whole_positions = np.concatenate(positions, 1).reshape(*shape, sum(lengths))
-        self._refuse_restart(where, whole_positions, lengths)
+            of_ranks.append(rank_values[: lines * rank_length].reshape(*form, rank_length))
+        whole = np.concatenate(of_ranks, -1)
+        positions, is_real = whole >> 1, (whole & 1).astype(bool)
+        self._refuse_restart(where, positions, lengths)
         sequence = GlobalSequence(
-            whole_positions,
+            positions,
             lengths,
-            batch,
-            mask=np.concatenate(masks, 1) != 0,
+            form[-1],
+            # All axes tell the same.
+            mask=is_real.reshape(-1, *is_real.shape[-2:])[0],
             device=device,
             where=where,
             fallbacks=fallbacks,
@@ -557,19 +553,15 @@ class Positions:
                 'set sp_overlap.documents to "per_rank"'
             )
 
-    def _every(self, header: list[int], values: list[Tensor], device: torch.device) -> np.ndarray:
+    def _every(self, header: list[int], values: Tensor, device: torch.device) -> np.ndarray:
         """Gather the messages of all ranks [P, len(header) + room] on the host. Collective.
 
         The host waits for the device here and nowhere else. Values that don't fit into the room are
         replaced by zeros; the header tells their number, so that `gather` asks again.
         """
         (head,) = to_device([np.array(header)], device)
-        flat = head.new_zeros(0)
-        if values:
-            flat = torch.cat([x.long().to(device).flatten() for x in values])
-        if len(flat) > self._room:
-            flat = flat.new_zeros(0)
-        message = torch.cat([head, flat, head.new_zeros(self._room - len(flat))])
+        fitting = values.flatten() if values.numel() <= self._room else head[:0]
+        message = torch.cat([head, fitting, head.new_zeros(self._room - len(fitting))])
         messages = message.new_empty(self.sp_group.size, len(message))
         dist.all_gather(list(messages), message, group=self.sp_group.group)
         return messages.cpu().numpy()

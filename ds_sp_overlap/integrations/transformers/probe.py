@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import without_hooks
 from ...attention.unobserved import unobserved
-from ..inspect.accounting import MISSING
-from ..inspect.library import in_registry, own_class
+from ..inspect.library import MISSING, in_registry, own_class
 from ..inspect.probe import first_difference
 from ..inspect.tensor_parallel import out_features
 

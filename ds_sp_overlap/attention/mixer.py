@@ -13,14 +13,12 @@ class Documents(Protocol):
     """The documents of some tokens, as ``integrations.sequence.documents`` has them.
 
     Attributes:
-        long: The rows, the start and the stop of the first calls of a function in `attend`.
+        long: The row, the start and the stop of the first calls of a function in `attend`.
     """
 
-    long: list[tuple[slice, int, int]]
+    long: list[tuple[int, int, int]]
 
-    def attend(
-        self, attention: Callable[..., Tensor], alone: None, q: Tensor, *others: Tensor
-    ) -> Tensor:
+    def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
         """Return the results of ``attention`` for each document of tensors [b, s, ..]."""
 
 

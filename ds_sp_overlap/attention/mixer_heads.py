@@ -82,7 +82,7 @@ def mix_by_heads(
 
 def in_documents(documents: Documents | None, mix: Callable[..., Tensor], *xs: Tensor) -> Tensor:
     """Apply ``mix`` to each document of tensors [b, s, ..]."""
-    return mix(*xs) if documents is None else documents.attend(mix, None, *xs)
+    return mix(*xs) if documents is None else documents.attend(mix, *xs)
 
 
 def _rows(geometry: Geometry, group: int, sections: Sections) -> Ranges:

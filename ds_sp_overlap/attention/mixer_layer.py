@@ -233,11 +233,11 @@ class MixerLayer:
 
         if pieces.own is None:
             return scan(*tensors), finals[0], log_decay
-        y = pieces.own.attend(scan, None, *tensors)
+        y = pieces.own.attend(scan, *tensors)
         of_rows: dict[int, Tensor] = {}
-        for (rows, _, stop), final in zip(pieces.own.long, finals):
+        for (row, _, stop), final in zip(pieces.own.long, finals):
             if stop == tokens:
-                of_rows.update(zip(range(*rows.indices(len(y))), final.split(1)))
+                of_rows[row] = final
         for row, start in enumerate(pieces.last_starts):
             # A short piece shared its call with others, and repeats its last token there.
             if row not in of_rows:

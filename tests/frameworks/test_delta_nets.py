@@ -176,7 +176,8 @@ def test_padding_leaves_no_trace(kind, lengths):
 def test_padding_takes_no_document_a_token():
     mask = torch.stack([torch.arange(32) >= 20, torch.arange(32) < 25]).numpy()
     sequence = GlobalSequence((mask.cumsum(1) - 1).clip(0), [16, 16], 2, mask, torch.device("cpu"), "model")
-    assert len(sequence.documents().alone) > 20 and len(sequence.recurrent_documents.alone) == 0
+    padding_alone, _ = sequence.documents().short[0]
+    assert len(padding_alone) > 20 and not any(len(index) > 2 for index, _ in sequence.recurrent_documents.short)
 
 
 # The schedule.

@@ -257,7 +257,7 @@ def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):
         batches.append(len(q))
         return v
 
-    assert torch.equal(made.attend(attention, None, x, x, x), x)
+    assert torch.equal(made.attend(attention, x, x, x), x)
     assert max(batches) == 2 and len(batches) > 4
 
 

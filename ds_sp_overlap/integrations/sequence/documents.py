@@ -1,9 +1,8 @@
 """Attention that keeps the documents of a packed sequence apart, in few kernel calls.
 
 One call per document would be slow where a row packs many short documents. `Documents` sorts the
-documents by length: a long one is a call of its own, short ones of similar length share a call, and
-documents of one token need none. So there are at most 8 calls per row, and one for each power of
-two below an eighth of the sequence.
+documents by length: a long one is a call of its own, and short ones of similar length share a call.
+So there are at most 8 calls per row, and one for each power of two up to an eighth of the sequence.
 
 The queries may be a range of the sequence alone. A document that begins in the range is as above. A
 document that began before the range is a call of its own, whose queries are the last tokens of its
@@ -53,16 +52,13 @@ class Documents:
 
     Attributes:
         queries: As given.
-        long: For each call of attention on a long document, the rows, the start and the stop.
-            Documents that have the same place in all rows share a call. Documents that began before
-            the queries are among them, however short they are.
+        long: For each call of attention on a long document, the row, the start and the stop.
+            Documents that began before the queries are among them, however short they are.
         short: For each call on short documents, the tokens to gather, [n, length], and the results
             to take, as indices into the flattened result. The length is a power of two; a shorter
             document repeats its last token.
-        alone: [n]. The tokens that are documents of their own. Such a token sees itself alone, so
-            that its o is its v.
-        in_order: Whether joining the results of the long documents gives the sequence.
-        order: [b n]. The place of each query in the joined results of all calls, n queries a row.
+        order: [b n]. The place of each query in the joined results of all calls, n queries a row;
+            None if they are in order, since all documents are long.
     """
 
     def __init__(
@@ -81,18 +77,17 @@ class Documents:
         bounds[:, 2] = np.minimum(bounds[:, 2], last)
         length = bounds[:, 2] - bounds[:, 1]
         is_long = (bounds[:, 1] < first) | (length * _LONG > seq)
+        self.long: list[tuple[int, int, int]] = bounds[is_long].tolist()
+        self.short: list[tuple[Tensor, Tensor]] = []
+        self.order: Tensor | None = None
+        if is_long.all():
+            return
         # For each call, the queries that its results belong to, as indices into all rows joined.
         tokens_of_calls: list[np.ndarray] = []
-
-        self.long = self._long_calls(bounds[is_long], rows)
-        for of_rows, start, stop in self.long:
-            row_starts = np.arange(rows)[of_rows, None] * seq - first
-            tokens_of_calls.append((row_starts + np.arange(max(start, first), stop)).ravel())
-        all_rows = all(of_rows == slice(None) for of_rows, _, _ in self.long)
-        self.in_order = all_rows and bool(is_long.all())
-
+        for row, start, stop in self.long:
+            tokens_of_calls.append(row * seq - first + np.arange(max(start, first), stop))
         index_arrays: list[np.ndarray] = []
-        starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 2
+        starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 1
         # Calls on documents of more than power / 2 and at most ``power`` tokens; none is long.
         while power // 2 * _LONG <= seq:
             (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
@@ -105,72 +100,34 @@ class Documents:
                 tokens_of_calls.append(index[real])
             power *= 2
 
-        alone = starts[~is_long & (length == 1)]
-        tokens = np.concatenate([*tokens_of_calls, alone])
-        # The inverse of ``tokens``: where to find the result of each query.
-        order = np.empty_like(tokens)
-        order[tokens] = np.arange(len(tokens))
-        *short, self.alone, self.order = to_device([*index_arrays, alone, order], device)
-        self.short: list[tuple[Tensor, Tensor]] = list(zip(short[::2], short[1::2]))
+        # Where to find the result of each query: the inverse of the order of the results.
+        order = np.argsort(np.concatenate(tokens_of_calls))
+        *short, self.order = to_device([*index_arrays, order], device)
+        self.short = list(zip(short[::2], short[1::2]))
 
-    @staticmethod
-    def _long_calls(bounds: np.ndarray, rows: int) -> list[tuple[slice, int, int]]:
-        """Return the calls for long documents.
-
-        Returns:
-            For each call, the rows as a slice, and start and stop of the document.
-        """
-        rows_of_place: dict[tuple[int, int], list[int]] = {}
-        for row, start, stop in bounds.tolist():
-            rows_of_place.setdefault((start, stop), []).append(row)
-        calls = []
-        # In ascending order, so that their joined results may be the sequence (`in_order`).
-        for (start, stop), of_place in sorted(rows_of_place.items()):
-            # Where every row has a document at this place, one call serves all rows.
-            if len(of_place) == rows:
-                calls.append((slice(None), start, stop))
-            else:
-                calls += [(slice(row, row + 1), start, stop) for row in of_place]
-        return calls
-
-    def attend(
-        self,
-        attention: Callable[..., Tensor],
-        alone: Callable[[Tensor], Tensor] | None,
-        q: Tensor,
-        *others: Tensor,
-    ) -> Tensor:
+    def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
         """Attend within each document; runs in each call of a layer, once per head group.
 
         Args:
             attention: Attends to documents q, k, v [n, length, h, d]; returns o [n, length, h, d].
                 Has more keys than queries in a document that began before the queries.
-            alone: Maps v [n, h_kv, d] of tokens that see themselves alone to o [n, h, d]; None to
-                call ``attention`` with documents of length 1.
             q: [b, n, h, d]. The queries, all s of them or a range.
-            *others: k and v [b, s, h_kv, d], v last; or whatever ``attention`` takes, [b, s, ..].
+            *others: k and v [b, s, h_kv, d]; or whatever ``attention`` takes, [b, s, ..].
 
         Returns:
             o [b, n, h, d].
         """
         first, last = self.queries
         outputs = []
-        for rows, start, stop in self.long:
-            of_document = q[rows, max(start - first, 0) : stop - first]
-            outputs.append(attention(of_document, *(x[rows, start:stop] for x in others)))
-        if self.in_order:
-            return torch.cat(outputs, 1)
-        outputs = [o.flatten(0, 1) for o in outputs]
+        for row, start, stop in self.long:
+            of_document = q[row, None, max(start - first, 0) : stop - first]
+            outputs.append(attention(of_document, *(x[row, None, start:stop] for x in others))[0])
+        if self.order is None:
+            return torch.cat(outputs).unflatten(0, (self.rows, -1))
         tokens = [x.flatten(0, 1) for x in (q, *(x[:, first:last] for x in others))]
         for index, real in self.short:
             gathered = [
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens
             ]
             outputs.append(attention(*gathered).flatten(0, 1).index_select(0, real))
-        if len(self.alone) and alone is not None:
-            outputs.append(alone(tokens[-1].index_select(0, self.alone)))
-        elif len(self.alone):
-            for index in self.alone.split(_BATCH):
-                gathered = [x.index_select(0, index).unsqueeze(1) for x in tokens]
-                outputs.append(attention(*gathered).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.order).unflatten(0, (self.rows, -1))

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,19 +111,12 @@ def _documents_of(position_ids: Tensor) -> Tensor:
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
-class _Placeholder(NamedTuple):
-    """The memory of a placeholder, the sequence of its forward, and the pattern of its mask."""
-
-    storage: StorageWeakRef
-    sequence: GlobalSequence
-    pattern: Pattern
-
-
 class Masks:
     """The placeholders that a model's layers may hold; see Note [Placeholder masks]."""
 
     def __init__(self) -> None:
-        self._placeholders: dict[int, _Placeholder] = {}
+        # By their memory: that, the sequence of the forward, and the pattern of the mask.
+        self._placeholders: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
 
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         """Return the sequence and the pattern of a placeholder; None for anything else.
@@ -134,7 +127,7 @@ class Masks:
             return None
         key = mask.untyped_storage()._cdata
         placeholder = self._placeholders.get(key)  # guard: of its own forward
-        return placeholder and (placeholder.sequence, placeholder.pattern)
+        return placeholder and placeholder[1:]
 
     def placeholder(
         self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
@@ -146,9 +139,7 @@ class Masks:
         """
         mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
         storage = mask.untyped_storage()
-        self._placeholders[storage._cdata] = _Placeholder(
-            StorageWeakRef(storage), sequence, pattern
-        )
+        self._placeholders[storage._cdata] = StorageWeakRef(storage), sequence, pattern
         return mask
 
     @contextlib.contextmanager
@@ -185,8 +176,8 @@ class Masks:
             configs: The configs of the models whose masks are replaced; other models in the process
                 get their own masks.
         """
-        for key, placeholder in list(self._placeholders.items()):
-            if placeholder.storage.expired():
+        for key, (storage, *_) in list(self._placeholders.items()):
+            if storage.expired():
                 del self._placeholders[key]
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
@@ -228,10 +227,9 @@ def local_attention(
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
     own_groups = vars(module).get("num_key_value_groups")
-    heads_per_kv = q.shape[2] // k.shape[2]
     # The attention function reads the attribute. Ranks may share KV heads, so that this rank's
     # number differs from the layer's.
-    module.num_key_value_groups = heads_per_kv
+    module.num_key_value_groups = q.shape[2] // k.shape[2]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
         """Call the layer's attention function, which takes [b, h, n, d]."""
@@ -259,17 +257,12 @@ def local_attention(
             q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
         return attention(q, k, v, mask, is_causal=False)
 
-    def alone(v: Tensor) -> Tensor:
-        # A token that sees itself alone has one attention weight of 1, which dropout may drop.
-        weight = v.new_ones(len(v), v.shape[1] * heads_per_kv, 1)
-        return v.repeat_interleave(heads_per_kv, 1) * F.dropout(weight, options.get("dropout", 0.0))
-
     try:
         if known.documents is None:
             documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
                 return document(q, k, v)
-            return documents.attend(document, alone if known.takes_masks else None, q, k, v)
+            return documents.attend(document, q, k, v)
         if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
             raise ValueError(
                 f'{type(module).__name__}: "{module.config._attn_implementation}" has no attention '

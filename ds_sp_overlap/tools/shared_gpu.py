@@ -91,13 +91,11 @@ def run(ranks: int, command: list[str], seconds: float) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))
+        shared = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         processes = []
         for rank in range(ranks):
-            own = {
-                "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks,
-                "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            env = os.environ | {name: str(value) for name, value in own.items()}
+            env = os.environ | sizes | shared | {"RANK": str(rank)}
             with Path(folder, str(rank)).open("w") as said:
                 out = said if rank else None
                 words = [sys.executable, *command]
@@ -110,11 +108,10 @@ def run(ranks: int, command: list[str], seconds: float) -> int:
                 break
             time.sleep(0.1)
         for process in processes:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-                process.kill()
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            process.kill()
         for rank, state in enumerate(states):
             if rank and state != 0:
                 lines = Path(folder, str(rank)).read_text().splitlines()[-15:]

@@ -159,7 +159,7 @@ def test_what_a_layer_launches_ends_and_nothing_is_waited_for_that_was_not_recor
             recorded.add(each.event)
         assert not isinstance(each, Wait) or each.event in recorded
     on = gpu("h100").given("test", wire_gbs=0.1)
-    assert Played(replace(on, free_wire=True), launches).us < Played(on, launches).us
+    assert Played(on.with_free_wire(), launches).us < Played(on, launches).us
 
 
 def test_stock_launches_what_deepspeed_s_class_does():

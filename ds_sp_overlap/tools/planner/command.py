@@ -24,9 +24,6 @@ from .gpu.constants import GPUS, Gpu, gpu
 if TYPE_CHECKING:  # It loads torch.
     from .plan import Row
 
-# A number without a unit may be meant in another one from here on: GB/s, TFLOP/s.
-MANY_GBS, MANY_TFLOPS = 100, 10_000
-
 
 def _whole(text: str) -> int:
     """Read a whole number of at least 1: 65536, 64k or 1m."""
@@ -51,19 +48,21 @@ def _positive(text: str) -> float:
 
 def _bandwidth(text: str) -> float:
     """Read a bandwidth in GB/s: 45, 50GB/s, 400Gbit/s."""
-    found = re.fullmatch(r"(.+?)\s*(GB/s|Gbit/s|)", text)
-    value = _positive(found[1] if found else text)
-    if found and not found[2] and value >= MANY_GBS:
+    number = text.removesuffix("Gbit/s").removesuffix("GB/s")
+    value = _positive(number)
+    # So large a number without a unit may be meant in Gbit/s.
+    if number == text and value >= 100:
         raise argparse.ArgumentTypeError(
             f"{text} of what? Write 400Gbit/s, or 50GB/s, which is as much"
         )
-    return value / (8 if text.endswith("Gbit/s") else 1)
+    return value / 8 if text.endswith("Gbit/s") else value
 
 
 def _tflops(text: str) -> float:
     """Read a number of TFLOP/s."""
     value = _positive(text)
-    if value >= MANY_TFLOPS:
+    # So large a number may be meant in FLOP/s.
+    if value >= 10_000:
         raise argparse.ArgumentTypeError(
             f"{text} TFLOP/s? A GPU has hundreds; did you mean {value / 1e12:g}?"
         )
@@ -132,20 +131,19 @@ def _complete(args: argparse.Namespace) -> None:
     of_one = args.sp or args.measure
     if is_cluster and (None in (args.nodes, args.gpus_per_node) or of_one):
         raise ValueError("--nodes and --gpus-per-node go together, in place of --sp and --measure")
-    known: dict[str, Any] = {}
     if args.model is not None:
         from ...integrations.transformers.layers import layer_shape, model_of
 
         try:
-            known.update(layer_shape(args.model))
-            args.made = model_of(args.model)
-            known["params"] = sum(p.numel() for p in args.made.parameters()) / 1e9
+            known, args.made = dict(layer_shape(args.model)), model_of(args.model)
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(
                 f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
             ) from None
-    # Single values win over those of the model.
-    vars(args).update((key, getattr(args, key) or value) for key, value in known.items())
+        known["params"] = sum(p.numel() for p in args.made.parameters()) / 1e9
+        # Single values win over those of the model.
+        for key, value in known.items():
+            setattr(args, key, getattr(args, key) or value)
     needed = ["seq", "hidden", "heads"] if is_cluster else ["seq", "sp", "hidden", "heads"]
     needed += ["layers", "params"] if args.memory is not None else []
     missing = [f"--{key}" for key in needed if getattr(args, key) is None]
@@ -228,19 +226,14 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice: str) -> str:
     """Return the plan as text, its advice first; ``name`` is that of the GPU."""
     base, cells = rows[0], []
+    headers = ["", "ms", "times", "exposed ms", "host ms", "GPU waits for it", "peak MiB"]
     for row in rows:
-        cell: dict[str, str | float] = {
-            "": row.variant,
-            "ms": row.step_ms,
-            "times": base.step_ms / row.step_ms,
-            "exposed ms": row.exposed_ms,
-            "host ms": row.host_ms,
-            "GPU waits for it": row.starved_ms,
-            "peak MiB": row.peak_bytes / 2**20,
-        }
+        ms = row.step_ms, base.step_ms / row.step_ms, row.exposed_ms, row.host_ms, row.starved_ms
+        cells.append([row.variant, *ms, row.peak_bytes / 2**20])
         if base.whole_ms and row.whole_ms:
-            cell |= {"whole layer ms": row.whole_ms, "its times": base.whole_ms / row.whole_ms}
-        cells.append(cell)
+            cells[-1] += [row.whole_ms, base.whole_ms / row.whole_ms]
+    if base.whole_ms:
+        headers += ["whole layer ms", "its times"]
     shared = f", r = {layer.shares} ranks share query heads" if layer.shares > 1 else ""
     known = [(key, k) for key, k in on.known.items() if k != GPUS[name][key]]
     given = "".join(f"; {key} {k.value:.4g} ({k.source})" for key, k in known)
@@ -253,7 +246,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         f"played, not measured, on one {name} with {on['wire_gbs']:.4g} GB/s to the other ranks "
         f"and {on['tflops'] * on['gemm_share']:.4g} TFLOP/s in products; "
         f"figures with sources: docs/planning.md{given}\n"
-        f"{tabulate(cells, 'keys', floatfmt='.2f')}\n"
+        f"{tabulate(cells, headers, floatfmt='.2f')}\n"
         "times: of the first row's; exposed: what a wire that costs nothing would save; stock "
         f"is DeepSpeed's class{unfit}; five of eight what its pull requests 5691 and 415 overlap"
     )

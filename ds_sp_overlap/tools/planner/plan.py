@@ -101,7 +101,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         on = gpu.given("our kernels", permute_share=kernels)
         recorded, whole_ms = record(alone, way), None
         launches = change(recorded.launches)
-        played, free = Played(on, launches), Played(replace(on, free_wire=True), launches)
+        played, free = Played(on, launches), Played(on.with_free_wire(), launches)
         if whole and layer.intermediate:
             whole_ms = Played(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
@@ -141,7 +141,7 @@ def hybrid(
             launches = record_mixer(layer, module, mixer).launches
             without = Played(gpu, in_one_stream(launches)).us / 1e3
             step = Played(gpu, launches).us / 1e3
-            free = Played(replace(gpu, free_wire=True), launches).us / 1e3
+            free = Played(gpu.with_free_wire(), launches).us / 1e3
         ms = dict(without_ms=without, step_ms=step, exposed_ms=step - free)
         found.append({"layers": name, "number": number} | {k: number * v for k, v in ms.items()})
     if found:

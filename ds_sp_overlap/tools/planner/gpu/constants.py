@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,15 +74,13 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with its host, and how they are used.
+    """A GPU with its host.
 
     Attributes:
         known: Figures with their sources, by name.
-        free_wire: Whether exchanges take no time and no SM.
     """
 
     known: dict[str, Known]
-    free_wire: bool = False
 
     def __getitem__(self, name: str) -> float:
         return self.known[name].value
@@ -109,8 +108,6 @@ class Gpu:
             tile_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * share) / 8
         else:
             assert isinstance(launch, Transfer)
-            if self.free_wire:
-                return Grid(0, 1, 0.0)
             moved_us = self["latency_us"] + 1e-3 * launch.n_bytes / self["wire_gbs"]
             return Grid(int(self["nccl_ctas"]), 1, moved_us)
         return Grid(min(tiles, sms), tiles, tile_us)
@@ -123,10 +120,14 @@ class Gpu:
         name = renamed.get(type(launch), type(launch).__name__.lower())
         return self[f"{name}_us"] * self["cold"]
 
+    def with_free_wire(self) -> Gpu:
+        """Return this GPU with exchanges that take no time and no SM."""
+        return self.given("free", wire_gbs=math.inf, latency_us=0, nccl_ctas=0)
+
     def given(self, source: str, **values: float | None) -> Gpu:
         """Return this GPU with figures from elsewhere; None leaves a figure as it is."""
         new = {name: Known(value, source) for name, value in values.items() if value is not None}
-        return replace(self, known=self.known | new)
+        return Gpu(self.known | new)
 
 
 def gpu(name: str, measured: Path | None = None) -> Gpu:

@@ -173,7 +173,7 @@ class Proxy:
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
-            return ChildProxy(name, value, trace)
+            return ChildProxy(value, (name,), trace)
         function: Any = getattr(type(self._value), name, None)
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
             if function not in trace.code.functions:
@@ -191,40 +191,47 @@ class Proxy:
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
 
+    def _class(self) -> Any:
+        """Return the class of the object, and record it."""
+        kind = own_class(type(self._value))
+        self._trace.lookups.append(((*self._path, *CLASS), kind))
+        return kind
+
     # For isinstance: a proxy of a layer is an instance of the layer's class.
-    __class__ = property(lambda self: own_class(type(self._value)))
+    __class__ = property(_class)
 
     def _refuse(self, *_: Any) -> Any:
         """Fail; stands for everything else that code may do with an object."""
         return self._trace.fail(f"looks into {'.'.join(self._path)}")
 
     __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __getitem__ = _refuse
-    __setitem__ = __delattr__ = __call__ = _refuse
+    __setitem__ = __delattr__ = _refuse
+    __call__: Any = _refuse
 
 
-class ChildProxy:
+class ChildProxy(Proxy):
     """Stands for a child of the layer; returns labels when it is called."""
-
-    def __init__(self, name: str, module: nn.Module, trace: Trace):
-        self._name, self._module, self._trace = name, module, trace
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return new labels in the shape of the child's output; those of ``x`` for an identity."""
-        trace = self._trace
+        trace, (name,) = self._trace, self._path
         if args or kwargs or not isinstance(x, Tensor):
-            trace.fail(f"gives {self._name} more than one tensor")
+            trace.fail(f"gives {name} more than one tensor")
         if self._is_identity():
             return x
-        width = trace.widths.get(self._name)
+        width = trace.widths.get(name)
         with torch._C.DisableTorchFunction():
             # A child that tells no width, such as a norm, returns the shape that it is given.
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
-            output = TracedOutput(self._name, x, shape, trace)
+            output = TracedOutput(name, x, shape, trace)
         trace.outputs.append(output)
         return output.labels
 
+    def __bool__(self) -> bool:
+        return True
+
     def __getattr__(self, name: str) -> Any:
-        self._trace.fail(f"reads {self._name}.{name}")
+        self._trace.fail(f"reads {self._path[0]}.{name}")
 
     def _is_identity(self) -> bool:
         """Return whether the child is ``nn.Identity``, or a dropout that drops nothing.
@@ -232,7 +239,7 @@ class ChildProxy:
         What this depends on is recorded among the lookups. Fails the trace for a dropout that
         drops.
         """
-        trace, name, module = self._trace, self._name, self._module
+        trace, (name,), module = self._trace, self._path, self._value
         if has_own_call(module):
             trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
         # Not for projections: adapters may wrap one between calls, which each call looks at by
@@ -249,15 +256,6 @@ class ChildProxy:
             trace.fail(f"calls {name}, which drops out")
         return True
 
-    def _class(self) -> Any:
-        """Return the class of the child, and record it."""
-        kind = own_class(type(self._module))
-        self._trace.lookups.append(((self._name, *CLASS), kind))
-        return kind
-
-    # For isinstance.
-    __class__ = property(_class)
-
 
 class _AttentionFunctions:
     """Stands for transformers' registry of attention functions; has one function for all names."""
@@ -268,8 +266,7 @@ class _AttentionFunctions:
     def get_interface(self, *_: Any) -> Callable:
         return self._attend
 
-    def __getitem__(self, _: str) -> Callable:
-        return self._attend
+    __getitem__ = get_interface
 
 
 class Trace:

@@ -78,8 +78,10 @@ def _random_copy(
     # Without its constructor, which would make weights in the size of the module's own.
     copy: Any = object.__new__(own_class(type(module)))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+    vars(copy).update({**vars(module), **hooks, "training": training})
     # Parameters, buffers and children that are None stay None.
-    parameters: dict[str, Any] = dict.fromkeys(module._parameters)
+    for kind in ("_parameters", "_buffers", "_modules"):
+        vars(copy)[kind] = dict(vars(module)[kind])
     for name, parameter in module.named_parameters(recurse=False):
         shape = whole_shape(parameter)
         if math.prod(shape) > MOST:
@@ -88,19 +90,14 @@ def _random_copy(
         # So that products with a matrix keep the scale of their input.
         if len(shape) > 1:
             numbers = numbers / shape[-1] ** 0.5
-        parameters[name] = numbers.requires_grad_()
-    buffers: dict[str, Any] = dict.fromkeys(module._buffers)
+        copy._parameters[name] = numbers.requires_grad_()
     for name, x in module.named_buffers(recurse=False):
+        # Whole numbers may be indices.
+        copy._buffers[name] = x.clone()
         if x.is_floating_point():
-            buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        else:
-            # Whole numbers may be indices.
-            buffers[name] = x.clone()
-    children: dict[str, Any] = dict.fromkeys(module._modules)
+            copy._buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     for name, child in module.named_children():
-        children[name] = _random_copy(child, training, generator, dtype)
-    own = dict(_parameters=parameters, _buffers=buffers, _modules=children, training=training)
-    vars(copy).update({**vars(module), **hooks, **own})
+        copy._modules[name] = _random_copy(child, training, generator, dtype)
     return copy
 
 

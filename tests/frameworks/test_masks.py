@@ -23,6 +23,7 @@ from tests.harness.models import (
     EXACT,
     FP64,
     SEQ,
+    assert_right_where_stock_is_wrong,
     batches,
     cut,
     document_by_document,
@@ -50,40 +51,18 @@ LONGROPE = dict(
 DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=FIRST)
 
 
-BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}]
-
-
-def against_whole(rank, cases):
-    """Of each case: the errors of stock, and of one and two head groups."""
-    return [errors_of(rank, options, BOTH) for options in cases]
-
-
-def check(cases):
-    for figures in on_ranks(2, against_whole, cases):
-        for case, (stock, *errors) in zip(cases, figures, strict=True):
-            assert stock > 1e-3, f"{case}: stock is right as well, so that the case shows nothing"
-            assert max(errors) < IN_FP32.get(case.get("family"), FP64), (case, errors)
+RIGHT = functools.partial(assert_right_where_stock_is_wrong, limits=IN_FP32)
 
 
 @since_transformers("5.1")
 def test_windows_and_chunks_that_only_the_mask_knows_are_those_of_the_whole_sequence():
     """Chunks of 12 and a scale by position in Llama 4, whose layers are not handed position_ids at all."""
-    check([WINDOW, {**WINDOW, "sliding_window": 20}, LLAMA4])
-
-
-def faults_of_window(rank):
-    """Guard: a window is read off the mask function."""
-    return [f"{error}" for error in against_whole(rank, [WINDOW])[0][1:] if error > FP64]
-
-
-def faults_of_length(rank):
-    """Guard: RoPE that goes by length is shown the longest position of all ranks."""
-    return [f"{error}" for error in against_whole(rank, [LONGROPE])[0][1:] if error > FP64]
+    RIGHT([WINDOW, {**WINDOW, "sliding_window": 20}, LLAMA4])
 
 
 @since_transformers("5.1")
 def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
-    check([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="bitnet", **DYNAMIC)])
+    RIGHT([LONGROPE, DYNAMIC, dict(family="qwen2", **DYNAMIC), dict(family="bitnet", **DYNAMIC)])
 
 
 # Padding.
@@ -121,11 +100,6 @@ def test_tokens_that_count_see_no_padding():
         for (family, which, counted), (stock, ours) in errors.items():
             assert ours < FP64, (family, which, counted, ours)
             assert ("left" in which or which == "both sides") == (stock > 1e-3), (family, which, counted, stock)
-
-
-def faults_of_padding(rank):
-    """Guard: padding before a document is a document of its own."""
-    return [f"{case}: {ours}" for case, (_, ours) in padding(rank, [("llama", "left", False)]).items() if ours > FP64]
 
 
 def refused_masks(rank):
@@ -208,10 +182,6 @@ def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused():
                     section,
                     result,
                 )
-
-
-def faults_of_no_mask(rank):
-    return [f"{key}: {x}" for key, x in without_mask(rank).items() if key[0] == "documents" and not isinstance(x, tuple)]
 
 
 def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
@@ -303,11 +273,6 @@ def steps_of_their_own(rank, how, options):
     return errors
 
 
-def faults_of_sequences(rank):
-    """Guard: what a checkpoint runs again finds its sequence in the mask it was given."""
-    return [f"{error}" for error in steps_of_their_own(rank, "new tensors", {}) if error > FP64]
-
-
 @pytest.mark.parametrize("how", ["new tensors", "one buffer", "one rank's buffer"])
 def test_each_forward_and_its_recomputation_go_by_the_documents_of_that_forward(how):
     assert all(max(errors) < FP64 for errors in on_ranks(2, steps_of_their_own, how, {}))
@@ -384,12 +349,6 @@ def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents
         assert gathers == 2, "each model gathers once, and the outer one goes on as it was"
 
 
-def faults_of_another_model(rank):
-    """Guard: only a model inside of the one that runs has its sequence gathered already."""
-    errors, _ = one_inside_the_other(rank, {})
-    return [f"off by {error}" for error in errors if error > FP64]
-
-
 # Many documents.
 
 MANY = {
@@ -438,19 +397,37 @@ def test_many_short_documents_are_right_and_take_few_calls(options):
 
 # Guards.
 
+
+def of_documents(rank):
+    """What layers without a mask give, where they are not refused as they should be."""
+    return [x for (what, _), x in without_mask(rank).items() if what == "documents" and not isinstance(x, tuple)]
+
+
+def overlapped(rank, options):
+    return errors_of(rank, options)[1:]
+
+
+def padded(rank):
+    return [ours for _, ours in padding(rank, [("llama", "left", False)]).values()]
+
+
+def inside(rank):
+    return one_inside_the_other(rank, {})[0]
+
+
+LONGEST = "largest = torch.full_like(position_ids[..., :1], position_ids.max().item())"
+LAST_PLACEHOLDER = "placeholder = list(self._placeholders.values())[-1]"
 WATCHED = [
-    Watched(Guard("windows are read", without="pass"), faults_of_window),
+    Watched(Guard("windows are read", without="pass"), functools.partial(overlapped, options=WINDOW)),
+    Watched(Guard("the longest of all ranks", without=LONGEST), functools.partial(overlapped, options=LONGROPE)),
+    Watched(Guard("padding is a document", without="if False:"), padded),
+    Watched(Guard("the mask that was made is given", without="if sequence.padded:"), of_documents),
+    Watched(Guard("not another model", without="has_gathered = outer is not None"), inside),
+    # A checkpoint computes another graph than it saved.
     Watched(
-        Guard("the longest of all ranks", without="largest = torch.full_like(position_ids[..., :1], position_ids.max().item())"),
-        faults_of_length,
-    ),
-    Watched(Guard("padding is a document", without="if False:"), faults_of_padding),
-    Watched(Guard("the mask that was made is given", without="if sequence.padded:"), faults_of_no_mask),
-    Watched(Guard("not another model", without="has_gathered = outer is not None"), faults_of_another_model),
-    Watched(
-        Guard("of its own forward", without="placeholder = list(self._placeholders.values())[-1]"),
-        faults_of_sequences,
-        raises=True,  # a checkpoint computes another graph than it saved
+        Guard("of its own forward", without=LAST_PLACEHOLDER),
+        functools.partial(steps_of_their_own, how="new tensors", options={}),
+        raises=True,
     ),
 ]
 

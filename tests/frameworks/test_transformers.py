@@ -8,10 +8,7 @@ four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight e
 import contextlib
 import inspect
 import itertools
-import os
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -33,8 +30,10 @@ from tests.harness.cases import everything, full
 from tests.harness.listening import listening
 from tests.harness.models import (
     BATCH,
+    BOTH,
     EXACT,
     FP64,
+    assert_right_where_stock_is_wrong,
     batches,
     cut,
     errors_of,
@@ -43,16 +42,12 @@ from tests.harness.models import (
     scaled_values,
     sequence_parallel_model,
     tiny,
-    with_images,
     worst,
 )  # fmt: skip
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.reference import relative_error
 
 # Equality with the whole sequence, and with stock.
-
-
-BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}]
 
 
 def of_cases(rank, size, cases):
@@ -98,10 +93,7 @@ WINDOWS = [
 
 def test_a_sliding_window_is_that_of_the_whole_sequence_where_stock_has_none():
     """Windows shorter and longer than a local sequence of 16; the second of two layers only for qwen."""
-    for figures in on_ranks(2, of_cases, 2, WINDOWS):
-        for case, (stock, *errors) in zip(WINDOWS, figures, strict=True):
-            assert stock > 1e-3, "stock honours the window now: this is no longer beyond it"
-            assert max(errors) < FP64, case
+    assert_right_where_stock_is_wrong(WINDOWS)
 
 
 # The model is the same before and after.
@@ -156,17 +148,10 @@ ROWS = {
 }
 
 
-def packed_cases(rank, cases):
-    return [errors_of(rank, options, [{"head_groups": 1}, {"head_groups": 2}], lengths=lengths) for lengths, options in cases]
-
-
-def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before():
-    cases = [(lengths, {}) for lengths in ROWS.values()]
-    cases += [(ROWS["different from row to row"], options) for options in (*FAMILY[1:], dict(family="bitnet"), WINDOWS[0])]
-    for figures in on_ranks(2, packed_cases, cases):
-        for case, (stock, *errors) in zip(cases, figures, strict=True):
-            assert stock > 1e-3, "stock honours documents now: this is no longer beyond it"
-            assert max(errors) < FP64, (case, errors)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_before(rows):
+    families = [*FAMILY[1:], dict(family="bitnet"), WINDOWS[0]] if rows == "different from row to row" else []
+    assert_right_where_stock_is_wrong([{}, *families], ROWS[rows])
 
 
 def context_parallel(rank):
@@ -226,55 +211,6 @@ def test_accelerate_passes_auto_and_null_on(value):
         assert len(bound) == 2
 
 
-YAML = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-num_machines: 1
-num_processes: 2
-main_process_port: 0
-deepspeed_config:
-  zero_stage: 2
-  gradient_accumulation_steps: 1
-parallelism_config:
-  parallelism_config_sp_size: 2
-  parallelism_config_sp_backend: deepspeed
-  parallelism_config_sp_seq_length_is_variable: true
-  parallelism_config_sp_attn_implementation: sdpa
-"""
-
-
-def launched(folder, **variables):
-    """Output of ``accelerate launch -m ds_sp_overlap run -m`` with inline ZeRO settings, on two ranks."""
-    (folder / "accelerate.yaml").write_text(YAML)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "accelerate.yaml"]
-    command += ["-m", "ds_sp_overlap", "run", "-m", "tests.harness.launched_by_accelerate"]
-    ours = {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": "2",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        command,
-        env={**os.environ, **ours, **variables},
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    return done.returncode, done.stdout
-
-
-@pytest.mark.full
-def test_accelerate_launches_a_script_that_knows_nothing_of_the_package(tmp_path):
-    code, output = launched(tmp_path, DS_SP_OVERLAP='{"head_groups": 2}')
-    assert (
-        code == 0 and "overlapped ['module.model.layers.0.self_attn', 'module.model.layers.1.self_attn'] trained True" in output
-    ), output
-    assert output.count("2 of 2 layers overlapped") == 1
-
-
 # LoRA and frozen projections.
 
 
@@ -308,32 +244,23 @@ def reported(rank, kind, targets, family):
     return errors, {(layer.got.replace("G = 1", "G = 2"), layer.lacks) for report in reports for layer in report.layers}
 
 
-SOME = [
-    ("q_proj",),
-    ("k_proj",),
-    ("v_proj",),
-    ("o_proj",),
-    ("q_proj", "v_proj"),
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-]
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-@pytest.mark.parametrize("targets", [SOME[0], *map(full, SOME[1:4]), SOME[4], full(SOME[5])], ids=",".join)
+@pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "v_proj"), full(("o_proj",)), full(ALL)], ids=",".join)
 def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets):
     for errors, said in on_ranks(2, reported, "lora", list(targets), "llama"):
         assert max(errors) < FP64, errors
         ((got, lacks),) = said
         assert got.startswith("all eight exchanges, G = 2")
-        inputs = [name for name in SOME[-1][:3] if set(SOME[-1][:3]) & set(targets)]  # one of them called whole, all are
+        inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # one of them called whole, all are
         whole = inputs + [name for name in targets if name == "o_proj"]
         assert lacks == "called whole: " + ", ".join(f"{name} ({'LoRA' if name in targets else 'Linear'})" for name in whole)
-        for name in SOME[-1]:
+        for name in ALL:
             assert (name in got) == (name not in whole)
 
 
-@pytest.mark.parametrize(
-    "targets", [full(("q_proj",)), ("k_proj", "v_proj"), ("o_proj",), full(SOME[-1]), ("embed", "layers.0")], ids=",".join
-)
+@pytest.mark.parametrize("targets", [("k_proj", "v_proj"), ("o_proj",), full(ALL), ("embed", "layers.0")], ids=",".join)
 def test_frozen_projections_equal_stock(targets):
     """The last one leaves the first layer nothing to compute a gradient for."""
     for errors, said in on_ranks(2, reported, "frozen", list(targets), "llama"):
@@ -358,50 +285,10 @@ def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, na
         assert error == "ValueError" and f"PEFT's {name} puts virtual tokens" in message, message
 
 
-# Layers that are not known by what their forward computes, positions of images, roundings.
+# Layers that are not known by what their forward computes; roundings.
 
 
 STRANGERS = [dict(family="bitnet"), dict(family="cohere", use_qk_norm=True), dict(family="stablelm", qk_layernorm=True)]
-
-
-def axes_error(rank, kinds):
-    """Of each kind of model: the worst error of logits and gradients at two head groups, and whether it was driven whole."""
-    generator = torch.Generator().manual_seed(4)
-    tokens = torch.randint(1, 60, (2, 32), generator=generator)
-    positions = (
-        torch.arange(32).expand(3, 2, 32)
-        + torch.randint(0, 9, (3, 2, 32), generator=generator) * torch.tensor([0, 1, 1])[:, None, None]
-    )
-    positions[0, :, 8:12] = 8  # an image stands at one place
-    weight = torch.randn(2, 32, 64, generator=generator, dtype=torch.float64)
-    figures = []
-    for kind in kinds:
-        found = []
-        for which, size in ((0, 1), (rank, 2)):
-            model, group = with_images(kind), torch.distributed.group.WORLD
-            report = ds_sp_overlap.enable(model, {"head_groups": 2}, group) if size == 2 else ""
-            mine = [x.chunk(size, 1)[which] for x in (tokens, weight)]
-            logits = model(input_ids=mine[0], position_ids=positions.chunk(size, 2)[which], use_cache=False).logits
-            (logits * mine[1]).sum().backward()
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            for gradient in gradients.values() if size == 2 else ():
-                torch.distributed.all_reduce(gradient)
-            found.append({"logits": logits.detach(), **gradients})
-            ds_sp_overlap.disable(model)
-        found[0]["logits"] = found[0]["logits"].chunk(2, 1)[rank]
-        figures.append((worst(found[1], found[0]), " ".join(str(report).split())))
-    return figures
-
-
-AXES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"][:: 1 if everything() else 4]
-
-
-def test_positions_of_three_axes_are_those_of_the_whole_sequence():
-    """The first axis counts tokens; the others place images."""
-    for figures in on_ranks(2, axes_error, AXES):
-        for kind, (error, report) in zip(AXES, figures, strict=True):
-            assert error < 1e-5, (kind, error)  # tables of fp32 positions, alike on both sides; norms in fp32
-            assert "all eight exchanges, G = 2" in report and "2 of " in report, report
 
 
 def under_autocast(rank, cases):
@@ -542,10 +429,11 @@ def generating(rank, family):
         for layer in range(2):
             filled.update(*torch.zeros(2, BATCH, 2, 3, 8, dtype=torch.float64), layer)
         said = refusal(model, **inputs, past_key_values=filled, use_cache=True)
-        name = (
-            CACHES[0] if CACHES[0] in inspect.signature(type(model.model).forward).parameters else "past_key_values"
-        )  # from 5.24 on
-        for old_or_new in ("past_key_values", name):  # of the model inside, which is the one that is rebound
+        takes = inspect.signature(type(model.model).forward).parameters
+        for old_or_new in {
+            "past_key_values",
+            CACHES[0] if CACHES[0] in takes else "past_key_values",
+        }:  # from 5.24 on, of the one inside
             for used in (filled, ((torch.zeros(1),),)):  # or a tuple, of which nobody knows how long it is
                 again = refusal(model.model, **inputs, **{old_or_new: used})
                 assert again[1].split(": ", 1)[1] == said[1].split(": ", 1)[1], old_or_new
@@ -703,10 +591,7 @@ def bad_input(rank):
     for fault, (model, section, group) in faults.items():
         before = [set(vars(module)) for module in model.modules()]
         raised = refusal(ds_sp_overlap.enable, model, section, group)
-        said[fault] = (
-            raised,
-            [set(vars(module)) for module in model.modules()] == before and not overlapped_layers(model),
-        )
+        said[fault] = raised, [set(vars(module)) for module in model.modules()] == before and not overlapped_layers(model)
     return said
 
 
@@ -719,18 +604,12 @@ BAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def bad_inputs():
-    return on_ranks(2, bad_input)
-
-
-@pytest.mark.parametrize("fault", BAD)
-def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing(bad_inputs, fault):
-    for said in bad_inputs:
-        raised, unchanged = said[fault]
-        assert raised is not None, "nothing was raised"
-        assert raised[0] == "ValueError" and BAD[fault] in raised[1], raised
-        assert unchanged
+def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing():
+    for said in on_ranks(2, bad_input):
+        for fault, message in BAD.items():
+            raised, unchanged = said[fault]
+            assert raised is not None and raised[0] == "ValueError" and message in raised[1], (fault, raised)
+            assert unchanged, fault
 
 
 def way_of_the_first_exchange(rank):

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
 from ds_sp_overlap.integrations.transformers import attention_function, driven
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import relative_error
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
@@ -299,7 +300,12 @@ def document_by_document(model, tokens, lengths_of_rows):
     return {"logits": logits.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
-def errors_of(rank, options, sections, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None):
+BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}]
+
+
+def errors_of(
+    rank, options, sections=BOTH, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None
+):
     """Errors of a model against the whole sequence: under stock Ulysses, infinite where that raises, and by each of ``sections``.
 
     lengths   documents of each row, each of which is held against itself alone
@@ -324,3 +330,21 @@ def errors_of(rank, options, sections, size=2, lengths=None, positions=None, mas
                 errors.append(math.inf)
         ds_sp_overlap.disable(model)
     return errors
+
+
+def _errors_beyond_stock(rank, cases):
+    return [errors_of(rank, options, lengths=lengths) for options, lengths in cases]
+
+
+def assert_right_where_stock_is_wrong(cases, lengths=None, limits=None):
+    """Models of these options, packed with documents of these ``lengths``, are right; ``limits`` by family, where they are not `FP64`.
+
+    A case of which stock is right shows nothing.
+    """
+    cases = [(options, lengths) for options in cases]
+    for figures in on_ranks(2, _errors_beyond_stock, cases):
+        for (options, _), (stock, *errors) in zip(cases, figures, strict=True):
+            assert stock > 1e-3, f"{options}: stock is right as well: this is no longer beyond it"
+            assert max(errors) < (limits or {}).get(options.get("family"), FP64), (
+                f"{options}: one and two head groups are off by {errors}"
+            )

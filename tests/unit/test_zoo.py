@@ -1,5 +1,7 @@
 """Forwards that nearly are known ones: driven and right, left to themselves, or refused by name; none is wrong in silence."""
 
+from unittest import mock
+
 import pytest
 
 from ds_sp_overlap.attention.self_attention import SelfAttention
@@ -68,11 +70,8 @@ def unless(name, expected=FINE):
 
 def unseen_by_the_probe():
     """Whether the comparison on real numbers overlooks what the reading let through."""
-    moves, accounting.MOVES = accounting.MOVES, accounting.MOVES | {"abs"}
-    try:
+    with mock.patch.object(accounting, "MOVES", accounting.MOVES | {"abs"}):
         return unless("abs, of q", {"probe"})()
-    finally:
-        accounting.MOVES = moves
 
 
 OWN = {"own"}

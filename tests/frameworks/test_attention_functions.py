@@ -20,7 +20,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, worst
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import no_errors, on_ranks, refusal
 
 STEEP = dict(dtype=torch.float64, initializer_range=0.3)
 ONE, DOCUMENTS = None, [[10, 22], [3, 13, 16]]
@@ -52,30 +52,35 @@ def of_sections(rank, make, sections=SECTIONS, lengths=ONE, change=lambda model:
 # Options of a layer's own.
 
 
-class Told(LlamaAttention):
-    """Llama's attention, which tells its attention function whether it is causal."""
+class Telling(LlamaAttention):
+    """Llama's attention, which gives its attention function options of its own, by position and by name."""
 
-    causal = True
+    by_position, by_name = (), {}
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, is_causal=self.causal, **kwargs)
+        o, weights = attend(self, q, k, v, attention_mask, *self.by_position, **self.by_name, **kwargs)
         return self.o_proj(o.reshape(*shape[:2], -1)), weights
 
 
-def told(causal):
+def telling(*by_position, **by_name):
     model = tiny(**STEEP)
     for layer in model.model.layers:
-        layer.self_attn.__class__, layer.self_attn.causal = Told, causal
+        layer.self_attn.__class__ = Telling
+        layer.self_attn.by_position, layer.self_attn.by_name = by_position, by_name
     return model
+
+
+def told(causal):
+    return telling(scaling=8**-0.5, is_causal=causal)
 
 
 def turn(model):
     for layer in model.model.layers:
-        layer.self_attn.causal = False
+        layer.self_attn.by_name["is_causal"] = False
 
 
 def of_told(rank):
@@ -100,40 +105,17 @@ def test_a_layer_that_tells_its_attention_not_to_be_causal_is_refused_also_where
                     assert kind == "ValueError" and "told that its attention is not causal (is_causal=False)" in message
 
 
-class ByPosition(LlamaAttention):
-    """Llama's attention, which gives dropout and scaling by position, as sdpa takes them."""
-
-    more = ()
-
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        o, weights = attend(self, q, k, v, attention_mask, 0.0, 0.5, *self.more)
-        return self.o_proj(o.reshape(*shape[:2], -1)), weights
-
-
-def by_position(rank, more=()):
-    def make():
-        model = tiny(**STEEP)
-        for layer in model.model.layers:
-            layer.self_attn.__class__, layer.self_attn.more = ByPosition, more
-        return model
-
-    if more:
-        ds_sp_overlap.enable(model := make(), {}, dist.group.WORLD)
-        return refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
-    return of_sections(rank, make)
-
-
 def test_options_that_are_given_by_position_are_taken_by_name():
-    for found in on_ranks(2, by_position):
-        assert max(found.values()) < FP64, found
+    no_errors(2, FP64, of_sections, functools.partial(telling, 0.0, 0.5))
+
+
+def by_position(rank):
+    ds_sp_overlap.enable(model := telling(0.0, 0.5, *(None,) * 9), {}, dist.group.WORLD)
+    return refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
 
 
 def test_more_options_by_position_than_there_are_parameters_are_refused_by_name():
-    for kind, message in on_ranks(2, by_position, (None,) * 9):
+    for kind, message in on_ranks(2, by_position):
         assert kind == "ValueError" and "is given 11 options by position and takes" in message
 
 

@@ -1,12 +1,10 @@
-"""Models whose layers hold few head groups (``"window"``): equal to the whole sequence in fp64; under ZeRO, and waiting for no device."""
-
-import functools
+"""Models whose layers hold few head groups (``"window"``): equal to the whole sequence in fp64. Under ZeRO: test_deepspeed.py."""
 
 import pytest
 import torch
 
-from tests.harness.cases import everything, full
-from tests.harness.models import FP64, SEQ, errors_of, train_run
+from tests.harness.cases import everything
+from tests.harness.models import FP64, SEQ, errors_of
 from tests.harness.ranks import on_ranks
 
 MODELS = [dict(), dict(heads=8, kv_heads=2), dict(heads=8, kv_heads=8), dict(family="qwen3", heads=8, kv_heads=4)]
@@ -42,27 +40,3 @@ def test_logits_and_every_gradient_equal_the_whole_sequences(how):
         for errors, got in figures:
             assert max(errors) < FP64, figures
             assert all("at a time, recomputed in backward" in each for each in got), got
-
-
-# Two head groups add each output row's products in another order: see test_deepspeed.
-FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
-
-
-ACCUMULATIONS = (1, 4) if everything() else (2,)
-
-
-def compared_with_stock(rank, stage):
-    train = functools.partial(train_run, rank, 2, stage=stage, initializer_range=0.2)
-    stock = {accumulation: train(None, accumulation=accumulation) for accumulation in ACCUMULATIONS}
-    return [
-        (section, accumulation, train(section, accumulation=accumulation).distance(stock[accumulation]))
-        for section in SECTIONS[: 2 if everything() else 1]
-        for accumulation in ACCUMULATIONS
-    ]
-
-
-@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
-def test_training_in_fp32_is_stocks(stage):
-    for figures in on_ranks(2, compared_with_stock, stage):
-        for section, accumulation, off in figures:
-            assert all(off[what] <= FP32[what] for what in FP32), (section, accumulation, off)

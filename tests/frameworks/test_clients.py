@@ -5,16 +5,11 @@ stock does. G = 2, and timing, which tries both in turn, add in another order: a
 """
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.harness.accelerate_script import train_with_accelerate
-from tests.harness.clients import train, train_tiled
+from tests.harness.clients import train
 from tests.harness.models import scaled_values
 from tests.harness.ranks import on_ranks
 
@@ -37,14 +32,6 @@ CROSSED = [
     dict(stage=3, accumulation=2, evaluate=True, moe=True, checkpointing=True),
 ]
 OFTEN = "Trainer", CROSSED[3]  # in every run of the tests
-
-
-def test_the_choice_of_options_is_crossed_pairwise():
-    names = ("lora", "accumulation", "evaluate", "resume", "moe", "checkpointing")
-    rows = [(options["stage"], *(name in options for name in names)) for options in CROSSED]
-    for one, other in itertools.combinations(range(7), 2):
-        values = {(row[one], row[other]) for row in rows}
-        assert len(values) == (6 if one == 0 else 4), (one, other)
 
 
 def in_all_sections(rank, client, folder, options):
@@ -91,54 +78,17 @@ def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path):
         assert off > 10 * ROUNDING
 
 
-# DeepSpeed's tiled computations, and what is saved for backward on the host; Liger.
-
-
-def tiled(rank, stage, offload):
-    return {name: train_tiled(rank, section, stage, offload) for name, section in SECTIONS.items()}
-
-
-@pytest.mark.parametrize(
-    "stage, offload",
-    [
-        pytest.param(1, True, marks=pytest.mark.full),
-        pytest.param(3, False, marks=pytest.mark.clients),
-        pytest.param(3, True, marks=pytest.mark.clients),
-    ],
-)
-def test_tiled_mlp_and_tiled_loss_train_as_with_stock(stage, offload):
-    for logs in on_ranks(2, tiled, stage, offload, timeout_s=600):
-        assert assert_like_stock(logs) > 0
-
-
-@pytest.mark.clients
-def test_ligers_rope_and_fused_loss_train_as_with_stock():
-    for package in ("liger_kernel", "triton"):
-        pytest.importorskip(package)
-    output = subprocess.check_output(
-        [sys.executable, "-m", "tests.harness.liger"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        text=True,
-    )
-    for runs in json.loads(output.splitlines()[-1]):
-        (_, plain), *overlapped = runs.values()
-        assert 0 < plain < ROUNDING, "Liger's kernels were not used, or are wrong"
-        assert all(bound == 2 and off < ROUNDING for bound, off in overlapped), runs
-
-
 # Accelerate.
 
 
-def accelerated(rank, stage, way, folder):
-    return {name: train_with_accelerate(rank, section, way, stage, folder) for name, section in SECTIONS.items()}
+def accelerated(rank, stage, folder):
+    return {name: train_with_accelerate(rank, section, stage, folder) for name, section in SECTIONS.items()}
 
 
 @pytest.mark.clients
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("way", ["json", "yaml"])
-def test_accelerates_loop_overlapped_has_the_losses_of_stock(stage, way, tmp_path):
-    for runs in on_ranks(2, accelerated, stage, way, str(tmp_path)):
+def test_accelerates_loop_overlapped_has_the_losses_of_stock(stage, tmp_path):
+    for runs in on_ranks(2, accelerated, stage, str(tmp_path)):
         (stock, bound), (same, also_bound) = runs["stock"], runs["G = 1"]
         assert bound == [] and len(also_bound) == 2 and len(set(stock)) == 4
         assert same == stock

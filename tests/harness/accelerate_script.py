@@ -8,63 +8,32 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.commands import launch
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
-from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 import ds_sp_overlap
 from tests.harness.clients import fresh
 from tests.harness.models import BATCH, batches, ds_config, overlapped_layers, tiny
 
-# What `accelerate launch --config_file` reads.
-YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-num_machines: 1
-num_processes: 2
-deepspeed_config:
-  deepspeed_config_file: {config}
-parallelism_config:
-  parallelism_config_sp_backend: deepspeed
-  parallelism_config_sp_size: 2
-  parallelism_config_sp_attn_implementation: sdpa
-"""
 
-
-def launched(yaml):
-    """The environment in which `accelerate launch` starts a script."""
-    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
-        launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", str(yaml), "script.py"]))
-    _, environment = prepare_deepspeed_cmd_env(*launcher.call_args.args)
-    return {key: value for key, value in environment.items() if key.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))}
-
-
-def train_with_accelerate(rank, section, way="dict", stage=2, folder=None, steps=4):
-    """Losses and the layers that are overlapped; ``way``: the config is a dict, a JSON in ``folder``, or named by a YAML there."""
+def train_with_accelerate(rank, section, stage=2, folder=None, steps=4):
+    """Losses and the layers that are overlapped; the config is a dict, or a JSON in ``folder``."""
     tokens = batches(2 * steps).flatten(0, 1)
     examples = [{"input_ids": row, "labels": row.clone(), "position_ids": torch.arange(len(row))} for row in tokens]
     config = ds_config(stage, optimizer="SGD")
     del config["optimizer"]
     if section is not None:
         config["sp_overlap"] = section
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true"}  # as `accelerate launch` does
     if folder is not None:
-        path, yaml = Path(folder) / f"{rank}.json", Path(folder) / f"{rank}.yaml"
+        path = Path(folder) / f"{rank}.json"
         path.write_text(json.dumps(config))
-        yaml.write_text(YAML.format(config=path))
         config = str(path)
-    if way == "yaml":
-        arguments, environment = {}, launched(yaml)
-    else:
-        arguments = dict(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-            parallelism_config=ParallelismConfig(
-                sp_size=2,
-                sp_backend="deepspeed",
-                sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
-            ),
-        )
-    with mock.patch.dict(os.environ, environment):
+    arguments = dict(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=ParallelismConfig(
+            sp_size=2, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+        ),
+    )
+    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"):  # as `accelerate launch` does
         return _train(arguments, examples, steps)
 
 

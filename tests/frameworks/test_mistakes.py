@@ -1,5 +1,6 @@
 """The mistakes that new users make, and README's table of messages: what is said is what the table has, on every rank."""
 
+import functools
 import logging
 import subprocess
 import sys
@@ -28,9 +29,12 @@ from tests.harness.ranks import on_ranks, refusal
 SECTION = {"head_groups": 1}
 
 
-def made(config=None, overlap=True, **model):
+def made(rank, stage=0, **more):
     """Make an engine for a model with stock Ulysses, as a loop of one's own does; leave nothing behind."""
-    with engine_of(tiny(**model), config or ds_config(0, **({"sp_overlap": SECTION} if overlap else {}))):
+    config = ds_config(stage, **more)
+    if stage == 3:
+        del config["zero_optimization"]["reduce_scatter"]
+    with engine_of(tiny(), config):
         pass
 
 
@@ -53,38 +57,8 @@ def loaded(rank, length, **more):
     return UlyssesSPDataLoaderAdapter([batch], rank, torch.distributed.group.WORLD, 2, torch.device("cpu"))
 
 
-def a_section_that_is_missing(rank):
-    made(overlap=False)
-
-
-def a_wrong_name_of_the_section(rank):
-    made(ds_config(0, sp_overlaps=SECTION))
-
-
-def a_wrong_key(rank):
-    made(ds_config(0, sp_overlap={"head_group": 2}))
-
-
 def no_mpu(rank):
     deepspeed.initialize(model=tiny(), config=ds_config(0, sp_overlap=SECTION))
-
-
-def no_position_ids(rank):
-    forward(rank, positions=False)
-
-
-def position_ids_of_each_rank(rank):
-    forward(rank, local=True)
-
-
-def gradients_of_zero3_scaled(rank):
-    config = ds_config(3, sp_overlap=SECTION)
-    del config["zero_optimization"]["reduce_scatter"]
-    made(config)
-
-
-def heads_that_do_not_divide(rank):
-    forward(rank, overlap=False, heads=3, kv_heads=3)
 
 
 def eager(rank):
@@ -121,14 +95,14 @@ def two_models(rank):
 
 
 MISTAKES = {
-    'has no "sp_overlap" section': a_section_that_is_missing,
-    "nobody reads": a_wrong_name_of_the_section,
-    "unknown key": a_wrong_key,
+    'has no "sp_overlap" section': made,
+    "nobody reads": functools.partial(made, sp_overlaps=SECTION),
+    "unknown key": functools.partial(made, sp_overlap={"head_group": 2}),
     "no sequence-parallel group": no_mpu,
-    "sequence parallelism needs position_ids": no_position_ids,
-    "position_ids start anew": position_ids_of_each_rank,
-    "ZeRO-3 with reduce_scatter": gradients_of_zero3_scaled,
-    "says DeepSpeed's own Ulysses": heads_that_do_not_divide,
+    "sequence parallelism needs position_ids": functools.partial(forward, positions=False),
+    "position_ids start anew": functools.partial(forward, local=True),
+    "ZeRO-3 with reduce_scatter": functools.partial(made, stage=3, sp_overlap=SECTION),
+    "says DeepSpeed's own Ulysses": functools.partial(forward, overlap=False, heads=3, kv_heads=3),
     "needs a mask of the whole sequence": eager,
     "generation with a KV cache": generate,
     "invalid tensor size at index": rows_of_unequal_length,
@@ -171,7 +145,7 @@ def test_a_mistake_is_answered_with_the_message_of_the_readme(mistake):
 def by_a_trainer(rank, caller, trainer):
     """What is raised, or said, where a method of a trainer makes an engine that accumulates two batches."""
     kind = type(trainer, (), {"__module__": "trl.trainer"})
-    names = {"self": kind(), "__name__": caller, "make": lambda: made(ds_config(0, accumulation=2, sp_overlap=SECTION))}
+    names = {"self": kind(), "__name__": caller, "make": lambda: made(rank, accumulation=2, sp_overlap=SECTION)}
     with listening(logging.WARNING) as messages:
         error = refusal(eval, "make()", names)
     return [str(error)] if error else messages

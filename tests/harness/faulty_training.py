@@ -2,8 +2,7 @@
 
     outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})     by name, the outcome of every rank; all at once
 
-Ranks are processes of the fork server, which cost little, or scripts, which also end as those of users do. A rank writes down
-what it raised; `run` adds how and when it ended, and whether anything of it is left.
+Ranks are processes of the fork server, which cost little. A rank writes down what it raised; `run` adds how and when it ended, and whether anything of it is left.
 """
 
 import contextlib
@@ -11,10 +10,8 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,7 +39,6 @@ class Fault:
     how       "killed", "stuck" or "raises" in exchange ``what`` of ``layer``, or in its "attention", when what was launched
               before has arrived; "waits" for the parent to say "go"; "nothing"
     train     "blocks", or "llama" through deepspeed.initialize
-    script    whether each rank is a script of its own
     other     arguments of the training that the last rank has different
     more      arguments that every rank has
     """
@@ -52,7 +48,6 @@ class Fault:
     layer: int = 1
     step: int = 1
     train: str = "blocks"
-    script: bool = False
     ranks: int = 2
     other: dict = field(default_factory=dict, hash=False)
     more: dict = field(default_factory=dict, hash=False)
@@ -242,27 +237,8 @@ def work(folder, rank, fault, space=None):
 # All ranks.
 
 
-class _Script:
-    """A rank in a script of its own, in the form of a process of the fork server."""
-
-    def __init__(self, *words):
-        self.running = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.faulty_training", *map(str, words)], cwd=ROOT, stdin=subprocess.DEVNULL
-        )
-        self.pid = self.running.pid
-
-    @property
-    def exitcode(self):
-        return self.running.poll()
-
-    def kill(self):
-        self.running.kill()
-
-
 def start(folder, rank, fault, space=None):
     (folder / f"output{rank}").touch()
-    if fault.script:
-        return _Script(folder, rank, json.dumps(asdict(fault)))
     process = _context.Process(target=work, args=(folder, rank, fault, space), daemon=True)
     process.start()
     return process
@@ -344,7 +320,3 @@ def run(folder, faults, spaces=None, meanwhile=lambda job: None):
         for job in jobs.values():
             job.kill()
     return {name: job.outcomes() for name, job in jobs.items()}
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]), Fault(**json.loads(sys.argv[3])))

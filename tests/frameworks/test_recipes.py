@@ -71,12 +71,15 @@ def images(names, which, size, group):
     model = with_images("qwen2_vl")
     model.config.image_token_id = 63
     if size > 1:
-        ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+        got = {layer.got for layer in ds_sp_overlap.enable(model, {"head_groups": 2}, group).layers}
+        assert any(each.startswith("all eight exchanges, G = 2") for each in got), got
     tokens = batches(1)[0].clamp(max=62)
     tokens[:, 8:12] = 63
     torch.manual_seed(1)
     pixels, weight = torch.randn(32, 1176, dtype=torch.float64), torch.randn(2, 32, 64, dtype=torch.float64)
-    positions = torch.arange(32).expand(3, 2, 32)
+    # The first axis counts tokens, the others place images.
+    positions = torch.arange(32).expand(3, 2, 32) + torch.randint(0, 9, (3, 2, 32)) * torch.tensor([0, 1, 1])[:, None, None]
+    positions[0, :, 8:12] = 8  # an image stands at one place
     embeddings = names["embed"](model, tokens, pixels, torch.tensor([[1, 4, 4]] * 2))
     logits = names["logits_of_slice"](model, embeddings, positions, which, size)
     return model, names["whole"]((logits * weight.chunk(size, 1)[which]).sum(), group)

@@ -167,11 +167,11 @@ class InFlight:
             unpack(self.recv, copies, outs)
             return outs
         assert cut is not None
-        dim, starts, stops = cut
+        wire, (dim, starts, stops) = self.recv.view(-1), cut
         if self.rope_back is not None:
-            relayout.unpack_rotate_back(self.recv, *self.rope_back, starts, stops, *outs)
+            relayout.unpack_rotate_back(wire, *self.rope_back, starts, stops, *outs)
         else:
-            relayout.unpack(self.recv, dim, starts, stops, *outs)
+            relayout.unpack(wire, dim, starts, stops, *outs)
         return outs
 
     def finish(self) -> Sequence[Tensor]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.relayed import Relayed, legs_of
 from ds_sp_overlap.exchange.streams import SideStream
+from ds_sp_overlap.relayout import ops
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
 from tests.harness.races import watched
+from tests.harness.relayout import REFERENCE
 from tests.harness.streams import Backend, Stream, order
 from tests.harness.uses import Deliberate, RaisesInBackward
 
@@ -177,6 +180,13 @@ def two_legs_alone(wire):
         read(*made.finish())
 
 
+def two_legs_by_kernels(wire):
+    """Kernels take flat buffers: also of k that lies as it travelled, and is unpacked again for the compute stream."""
+    legs = legs_of(Geometry(2, 0, (3, 3), 1, 4, 1, nodes=(0, 0)), ("k",), 0, (8,))
+    with mock.patch.object(ops, "_TORCH", REFERENCE):
+        read(*Relayed(legs, over(wire), "layer k", [torch.randn(3, 1, 1, 8)]).finish())
+
+
 def elsewhere(wire):
     """Abandoned where another stream is current, as by the garbage collector; its memory belongs to the one that it was started on."""
     backend = wire.races.backend
@@ -215,6 +225,7 @@ SCENES = {
     "abandoned": abandoned,
     "once per node": once_per_node,
     "once per node, a window of 1": functools.partial(once_per_node, window=1),
+    "two legs alone, by kernels": two_legs_by_kernels,
     "alone": alone,
     "two legs alone": two_legs_alone,
     "elsewhere": elsewhere,

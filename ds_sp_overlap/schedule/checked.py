@@ -98,23 +98,11 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         starts: The starts of q, k and v (`Schedule.starts`).
     """
     forward: Needs = {}
-    backward: Needs = {}
-    groups = range(len(kinds))
     for start in starts:
-        tensors, group = start.tensors, start.group
-        start_gradient = Step(Op.START, tensors, True, group)
-        finish_gradient = Step(Op.FINISH, tensors, True, group)
-        # Later groups may attend to the same KV heads, and add to dk and dv.
-        readers = [group] if tensors == Q else groups[group:]
-        forward[start] = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
+        forward[start] = [Step(Op.PROJECT, (kind,), False, start.group) for kind in start.tensors]
+        forward |= {project: [] for project in forward[start]}
         forward[start._replace(op=Op.FINISH)] = [start]
-        backward[start_gradient] = [Step(Op.ATTEND, O, True, reader) for reader in readers]
-        backward[finish_gradient] = [start_gradient]
-        for kind in tensors:
-            forward[Step(Op.PROJECT, (kind,), False, group)] = []
-            backward[Step(Op.DGRAD, (kind,), True, group)] = [finish_gradient]
-            backward[Step(Op.WGRAD, (kind,), True, group)] = [finish_gradient]
-    for group in groups:
+    for group in range(len(kinds)):
         # A group attends to KV heads that came with it or with any group before.
         inputs = []
         for start in starts:
@@ -124,8 +112,12 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         start, finish = Step(Op.START, O, False, group), Step(Op.FINISH, O, False, group)
         forward |= {attend: inputs, start: [attend], finish: [start]}
         forward[Step(Op.MERGE, O, False, group)] = [finish]
-        dgrad = Step(Op.DGRAD, O, True, group)
-        start, finish = start._replace(grad=True), finish._replace(grad=True)
-        backward |= {dgrad: [], start: [dgrad], finish: [start], attend.mirror: [finish]}
-        backward[Step(Op.WGRAD, O, True, group)] = []
+    # Gradients go the other way: what a step needs in forward needs its gradient in backward.
+    backward: Needs = {step.mirror: [] for step in forward}
+    for step, needs in forward.items():
+        for need in needs:
+            backward[need.mirror].append(step.mirror)
+    for step, needs in list(backward.items()):
+        if step.op is Op.DGRAD:
+            backward[step._replace(op=Op.WGRAD)] = [*needs]
     return forward, backward

@@ -9,11 +9,12 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
     schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
                    it first
     warn           warnings that are said once
+    launch_order   what NCCL is asked for when the package is imported
     config         the ``sp_overlap`` section
     rotary         rotary position embedding
     relayout       pack and unpack, PyTorch's and compiled
     profiling      clocks, optimizer steps, the trace of what each exchange cost
-    exchange       who holds what (shares, heads, geometry, legs), the sp group with its streams,
+    exchange       who holds what (shares, heads, geometry), the sp group with its streams,
                    transports, the exchange itself, its check
     autotune       choice of the number of head groups by timing
     attention      one layer: the whole layer (`SelfAttention`) or the drop-in
@@ -46,10 +47,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import profiling
-from .exchange.launch_order import ask_for_launch_order
 from .integrations.after_import import after_import
 from .integrations.deepspeed import accelerate
 from .integrations.megatron.bridge import bridge
+from .launch_order import ask_for_launch_order
 
 if TYPE_CHECKING:
     from .attention.arguments import PerHead

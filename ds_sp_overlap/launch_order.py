@@ -1,6 +1,6 @@
 """Asks NCCL to begin kernels of several communicators in the order of their launch.
 
-See Note [Two communicators] in `transport`. The import of the package calls this, so that nothing
+See Note [Two communicators] in `exchange.transport`. The import of the package calls this, so that nothing
 here imports torch.
 """
 

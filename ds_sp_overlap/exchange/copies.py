@@ -62,7 +62,6 @@ class Copies:
         elements: Elements of the wire.
         flat: If the one tensor lies in memory as it travels: the offset of its first element; else
             None.
-        is_sent: Whether the tensor itself can travel, since it is contiguous besides.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that each
             part is copied. Otherwise parts are added to zeros.
         is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
@@ -75,7 +74,6 @@ class Copies:
     repeats: tuple[list[int], ...]
     elements: int
     flat: int | None
-    is_sent: bool
     disjoint: bool
     is_wire: bool
     in_order: tuple[tuple[tuple[tuple[int, ...], Strides, int], tuple[int, ...]], ...]
@@ -103,10 +101,11 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         alike = []
         for run in runs:
             alike.append(run.offset - run.wire_offset == shift)
-            alike.append(_are_alike(run.shape, run.strides, run.wire_strides))
+            # A dimension of one element has no stride.
+            for size, stride, in_wire in zip(run.shape, run.strides, run.wire_strides):
+                alike.append(size == 1 or stride == in_wire)
         if all(alike):  # guard: lies as it travels
             flat = shift
-    shape = sides.shapes[0]
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
     if strides is None and disjoint and is_one_each and not any(repeats):
@@ -122,17 +121,10 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         repeats,
         sides.elements,
         flat,
-        is_sent=flat is not None and _are_alike(shape, of_tensors[0], contiguous(shape)),
         disjoint=disjoint,
         is_wire=one is not None and one.wire_strides == contiguous(one.shape),
         in_order=tuple(in_order),
     )
-
-
-def _are_alike(shape: Sequence[int], strides: Strides, others: Strides) -> bool:
-    """Return whether views of a shape have the same strides, but for dimensions of one element."""
-    steps = zip(shape, strides, others)
-    return all(size == 1 or stride == other for size, stride, other in steps)
 
 
 def contiguous(shape: Sequence[int]) -> Strides:

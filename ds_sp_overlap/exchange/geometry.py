@@ -67,11 +67,6 @@ class Geometry(Heads):
     nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sp_rank < self.sp_size:
-            raise ValueError(
-                f"sp rank must be between 0 and {self.sp_size - 1} at sp size {self.sp_size}, "
-                f"got {self.sp_rank}"
-            )
         if len(self.seq_lens) != self.sp_size:
             raise ValueError(
                 f"sequence_lengths: {len(self.seq_lens)} lengths {self.seq_lens} for sp size "

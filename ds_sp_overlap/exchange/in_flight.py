@@ -110,7 +110,7 @@ class InFlight:
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
             send = self._packed(new_empty)
             self.sources = ()  # guard: packed, so let go
-        elif copies.is_sent:
+        elif x.is_contiguous():
             send = x
         else:
             first = x.storage_offset() + copies.flat

@@ -33,7 +33,6 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,8 +40,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions, all_to_all_single
 
+from ..launch_order import LAUNCH_ORDER
 from ..warn import say, warn_once
-from .launch_order import LAUNCH_ORDER
 from .layout import all_equal
 
 # Note [Blocks of a communicator]
@@ -190,12 +189,11 @@ class C10d:
         else:
             send = send.view(-1) if send.size(0) % ranks else send
             recv = recv.view(-1) if recv.size(0) % ranks else recv
+        sizes = recv_sizes or None, send_sizes or None
         if log is not None and log.keeper.enabled:
-            work = log.all_to_all(recv, send, recv_sizes or None, send_sizes or None, group, name)
-            return work or DONE
-        if is_replaced or send.is_complex():
+            work = log.all_to_all(recv, send, *sizes, group, name)
+        elif is_replaced or send.is_complex():
             # Somebody's own function is called; torch's sends complex numbers as pairs.
-            sizes = recv_sizes or None, send_sizes or None
             work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
         else:
             # The call that torch's function would make, without its checks: less than half of the
@@ -240,8 +238,7 @@ class OneRank(Done):
         return self
 
 
-@dataclass
-class _Made:
+class _Made(NamedTuple):
     """A communicator of our own.
 
     Attributes:
@@ -254,7 +251,7 @@ class _Made:
     made_for: Any
     own: Any
     ranks: list[int]
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    users: weakref.WeakSet[Any]
 
 
 # By group name and settings.
@@ -288,7 +285,8 @@ def communicator(group: Any, user: Any, **settings: int) -> Any:
     if made is None or made.made_for is not group:
         ranks = dist.get_process_group_ranks(group)
         _give_back(group, ranks)
-        made = _communicators[key] = _Made(group, _make(group, ranks, settings), ranks)
+        own = _make(group, ranks, settings)
+        made = _communicators[key] = _Made(group, own, ranks, weakref.WeakSet())
     made.users.add(user)
     return made.own
 

@@ -49,14 +49,9 @@ _TORCH = Relayout()
 @functools.cache
 def _compiled() -> Relayout:
     """Return the compiled operators of a library that is loaded, looked up once."""
-    compiled = torch.ops.ds_sp_overlap
-    return Relayout(
-        compiled.pack.default,
-        compiled.unpack.default,
-        compiled.rotate_pack.default,
-        compiled.unpack_rotate_back.default,
-        folds=True,
-    )
+    *names, _ = Relayout._fields
+    compiled = [getattr(torch.ops.ds_sp_overlap, name).default for name in names]
+    return Relayout(*compiled)._replace(folds=True)
 
 
 def implementation(which: str) -> Relayout:

@@ -26,9 +26,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
-from ..exchange.launch_order import LAUNCH_ORDER
 from ..exchange.streams import CONNECTIONS, one_queue
 from ..exchange.transport import C10d, Handle
+from ..launch_order import LAUNCH_ORDER
 from ..relayout import kernels
 from .shared_gpu import lacks, nccl_version, sharing
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 import ds_sp_overlap
+from ds_sp_overlap import launch_order
 from ds_sp_overlap.config import SpOverlapConfig
-from ds_sp_overlap.exchange import copy_engines, launch_order, transport
+from ds_sp_overlap.exchange import copy_engines, transport
 from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.exchange.transport import C10d, OneRank, backend_of

@@ -187,7 +187,6 @@ def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (dict(sp_rank=2), "sp rank must be between 0 and 1 at sp size 2, got 2"),
         (
             dict(seq_lens=(4, 4, 4)),
             "sequence_lengths: 3 lengths (4, 4, 4) for sp size 2; give the local length of every rank of the sp group",

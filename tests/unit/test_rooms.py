@@ -14,7 +14,7 @@ from tests.harness.cases import full
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
 LEVELS = (
-    ("warn", "schedule", "rotary", "integrations.after_import"),
+    ("warn", "launch_order", "schedule", "rotary", "integrations.after_import"),
     ("config",),
     ("relayout", "profiling"),
     ("exchange",),
@@ -138,8 +138,8 @@ def test_importing_the_package_loads_itself_alone():
     new, _ = loaded_by("import ds_sp_overlap")
     assert {name for name in roots(new) if not name.startswith("_")} == {"ds_sp_overlap"}
     assert {name.removeprefix("ds_sp_overlap.") for name in new if name.startswith("ds_sp_overlap.")} == {
-        "exchange", "exchange.launch_order", "integrations", "integrations.after_import", "integrations.deepspeed", "integrations.deepspeed.accelerate",
-        "integrations.megatron", "integrations.megatron.bridge", "profiling",
+        "integrations", "integrations.after_import", "integrations.deepspeed", "integrations.deepspeed.accelerate",
+        "integrations.megatron", "integrations.megatron.bridge", "launch_order", "profiling",
     }  # fmt: skip
 
 

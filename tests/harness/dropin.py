@@ -1,12 +1,13 @@
 """The drop-in `DistributedAttention` in each rank of a test, and attention on the whole sequence."""
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 
 import ds_sp_overlap
-from tests.harness import reference
-from tests.harness.layers import faults
+from tests.harness import layers, reference
+from tests.harness.layers import faults, my_slice
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,6 @@ def whole_inputs(case):
         (case.heads, case.value_dim),
     )
     return [torch.randn(case.batch, sum(case.lengths), *size, dtype=torch.float64) for size in sizes]
-
-
-def my_slice(case, rank, x):
-    start = sum(case.lengths[:rank])
-    x = x[:, start : start + case.lengths[rank]]
-    return (x if case.batch_first else x.transpose(0, 1)).contiguous()
 
 
 def tables(case):
@@ -99,10 +94,4 @@ def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12, att
     return faults(tolerance, **{name: (got[name].detach(), my_slice(case, rank, expected[name].detach())) for name in expected})
 
 
-def faults_of_all(rank, cases, transport=None):
-    every = []
-    for case in cases:
-        mover = transport() if transport else None
-        found = dropin_faults(rank, case, transport=mover) + (mover.faults if mover else [])
-        every += [f"{case}: {fault}" for fault in found]
-    return every
+faults_of_all = functools.partial(layers.faults_of_all, of_one=dropin_faults)

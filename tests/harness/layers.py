@@ -183,11 +183,11 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
     return unlike(shape, rank, mine, whole, got, expected, tolerance)
 
 
-def faults_of_all(rank, shapes, transport=None):
-    """`block_faults` of many shapes, each with its shape; ``transport`` is a class."""
+def faults_of_all(rank, shapes, transport=None, of_one=block_faults):
+    """Faults of many shapes, each with its shape; ``transport`` is a class."""
     every = []
     for shape in shapes:
         mover = transport() if transport else None
-        found = block_faults(rank, shape, transport=mover) + (mover.faults if mover else [])
+        found = of_one(rank, shape, transport=mover) + (mover.faults if mover else [])
         every += [f"{shape}: {fault}" for fault in found]
     return every

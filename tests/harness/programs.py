@@ -44,14 +44,16 @@ PATIENCE_S = 30  # with a program on its own; two more for each other one
 
 
 class Written:
-    """A dataclass that prints what isn't its default."""
+    """Each subclass is a frozen dataclass that prints what isn't its default."""
+
+    def __init_subclass__(cls):
+        dataclass(frozen=True, repr=False)(cls)
 
     def __repr__(self):
         said = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"{type(self).__name__}({', '.join(said)})"
 
 
-@dataclass(frozen=True, repr=False)
 class LayerSpec(Written):
     """
     block        a `SelfAttention`; else the drop-in, between projections of the caller's
@@ -105,7 +107,6 @@ class LayerSpec(Written):
         return ("qkv_proj",) if self.fused else ("q_proj", "k_proj", "v_proj")
 
 
-@dataclass(frozen=True, repr=False)
 class Program(Written):
     """
     shapes      local lengths by batch size: a tensor's first dimension says whose tokens it has
@@ -136,7 +137,6 @@ class Program(Written):
 # What happens in a program, one statement after another.
 
 
-@dataclass(frozen=True, repr=False)
 class Input(Written):
     out: str
     batch: int
@@ -147,7 +147,6 @@ class Input(Written):
         world.values[self.out] = world.leaves[self.out] = x
 
 
-@dataclass(frozen=True, repr=False)
 class Call(Written):
     """Layers, one after another, on a value.
 
@@ -187,7 +186,6 @@ class Call(Written):
             world.values[self.out] = y
 
 
-@dataclass(frozen=True, repr=False)
 class Mix(Written):
     """Two values of one shape: "add", "gate"; or one: "detach"."""
 
@@ -201,7 +199,6 @@ class Mix(Written):
         world.values[self.out] = x + y if self.how == "add" else x * y.tanh() if self.how == "gate" else x.detach()
 
 
-@dataclass(frozen=True, repr=False)
 class InPlace(Written):
     """A layer's output changed in place."""
 
@@ -213,7 +210,6 @@ class InPlace(Written):
         x.mul_(1.5) if self.how == "mul_" else x.add_(1)
 
 
-@dataclass(frozen=True, repr=False)
 class ChangeInput(Written):
     """A layer's input changed in place after the call."""
 
@@ -224,7 +220,6 @@ class ChangeInput(Written):
             world.values[self.x].mul_(2)
 
 
-@dataclass(frozen=True, repr=False)
 class Hook(Written):
     """A hook on a value's gradient: "halves", "sees" or "retains" it."""
 
@@ -244,7 +239,6 @@ class Hook(Written):
             x.register_hook(lambda grad: world.note(f"gradient of {self.x} seen", grad))
 
 
-@dataclass(frozen=True, repr=False)
 class Term(Written):
     """Part of a loss: tokens ``windows[rank]`` of a value, on each rank.
 
@@ -278,7 +272,6 @@ class Term(Written):
         return ((y * y if self.form == "square" else y) * cotangent * mask).sum(), None
 
 
-@dataclass(frozen=True, repr=False)
 class Backward(Written):
     """From some terms at once.
 
@@ -312,7 +305,6 @@ class Backward(Written):
         world.in_backward = False
 
 
-@dataclass(frozen=True, repr=False)
 class Raises(Written):
     """Local attention raises on all ranks, in its ``group``-th call or in its backward; gradients so far are thrown away."""
 
@@ -342,7 +334,6 @@ class Raises(Written):
         world.note(f"raised in {self.where}", raised)
 
 
-@dataclass(frozen=True, repr=False)
 class Step(Written):
     """A step of gradient descent; the graphs so far are gone."""
 
@@ -706,24 +697,8 @@ class World:
 
     def settle(self):
         """Let a thread that moves bytes come to rest."""
-        if isinstance(self.mover, Delayed):
+        if isinstance(self.mover, transports.Delayed):
             self.mover.settle()
-
-
-class Delayed(transports.Delayed):
-    """Waits for what was abandoned, too."""
-
-    def __init__(self):
-        super().__init__(longest_s=0.001)
-        self.handles = []
-
-    def launch(self, *arguments):
-        self.handles.append(super().launch(*arguments))
-        return self.handles[-1]
-
-    def settle(self):
-        while self.handles:
-            self.handles.pop().wait()
 
 
 def errors(world, got, expected):
@@ -805,7 +780,7 @@ def run(rank, seeds):
     """``([(seed, fault)], acted)`` of some programs of as many ranks as these."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    delayed, found, acted = Delayed(), [], Counter()
+    delayed, found, acted = transports.Delayed(longest_s=0.001), [], Counter()
     for seed in seeds:
         found += [(seed, fault) for fault in faults(rank, draw(seed), delayed, acted)]
     return found, acted

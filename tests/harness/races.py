@@ -13,6 +13,7 @@ stream (`streams`), and whoever waits for it comes after. So does ``torch.cuda._
 import contextlib
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -147,12 +148,7 @@ class Wire:
             recv.zero_()
         arrived = Event()
         on.record_event(arrived)
-
-        class Handle:
-            def wait(self):
-                backend.current.wait_event(arrived)
-
-        return Handle()
+        return SimpleNamespace(wait=lambda: backend.current.wait_event(arrived))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -210,15 +211,13 @@ class Late:
     def launch(self, *arguments):
         transfer = Transfer(self.faults, *arguments)
         self.transfers.append(transfer)
-        transport = self
 
-        class Handle:
-            def wait(self):
-                if transfer not in transport.waited:
-                    transport.waited.append(transfer)
-                    transfer.deliver()
+        def wait():
+            if transfer not in self.waited:
+                self.waited.append(transfer)
+                transfer.deliver()
 
-        return Handle()
+        return SimpleNamespace(wait=wait)
 
     def unfinished(self):
         return [transfer.name for transfer in self.transfers if transfer not in self.waited]
@@ -235,6 +234,8 @@ class Delayed:
         self.queue: queue.Queue = queue.Queue()
         self.group = dist.new_group() if dist.is_initialized() else None
         rank = 0 if self.group is None else dist.get_rank()
+        self.last = threading.Event()  # of the latest exchange
+        self.last.set()
         self.random, self.longest_s = random.Random(1000 * seed + rank), longest_s
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -249,13 +250,13 @@ class Delayed:
             done.set()
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        done = threading.Event()
+        self.last = done = threading.Event()
         self.queue.put((Transfer(self.faults, send, recv, send_sizes, recv_sizes, group and self.group, name), done))
+        return SimpleNamespace(wait=done.wait)
 
-        class Handle:
-            wait = staticmethod(done.wait)
-
-        return Handle()
+    def settle(self):
+        """Wait for what was abandoned, too."""
+        self.last.wait()
 
 
 class Recording:
@@ -268,13 +269,7 @@ class Recording:
         what = name.split()[-1]
         self.log.append(">" + what)
         move(send, recv, send_sizes, recv_sizes, group)
-        transport = self
-
-        class Handle:
-            def wait(self):
-                transport.log.append("<" + what)
-
-        return Handle()
+        return SimpleNamespace(wait=lambda: self.log.append("<" + what))
 
 
 class Failing:
@@ -287,12 +282,11 @@ class Failing:
         move(send, recv, send_sizes, recv_sizes, group)
         fails = name.split()[-1] == self.what and dist.get_rank(group) in self.ranks
 
-        class Handle:
-            def wait(self):
-                if fails:
-                    raise RuntimeError("connection reset by peer")
+        def wait():
+            if fails:
+                raise RuntimeError("connection reset by peer")
 
-        return Handle()
+        return SimpleNamespace(wait=wait)
 
 
 FAULT = 1e-6
@@ -313,17 +307,6 @@ class Corrupting:
         if self.what in (what, what.rstrip("0123456789")) and dist.get_rank(group) == 1:
             recv.view(-1)[recv.numel() // 2] += FAULT
             self.times += 1
-        return self
-
-    def wait(self):
-        pass
-
-
-class Silent:
-    """Moves nothing at all, so that ranks which don't fit together don't hang either."""
-
-    def launch(self, send, recv, send_sizes, recv_sizes, group, name):
-        recv.zero_()
         return self
 
     def wait(self):

@@ -16,17 +16,7 @@ from tests.harness.ranks import no_faults, on_ranks
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
 def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
     shapes = [
-        Shape(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=4,
-            batch=batch,
-            lengths=(3,) * size,
-            batch_first=batch_first,
-            rope=rope,
-            rotary=rotary,
-            config={"head_groups": groups},
-        )
+        Shape(heads, kv_heads, 4, batch, (3,) * size, batch_first, rope, rotary, config={"head_groups": groups})
         for batch in (1, 3)
         for batch_first in (True, False)
         for rope, rotary in ((True, True), (True, False), (False, False))
@@ -44,24 +34,8 @@ def test_block_equals_the_reference_on_one_rank():
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
 def test_dropin_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
     cases = [
-        Case(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=4,
-            value_dim=value_dim,
-            batch=batch,
-            lengths=(3,) * size,
-            batch_first=batch_first,
-            rotary_dims=rotary_dims,
-            flat=flat,
-            config={"head_groups": groups},
-        )
-        for batch, value_dim, flat, rotary_dims in (
-            (1, 4, False, 4),
-            (3, 4, True, 0),
-            (3, 6, False, 2),
-            (1, 6, True, 4),
-        )
+        Case(heads, kv_heads, 4, value_dim, batch, (3,) * size, batch_first, rotary_dims, flat, {"head_groups": groups})
+        for batch, value_dim, flat, rotary_dims in ((1, 4, False, 4), (3, 4, True, 0), (3, 6, False, 2), (1, 6, True, 4))
         for batch_first in (True, False)
         for groups in groups_for(heads, size)
     ]

@@ -28,32 +28,14 @@ from tests.harness.uses import (
 
 SHAPES = [
     Shape(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=4,
-        batch=batch,
-        batch_first=batch_first,
-        fused=fused,
-        bias=fused,
-        rotary=batch_first,
-        lengths=lengths,
-        config={"head_groups": groups},
+        heads, kv_heads, 4, batch, lengths, batch_first, True, batch_first, bias=fused, fused=fused, config={"head_groups": groups}
     )
     for heads, kv_heads, lengths in ((4, 4, (3, 3)), (8, 2, (3, 2)), (6, 3, (1, 1)))
     for batch, batch_first, fused in ((1, True, False), (2, True, True), (2, False, False))
     for groups in (1, 2)
 ]
 CASES = [
-    Case(
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=batch,
-        batch_first=batch_first,
-        rotary_dims=rotary_dims,
-        flat=flat,
-        lengths=lengths,
-        config={"head_groups": groups},
-    )
+    Case(heads, kv_heads, 8, 8, batch, lengths, batch_first, rotary_dims, flat, {"head_groups": groups})
     for heads, kv_heads, lengths in ((4, 4, (3, 3)), (8, 2, (3, 2)), (7, 7, (1, 1)))
     for batch, batch_first, rotary_dims, flat in ((1, True, 8, False), (2, True, 0, True), (2, False, 8, False))
     for groups in (1, 2)

@@ -8,17 +8,18 @@ import weakref
 
 import torch
 
+from benchmarks.variants import Silent
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
-from tests.harness import layers, transports
+from tests.harness import layers
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, refusal
 
 
-class FailingAtLaunch(transports.Silent):
+class FailingAtLaunch(Silent):
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         if name.endswith("do0"):
             raise RuntimeError("connection reset by peer")

@@ -90,16 +90,7 @@ def test_a_layer_equals_the_reference_on_more_ranks(size):
 
 def test_the_drop_in_equals_the_reference():
     cases = [
-        Case(
-            8,
-            kv_heads,
-            4,
-            value_dim=6,
-            lengths=(3,) * 4,
-            batch_first=batch_first,
-            rotary_dims=4,
-            config={"head_groups": groups, **ONCE},
-        )
+        Case(8, kv_heads, 4, 6, 2, (3,) * 4, batch_first, 4, config={"head_groups": groups, **ONCE})
         for kv_heads in (1, 2)
         for groups in (1, 2)
         for batch_first in (True, False)

@@ -61,11 +61,6 @@ def buffers_written_by_the_gemm(wire):
         whole_layer(wire, 2)
 
 
-def wgrad_first(wire):
-    layer, attend = block(wire, head_groups=2, wgrad=False)
-    read(*layer.step(attend))
-
-
 def several_layers_accumulate(wire, **config):
     """Two layers, two batches, one step of an optimizer; some gradients of the first are still there when the second is run."""
     made = [block(wire, head_groups=2, **config) for _ in range(2)]
@@ -216,7 +211,7 @@ def backward_called_elsewhere(wire, **config):
 SCENES = {
     **{f"a layer, G = {groups}": functools.partial(whole_layer, groups=groups) for groups in (1, 2, 4)},
     "send buffers are written by the GEMM": buffers_written_by_the_gemm,
-    "wgrad first": wgrad_first,
+    "wgrad first": functools.partial(whole_layer, groups=2, wgrad=False),
     "several layers accumulate": several_layers_accumulate,
     "checkpointed": checkpointed,
     "twice backward": twice_backward,

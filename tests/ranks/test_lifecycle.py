@@ -86,22 +86,10 @@ EXACT = dict(dtype=torch.float64, initializer_range=0.2)
 CUT = {"head_groups": 2}
 
 
-def tied_projections(model):
-    """One query projection, and one weight of the output projection, for two layers."""
-    first, second = (layer.self_attn for layer in model.model.layers)
-    second.q_proj = first.q_proj
-    second.o_proj.weight = first.o_proj.weight
-
-
 def one_weight_in_two_projections(model):
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight = layer.self_attn.k_proj.weight
         layer.self_attn.o_proj.weight = layer.self_attn.q_proj.weight
-
-
-def weight_normed(model):
-    for layer in model.model.layers:
-        torch.nn.utils.parametrizations.weight_norm(layer.self_attn.o_proj)
 
 
 def orthogonal(model):
@@ -187,7 +175,7 @@ def changed(rank, change):
 
 
 PROJECTIONS = [
-    tied_projections, one_weight_in_two_projections, weight_normed, orthogonal, old_weight_norm, pruned, hooked_weights, adapted,
+    one_weight_in_two_projections, orthogonal, old_weight_norm, pruned, hooked_weights, adapted,
     compiled_projections,
 ]  # fmt: skip
 

@@ -287,16 +287,18 @@ class Alone(torch.nn.Module):
         return layers.call_block(self.shape, made, 0, x)
 
 
-MODES = [{"head_groups": 2}, {"head_groups": 2, "window": 1}]
+@pytest.fixture(params=[{"head_groups": 2}, {"head_groups": 2, "window": 1}], ids=str)
+def alone(request):
+    """Two layers of the same weights, hidden states and a cotangent."""
+    model = Alone(request.param)
+    return model, Alone(request.param), *(layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
 
 
-@pytest.mark.parametrize("config", MODES)
-def test_gradients_are_those_at_the_weights_that_a_functional_call_gave(config):
+def test_gradients_are_those_at_the_weights_that_a_functional_call_gave(alone):
     torch.manual_seed(0)
-    model, like = Alone(config), Alone(config)
+    model, like, x, dy = alone
     given = {name: torch.rand_like(p).requires_grad_() for name, p in model.named_parameters()}
     like.load_state_dict(given)
-    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
     expected = torch.autograd.grad(like(x), list(like.parameters()), dy)
     for mine, theirs in zip(
         torch.autograd.grad(torch.func.functional_call(model, given, (x,)), list(given.values()), dy), expected
@@ -304,10 +306,8 @@ def test_gradients_are_those_at_the_weights_that_a_functional_call_gave(config):
         assert torch.equal(mine, theirs) and mine.any()
 
 
-@pytest.mark.parametrize("config", MODES)
-def test_a_weight_that_is_changed_before_backward_is_an_error_as_in_pytorch(config):
-    model = Alone(config)
-    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
+def test_a_weight_that_is_changed_before_backward_is_an_error_as_in_pytorch(alone):
+    model, _, x, dy = alone
     y = model(x)
     with torch.no_grad():
         model.norm.weight.mul_(2)
@@ -315,10 +315,8 @@ def test_a_weight_that_is_changed_before_backward_is_an_error_as_in_pytorch(conf
         y.backward(dy)
 
 
-@pytest.mark.parametrize("config", MODES)
-def test_weights_that_are_frozen_before_backward_get_no_gradient(config):
-    model, like = Alone(config), Alone(config)
-    x, dy = (layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
+def test_weights_that_are_frozen_before_backward_get_no_gradient(alone):
+    model, like, x, dy = alone
     (expected,) = torch.autograd.grad(like(x.requires_grad_()), x, dy)
     y = model(x)
     model.requires_grad_(False)

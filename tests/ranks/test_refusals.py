@@ -10,6 +10,7 @@ from deepspeed.sequence.layer import DistributedAttention as Upstream
 from torch import nn
 
 import ds_sp_overlap
+from benchmarks.variants import Silent
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models, reference
@@ -17,7 +18,7 @@ from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
-from tests.harness.transports import Corrupting, Failing, Recording, Silent
+from tests.harness.transports import Corrupting, Failing, Recording
 
 PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
 

@@ -296,31 +296,8 @@ def test_buffers_are_flat_for_backends_that_may_mind():
     assert on_ranks(2, dims_of_buffers) == [[(1, 1), (3, 2)]] * 2
 
 
-def launched_on_its_stream(rank, name):
-    """What c10d is asked for where NCCL carries the exchange; gloo stands in for it, and delivers."""
-    nccl, asked, exchange = Nccl(), [], dist.all_to_all_single
-
-    def all_to_all_single(*arguments, async_op=False, **options):
-        asked.append(async_op)
-        return exchange(*arguments, async_op=async_op, **options)
-
-    with nccl(), mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        sp_group = SPGroup(dist.group.WORLD, name)
-        sp_group.prepare()
-        asked.clear()
-        send, recv = OnGpu(torch.arange(2.0) + 2 * rank), OnGpu(torch.zeros(2))
-        sp_group.transport.launch(send, recv, (1, 1), (1, 1), dist.group.WORLD, "q").wait()
-    return asked, recv.tolist()
-
-
 class OnGpu(torch.Tensor):
     is_cuda = True
-
-
-@pytest.mark.parametrize("name", ["auto", "c10d"])
-def test_nccl_is_launched_on_the_stream_of_the_transfers_itself(name):
-    """Guard: `C10d.launch`: not asynchronous, which is one stream more, a handle, and a list of what is in flight."""
-    assert on_ranks(2, launched_on_its_stream, name) == [([False], [0.0, 2.0]), ([False], [1.0, 3.0])]
 
 
 def blocks(rank, backends):

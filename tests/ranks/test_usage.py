@@ -284,60 +284,6 @@ def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(leng
     no_faults(2, changed_in_place_though_shared, lengths)
 
 
-# bf16.
-
-
-def autocast_errors(rank, shape):
-    """Error of everything, overlapped and reference under autocast, each against the reference in fp32."""
-
-    def run(call, layer, x, dy, autocast):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = call(x)
-        y.backward(dy.to(y.dtype))
-        return y, x.grad
-
-    x, dy = layers.whole_inputs(shape)
-    whole = []
-    for autocast in (False, True):
-        layer = layers.projections(shape)
-        y, dx = run(lambda x: layers.reference_layer(shape, layer, x), layer, x.clone().requires_grad_(), dy, autocast)  # noqa: B023
-        whole.append({"y": y.detach().float(), "dx": dx} | {n: p.grad for n, p in layer.named_parameters()})
-    layer = layers.projections(shape)
-    attend = layers.block(shape, layer, torch.distributed.group.WORLD)
-    local_x, local_dy = (layers.my_slice(shape, rank, t) for t in (x, dy))
-    y, dx = run(lambda x: layers.call_block(shape, attend, rank, x), layer, local_x.requires_grad_(), local_dy, True)
-    assert y.dtype == torch.bfloat16 and dx.dtype == torch.float32
-    got = {"y": y.detach().float(), "dx": dx}
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad.dtype == torch.float32
-        got[name] = parameter.grad.clone()
-        torch.distributed.all_reduce(got[name])
-    errors = {}
-    for name in got:
-        exact, rounded = (layers.my_slice(shape, rank, t[name]) if name in ("y", "dx") else t[name] for t in whole)
-        errors[name] = (
-            layers.reference.relative_error(got[name], exact),
-            layers.reference.relative_error(rounded, exact),
-        )
-    return errors
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(dtype=torch.float32, bias=True),
-        Shape(dtype=torch.float32, fused=True),
-        Shape(dtype=torch.float32, heads=8, config={"head_groups": 4, "window": 2}),
-    ],
-    ids=["apart", "fused", "a window"],
-)
-def test_autocast_rounds_no_more_than_the_reference_does(shape):
-    """At most 3 times: partial sums over 2 groups and 2 ranks add roundings; a wrong factor is off by hundreds."""
-    for errors in on_ranks(2, autocast_errors, shape):
-        for name, (overlapped, noise) in errors.items():
-            assert 0 < noise < 0.05 and overlapped <= 3 * noise, (name, overlapped, noise)
-
-
 # Guards.
 
 

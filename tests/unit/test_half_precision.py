@@ -25,7 +25,7 @@ def plain(modules, x):
 
 
 def gradients(dtype, autocast, config):
-    """dx and the gradient of the norm's weight; of the plain layer without a ``config``."""
+    """dx, the gradient of the norm's weight and those of the projections; of the plain layer without a ``config``."""
     torch.manual_seed(0)
     modules = nn.ModuleDict(
         {f"{kind}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for kind in "qkvo"} | {"q_norm": nn.RMSNorm(HEAD_DIM)}
@@ -44,7 +44,8 @@ def gradients(dtype, autocast, config):
         # No leaf, whose cast autocast would keep: its gradient is the sum of what each projection gives back.
         hidden = x.requires_grad_() * 1.0
         y = call(modules, hidden)
-    return torch.autograd.grad(y, [hidden, modules["q_norm"].weight], dy.to(y.dtype))
+    projections = [modules[f"{kind}_proj"].weight for kind in "qkvo"]
+    return torch.autograd.grad(y, [hidden, modules["q_norm"].weight, *projections], dy.to(y.dtype))
 
 
 def errors(got, exact):
@@ -62,11 +63,11 @@ def test_one_group_under_autocast_gives_the_bits_of_the_plain_layer():
 @pytest.mark.parametrize("config", [{"head_groups": 4}, {"head_groups": 4, "window": 2}])
 def test_dx_under_autocast_is_rounded_no_more_for_more_groups(config):
     """Expect the plain layer's error, up to chance: more groups are more roundings, but of smaller numbers, summed in fp32."""
-    (noise, _), (error, _) = (errors(gradients(torch.float32, True, each), EXACT) for each in (None, config))
+    (noise, *_), (error, *_) = (errors(gradients(torch.float32, True, each), EXACT) for each in (None, config))
     assert 1e-4 < error < 1.1 * noise
 
 
 @pytest.mark.parametrize("config", [{"head_groups": 4}, {"head_groups": 4, "window": 2}])
 def test_gradients_of_norms_are_summed_over_groups_in_fp32(config):
-    (_, noise), (_, error) = (errors(gradients(torch.bfloat16, False, each), EXACT) for each in (None, config))
+    (_, noise, *_), (_, error, *_) = (errors(gradients(torch.bfloat16, False, each), EXACT) for each in (None, config))
     assert 1e-4 < error < ROUNDED_TWICE * noise

@@ -152,14 +152,18 @@ def check_unpack(case, device="cpu"):
         assert int(memory.isnan().sum()) == room - got.numel(), vars(indices)  # nothing beside it
 
 
+def check(case, device="cpu"):
+    torch.manual_seed(0)
+    check_pack(case, device)
+    check_unpack(case, device)
+
+
 @needs_library
 @pytest.mark.parametrize("device", DEVICES)
 @given(case=geometries())
 @settings(deadline=None, max_examples=examples(300), derandomize=True)
 def test_they_move_and_sum_the_same_bits_as_pytorch_and_write_all_of_their_output_and_nothing_else(device, case):
-    torch.manual_seed(0)
-    check_pack(case, device)
-    check_unpack(case, device)
+    check(case, device)
 
 
 @needs_library
@@ -187,8 +191,7 @@ def test_more_parts_than_travel_as_kernel_arguments(device, parts, overlapping):
     size = parts if not overlapping else 7
     ranges = [(i, i + 1) for i in range(parts)] if not overlapping else [(i % 5, i % 5 + 3) for i in range(parts)]
     case = (2, size, 16), 1, ranges, torch.bfloat16, [0, 1, 2], 0, 0
-    check_pack(case, device)
-    check_unpack(case, device)
+    check(case, device)
 
 
 @needs_library
@@ -197,9 +200,7 @@ def test_more_parts_than_travel_as_kernel_arguments(device, parts, overlapping):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_units_than_one_block_of_threads_moves(dtype, parts, offset):
     case = (37, 12, 80), 1, parts, dtype, [0, 1, 2], 0, offset
-    torch.manual_seed(0)
-    check_pack(case)
-    check_unpack(case)
+    check(case)
 
 
 @needs_library
@@ -346,38 +347,32 @@ USUAL = dict(
 )  # fmt: skip
 
 
+MANY = [(i, i + 1) for i in range(100)], [(i // 50, i // 50 + 1) for i in range(100)]  # more than travel as kernel arguments
+LIKE_LLAMA = [
+    dict(head_dim=head_dim, dtype=dtype, parts=parts)
+    for parts in ([(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 4), (0, 4), (4, 8), (4, 8)])  # of q, of k whose heads several ranks need
+    for head_dim in (64, 80, 96, 128, 192, 256)
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.usefixtures("two_threads")
 @needs_library
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("parts", [[(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 4), (0, 4), (4, 8), (4, 8)]], ids=["q", "replicated k"])
-def test_heads_like_llama_s(parts, head_dim, dtype):
+@pytest.mark.parametrize("case", [
+    *LIKE_LLAMA,
+    *(dict(head_dim=64, heads=parts[-1][1], parts=parts) for parts in MANY),
+    # More than one block of threads rotates.
+    *(dict(head_dim=96, tokens=[67, 3], parts=[(0, 3), (2, 8)], aligned=aligned) for aligned in (True, False)),
+])  # fmt: skip
+def test_heads_of_usual_sizes_are_rotated_and_rounded_as_pytorch_does(case):
     torch.manual_seed(0)
-    case = Rotation(**{**USUAL, "head_dim": head_dim, "dtype": dtype, "parts": parts})
+    case = Rotation(**{**USUAL, **case})
     case.check_pack(compiled.rotate_pack)
     case.check_unpack(compiled.unpack_rotate_back)
     outs = [torch.full_like(case.wire(case.x), math.nan) for _ in range(2)]
     for op, out in zip((compiled.rotate_pack, relayout.rotate_pack), outs):
         op(case.x, case.cos, case.sin, case.starts, case.stops, out)
     assert same_bits(*outs), "products are rounded before they are added, as PyTorch rounds them"
-
-
-@pytest.mark.usefixtures("two_threads")
-@needs_library
-@pytest.mark.parametrize("aligned", [True, False])
-def test_more_heads_than_one_block_of_threads_rotates(aligned):
-    torch.manual_seed(0)
-    case = Rotation(**{**USUAL, "head_dim": 96, "tokens": [67, 3], "parts": [(0, 3), (2, 8)], "aligned": aligned})
-    case.check_pack(compiled.rotate_pack)
-    case.check_unpack(compiled.unpack_rotate_back)
-
-
-@needs_library
-@pytest.mark.parametrize("parts", [[(i, i + 1) for i in range(100)], [(i // 50, i // 50 + 1) for i in range(100)]], ids=["q", "k"])
-def test_heads_of_more_parts_than_travel_as_kernel_arguments(parts):
-    torch.manual_seed(0)
-    case = Rotation(**{**USUAL, "head_dim": 64, "heads": parts[-1][1], "parts": parts})
-    case.check_pack(compiled.rotate_pack)
-    case.check_unpack(compiled.unpack_rotate_back)
 
 
 # What is refused.

@@ -168,12 +168,6 @@ def test_uneven_mha_heads_are_split_as_deepspeed_splits_them(heads, size):
     assert sizes == [stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))]
 
 
-def test_a_kv_head_shared_by_two_groups_travels_with_the_first():
-    geometry = Geometry(2, 0, (4, 4), 1, heads=4, kv_heads=2, groups=2)
-    assert [geometry.kinds[group] for group in range(2)] == ["qkv", "q"]
-    assert geometry.heads_of("k", 0) == ((0, 2),)
-
-
 @given(geometries())
 @example([Geometry(2, rank, (0, 6), 1, 6, 3, 3) for rank in range(2)])  # a rank that gets nothing, and has nothing
 def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):

@@ -1,7 +1,5 @@
 """Exchanges where ranks share query heads, as arithmetic and by moving numbers in one process: no process group."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,18 +116,6 @@ def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice
     assert len(copies_of(of_64).runs) == 3
 
 
-@few
-@given(ranks=geometries())
-def test_each_query_is_attended_once(ranks):
-    first = ranks[0]
-    tokens = sum(first.seq_lens)
-    attended = torch.zeros(tokens, first.heads, dtype=torch.int)
-    for rank, group in itertools.product(ranks, range(first.groups)):
-        for start, stop in rank.own_queries:
-            attended[start:stop, slice(*rank.query_range(rank.sp_rank, group))] += 1
-    assert (attended == 1).all()
-
-
 @pytest.mark.parametrize("size, shares", [(4, 2), (8, 2), (8, 4), (16, 4), (12, 2), (12, 6)])
 def test_causal_attention_is_equally_long_for_all_shares(size, shares):
     ranks = [Geometry(size, rank, (8,) * size, 1, size, size, shares=shares) for rank in range(size)]
@@ -186,16 +172,6 @@ def test_the_table_of_the_docs_is_counted():
             most = max(stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))) / r
             expected.append((f"{2 * geometry.most_received:.4g}", f"{most * size / heads:.3g}"))
         assert counted == [expected[0][0], expected[1][0], expected[0][1], expected[1][1]], cells
-
-
-def test_elements_of_forward_and_backward_at_64_ranks():
-    """32 query and 8 KV heads: received and sent, what stays left out, in units of s d."""
-    ranks = [Geometry(64, rank, (2,) * 64, 1, 32, 8, shares=2) for rank in range(64)]
-    moved = []
-    for rank in ranks:
-        sides = [end for kind in "qkvo" for end in rank.exchange(kind, 0, (1,)).each[0]]
-        moved.append(sum(sum(side.split_sizes) - side.split_sizes[rank.sp_rank] for side in sides) / 128)
-    assert round(max(moved), 2) == 5.94
 
 
 @pytest.mark.parametrize(

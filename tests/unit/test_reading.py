@@ -45,7 +45,9 @@ SCALE = """
 def scale(self):
     return 0.5
 """
-Q_NORM, ROTATE = "self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)", "apply_rotary_pos_emb(q, k, cos, sin)"
+Q_NORM, K_NORM = (f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape)).transpose(1, 2)" for kind in "qk")
+V, ROTATE = "self.v_proj(hidden_states).view(shape).transpose(1, 2)", "apply_rotary_pos_emb(q, k, cos, sin)"
+BARE = [(norm, V.replace("v_proj", f"{kind}_proj")) for kind, norm in (("q", Q_NORM), ("k", K_NORM))]  # no norms
 
 
 class Layer(nn.Module):
@@ -113,11 +115,7 @@ def test_spelling_makes_no_difference(spelling):
 @pytest.mark.parametrize("hidden", [HEAD_DIM, HIDDEN])
 def test_heads_may_be_as_wide_as_the_hidden_states(hidden, monkeypatch):
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
-    bare = [
-        (f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape))", f"self.{kind}_proj(hidden_states).view(shape)")
-        for kind in "qk"
-    ]
-    assert reading(*bare).heads == dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
+    assert reading(*BARE).heads == dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
 
 
 def test_a_norm_over_all_heads_belongs_to_the_projection():
@@ -126,13 +124,8 @@ def test_a_norm_over_all_heads_belongs_to_the_projection():
 
 
 def test_a_norm_behind_the_rotation_is_told_from_one_before_it():
-    bare = (Q_NORM, "self.q_proj(hidden_states).view(shape).transpose(1, 2)")
-    k = (
-        "self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)",
-        "self.k_proj(hidden_states).view(shape).transpose(1, 2)",
-    )
     behind = ("q, k = " + ROTATE, "q, k = " + ROTATE + "\n    q, k = self.q_norm(q), self.k_norm(k)")
-    found = reading(bare, k, behind)
+    found = reading(*BARE, behind)
     assert [found.sources[kind].last for kind in "qk"] == [True, True] and found.sources["q"].norm == "q_norm"
 
 
@@ -146,8 +139,8 @@ def test_dims_that_the_forward_leaves_out_of_the_rotation_pass_through():
 def test_heads_of_a_fused_projection_are_found_where_they_lie():
     fused = "self.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], KV_HEADS, 4, HEAD_DIM)"
     q = (Q_NORM, f"{fused}[..., :2, :].flatten(2, 3).transpose(1, 2)")
-    k = ("self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)", f"{fused}[..., 2, :].transpose(1, 2)")
-    v = ("self.v_proj(hidden_states).view(shape).transpose(1, 2)", f"{fused}[..., 3, :].transpose(1, 2)")
+    k = (K_NORM, f"{fused}[..., 2, :].transpose(1, 2)")
+    v = (V, f"{fused}[..., 3, :].transpose(1, 2)")
     with pytest.raises(Unknown, match="calls qkv_proj more than once"):
         reading(q, k, v)
     once = ("shape = (*hidden", f"fused = {fused}\n    shape = (*hidden")
@@ -436,16 +429,13 @@ def helper(x):
 
 
 OWN = {  # code of one's own, and what is said of it
-    "a scripted function": (
-        lambda: layer((Q_NORM, f"scripted({Q_NORM})")),
-        "uses scripted",
-    ),
+    "a scripted function": (lambda: layer((Q_NORM, f"scripted({Q_NORM})")), "uses scripted"),
     "a function": (lambda: layer((Q_NORM, f"helper({Q_NORM})")), "uses helper"),
     "a method": (lambda: changed("scale", lambda self: 0.5), "uses scale"),
     "a forward": (lambda: changed("forward", lambda self, x: x), "uses forward"),
     "a class": (lambda: changed("__module__", __name__), "Attention is no class of transformers"),
     "a wrapper": (
-        lambda: wrapped(lambda self, *args, **kwargs: None),
+        lambda: changed("forward", functools.wraps(type(layer()).forward)(lambda self, *args, **kwargs: None)),
         "uses forward",
     ),
 }
@@ -454,12 +444,6 @@ OWN = {  # code of one's own, and what is said of it
 def changed(name, value):
     module = layer(("scaling=self.scaling", "scaling=self.scale()"))
     setattr(type(module), name, value)
-    return module
-
-
-def wrapped(wrapper):
-    module = layer()
-    type(module).forward = functools.wraps(type(module).forward)(wrapper)
     return module
 
 

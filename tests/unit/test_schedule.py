@@ -203,16 +203,6 @@ def test_a_checkpoint_that_saved_attention_merges_and_does_nothing_else():
             check_window(replace(made, recompute=recompute), ("qkv", "qkv"), (0, 1), 1)
 
 
-def test_q_k_and_v_travel_one_by_one_where_a_windowed_backward_begins():
-    """Nothing else would hide them; those of other groups travel together."""
-    begun = [
-        (step.payload, step.group)
-        for step in by_window(("qkv",) * 3, (0, 1, 2), 2).backward
-        if step.op is Op.START and step.payload in ("q", "k", "v", "qkv")
-    ]
-    assert sorted(begun[:3]) == [("k", 2), ("q", 2), ("v", 2)] and begun[3:] == [("qkv", 1), ("qkv", 0)]
-
-
 @given(geometry=st.sampled_from(GEOMETRIES))
 def test_a_window_of_one_holds_one_send_buffer_in_backward_but_for_dq_dk_and_dv(geometry):
     under_way: set = set()
@@ -270,15 +260,6 @@ def test_the_drawing_of_a_window_is_printed_from_its_schedule():
     for name, program, wide in (("forward", made.forward, 120), ("backward", made.backward, 112)):
         drawing = "\n\n".join(pieces(draw(made, program), wide))
         assert f"    {name}\n{drawing}\n" in window.__doc__, drawing
-
-
-def test_a_drawing_has_every_exchange_once_behind_what_made_it():
-    for drawing in drawings(4):
-        _, wire = drawing.splitlines()
-        names = re.findall(r"[dqkvo]+\d", wire)
-        assert len(names) == len(set(names)) == 10
-    compute, wire = drawings(4)[0].splitlines()
-    assert wire.index("qkv3") == compute.index("attention 0")
 
 
 def test_one_exchange_at_a_time_is_on_the_wire_and_waits_are_what_is_exposed():

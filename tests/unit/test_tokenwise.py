@@ -186,27 +186,20 @@ def test_a_forward_of_somebody_else_is_not_run(kind, monkeypatch):
         probe(module, is_norm=kind is LlamaRMSNorm)
 
 
-def function_of_its_own(module, monkeypatch):
-    module.rotate = lambda x: x
-
-
-def method_of_its_class(module, monkeypatch):
-    monkeypatch.setattr(type(module), "_norm", lambda self, x: x)
-
-
-def function_of_its_file(module, monkeypatch):
-    monkeypatch.setitem(type(module).forward.__globals__, "rotate", lambda x: x)
-
-
-@pytest.mark.parametrize("own", [function_of_its_own, method_of_its_class, function_of_its_file])
+@pytest.mark.parametrize("own", ["function of its own", "method of its class", "function of its file"])
 def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
     module = GemmaRMSNorm(24)
     probe(module, is_norm=True)
-    if own is not method_of_its_class:
-        names = {**GemmaRMSNorm.forward.__globals__, "rotate": torch.nn.functional.silu}
+    names = {**GemmaRMSNorm.forward.__globals__, "rotate": torch.nn.functional.silu}
+    if own == "method of its class":
+        monkeypatch.setattr(GemmaRMSNorm, "_norm", lambda self, x: x)
+    else:
         exec("def forward(self, x): return rotate(x)", names)
         monkeypatch.setattr(GemmaRMSNorm, "forward", names["forward"])
-    own(module, monkeypatch)
+    if own == "function of its own":
+        module.rotate = lambda x: x
+    if own == "function of its file":
+        names["rotate"] = lambda x: x
     with pytest.raises(Unknown, match="has code that is neither torch's nor transformers'"):
         probe(module, is_norm=True)
 

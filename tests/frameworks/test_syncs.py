@@ -4,13 +4,12 @@ On CPU nothing waits, so operations that would are counted by name: see `tests.h
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.runtime import execution
@@ -18,7 +17,7 @@ from ds_sp_overlap.integrations.sequence.documents import to_device
 from tests.harness import flash
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.models import EXACT, FP64, batches, cut, document_by_document, outcome, packed, tiny, worst
+from tests.harness.models import EXACT, batches, cut, outcome, packed, tiny
 from tests.harness.ranks import on_ranks
 from tests.harness.syncs import waits
 
@@ -33,20 +32,15 @@ SEEN = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool(x.any()),
     "int": lambda x: range(x.long().sum()),
-    "format": lambda x: f"{x.sum()}",
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "to cpu": lambda x: x.to("cpu"),
     "list": lambda x: torch.tensor([1, 2], device=x.device),
     "new_tensor": lambda x: x.new_tensor([1, 2]),
-    "as_tensor": lambda x: torch.as_tensor([1, 2]),
-    "index by a list": lambda x: x[[0, 1]],
     "index by a mask": lambda x: x[MASK],
     "write by a mask": lambda x: x.clone().__setitem__(MASK, 1.0),
     "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(MASK),
     "equal": lambda x: torch.equal(x, x),
-    "masked_select": lambda x: x.masked_select(MASK),
     "unique": lambda x: x.unique(),
     "repeats that the host does not know": lambda x: x.repeat_interleave(x.long()),
 }
@@ -125,9 +119,9 @@ def steps(rank, attention, head_groups, rows, masked=False, plant=None, **option
     return seen, called
 
 
-def of_layers(rank, *args, **options):
+def of_layers(rank, **options):
     """Every wait behind the first step but the one for positions; for guards."""
-    later = steps(rank, *args, **options)[0][1:]
+    later = steps(rank, **options)[0][1:]
     return [wait for step in later for wait in [*set(step) - {SENT, READ, EARLIER}, *[READ] * (step.count(READ) - 1)]]
 
 
@@ -204,52 +198,7 @@ def test_flash_attention_is_told_documents_by_edges_and_by_nothing_where_there_a
         assert packed_rows == [(torch.int32, [0, 10, 32, 64], 32)] * 4
 
 
-def by_positions(module, *qkv_and_mask, position_ids, **options):
-    """A flash attention of somebody else's, which goes by position_ids."""
-    edges = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    assert edges.isdisjoint(options)
-    return flash_attention_forward(module, *qkv_and_mask, position_ids=position_ids, **options)
-
-
-def against_documents_alone(rank, attention, options):
-    """Errors of one and two head groups, of each packing."""
-    errors = []
-    ALL_ATTENTION_FUNCTIONS["my_flash"] = ds_sp_overlap.attention_function(by_positions, documents="positions", heads_alike=True)
-    for lengths in (*ROWS["packed"], *ROWS["packed in two rows"]):
-        positions = packed(lengths)
-        tokens = batches(1, *positions.shape)[0]
-        alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
-        for head_groups in (1, 2):
-            with overlapped(attention, head_groups, **EXACT, **options) as (model, _):
-                errors.append(worst(outcome(model, tokens, rank, 2, torch.distributed.group.WORLD, positions), alone))
-    return errors
-
-
-@pytest.mark.singles
-@pytest.mark.parametrize("attention", [flash.NAME, "my_flash"])
-@pytest.mark.parametrize("options", MODELS, ids=str)
-def test_documents_see_themselves_alone_in_flash_attention(attention, options):
-    for errors in on_ranks(2, against_documents_alone, attention, options):
-        assert max(errors) < FP64, errors
-
-
 # Guards.
-
-
-def faults_of_flash(rank):
-    return of_layers(rank, flash.NAME, 2, ROWS["one document"])
-
-
-def faults_of_packed_flash(rank):
-    return of_layers(rank, flash.NAME, 2, ROWS["packed"])
-
-
-def faults_of_kv(rank):
-    return of_layers(rank, "sdpa", 1, ROWS["one document"], **IRREGULAR)
-
-
-def faults_of_documents(rank):
-    return of_layers(rank, "sdpa", 1, ROWS["packed in two rows"])
 
 
 def faults_of_inference(rank):
@@ -262,29 +211,18 @@ def faults_of_inference(rank):
     return []
 
 
-def faults_of_windows(rank):
-    return of_layers(rank, "sdpa", 1, ROWS["one document"], **MODELS[2])
+def waits_behind_the_first(attention, head_groups, rows, **options):
+    return functools.partial(of_layers, attention=attention, head_groups=head_groups, rows=ROWS[rows], **options)
 
 
+AT = "return attention(q, k, v, None, position_ids=torch.arange(q.shape[1])[None])"
+INDEXED = "return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))"
 WATCHED = [
-    Watched(
-        Guard("edges, no positions", without="return attention(q, k, v, None, position_ids=torch.arange(q.shape[1])[None])"),
-        faults_of_flash,
-    ),
-    Watched(
-        Guard("edges, no positions", without="return attention(q, k, v, None, position_ids=torch.arange(q.shape[1])[None] % 7)"),
-        faults_of_packed_flash,
-    ),
-    Watched(
-        Guard(
-            "indexed without a wait",
-            without="return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))",
-        ),
-        faults_of_kv,
-    ),
+    Watched(Guard("edges, no positions", without=AT), waits_behind_the_first(flash.NAME, 2, "one document")),
+    Watched(Guard("indexed without a wait", without=INDEXED), waits_behind_the_first("sdpa", 1, "one document", **IRREGULAR)),
     Watched(Guard("a backward may save it", without="with torch.enable_grad():"), faults_of_inference, raises=True),
-    Watched(Guard("documents need no wait", without="if True:"), faults_of_windows),
-    Watched(Guard("travels in one message", without="if True:"), faults_of_documents),
+    Watched(Guard("documents need no wait", without="if True:"), waits_behind_the_first("sdpa", 1, "one document", **MODELS[2])),
+    Watched(Guard("travels in one message", without="if True:"), waits_behind_the_first("sdpa", 1, "packed in two rows")),
 ]
 
 

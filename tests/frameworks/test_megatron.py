@@ -119,18 +119,17 @@ def changed_later(rank, change):
     shape = Shape(config={"head_groups": 2})
     outputs = []
     for ours in (True, False):
-        layer, (x, _, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
-        mine = x.chunk(2)[rank].contiguous()
+        layer, given = mine(rank, shape)
         if ours:
-            ds_sp_overlap.enable(layer, shape.config, torch.distributed.group.WORLD)
-            layer(mine, mask, tables)
+            ds_sp_overlap.enable(layer, shape.config)
+            layer(*given)
         change(layer.self_attention)
         with torch.no_grad():
             layer.self_attention.dense.weight.mul_(2)
         if ours:
-            _, said = refusal(layer, mine, mask, tables)
-            ds_sp_overlap.enable(layer, shape.config, torch.distributed.group.WORLD)
-        outputs.append(layer(mine, mask, tables))
+            _, said = refusal(layer, *given)
+            ds_sp_overlap.enable(layer, shape.config)
+        outputs.append(layer(*given))
     return said, relative_error(*outputs)
 
 
@@ -141,6 +140,15 @@ def test_what_changes_after_enable_is_refused_by_name(change, name):
             f"self_attention: {name} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
         )
         assert error < 1e-12
+
+
+def mine(rank, shape=Shape(), change=None):
+    """A layer, changed, and this rank's part of what it is called with."""
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
+    if change is not None:
+        change(model.self_attention)
+    x, _, mask, tables = megatron_layers.inputs(shape)
+    return model, (x.chunk(torch.distributed.get_world_size())[rank].contiguous(), mask, tables)
 
 
 def without_grad(call, x, dy):
@@ -229,8 +237,7 @@ class Hidden(nn.Linear):
 
 def reasons(rank, changes):
     """What the table says of a layer that was changed, what is rebound, and what was said."""
-    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
-    changes(model.self_attention)
+    model, _ = mine(rank, change=changes)
     with listening() as messages:
         report = ds_sp_overlap.enable(model)
     bound = [name for name, module in model.named_modules() if "forward" in vars(module) and name]
@@ -336,14 +343,12 @@ def test_what_is_not_driven_whole_is_right(changes):
 
 
 def calls_of_one_forward(rank):
-    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
-    x, _, mask, tables = megatron_layers.inputs(Shape())
-    calls = []
+    (model, given), calls = mine(rank), []
     model.self_attention.register_forward_pre_hook(lambda module, args: calls.append(1))
-    model(x.chunk(2)[rank], mask, tables)
+    model(*given)
     stock = len(calls)
     ds_sp_overlap.enable(model)
-    model(x.chunk(2)[rank], mask, tables)
+    model(*given)
     return stock, len(calls) - stock
 
 
@@ -352,9 +357,7 @@ def test_the_layer_is_called_once():
 
 
 def type_error_inside(rank):
-    model = megatron_layers.layer(Shape(), torch.distributed.group.WORLD)
-    x, _, mask, tables = megatron_layers.inputs(Shape())
-    calls = []
+    (model, given), calls = mine(rank), []
 
     def faulty(q, k, v):
         calls.append(1)
@@ -362,7 +365,7 @@ def type_error_inside(rank):
 
     model.self_attention.dist_attn.local_attn.flash_attn_func = faulty
     ds_sp_overlap.enable(model)
-    return refusal(model, x.chunk(2)[rank], mask, tables), len(calls)
+    return refusal(model, *given), len(calls)
 
 
 def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument():
@@ -372,14 +375,11 @@ def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument():
 
 def too_few_heads(rank):
     """What is said of fewer heads than ranks, of a layer that is driven whole, and of one whose exchanges alone are overlapped."""
-    shape, said = Shape(heads=2, kv_heads=2), []
-    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
-    said.append(refusal(ds_sp_overlap.enable, model))
-    said.append(refusal(ds_sp_overlap.enable, megatron_layers.layer(Shape(), torch.distributed.group.WORLD), {"shares": 2}))
-    x, _, mask, tables = megatron_layers.inputs(shape)
+    model, given = mine(rank, Shape(heads=2, kv_heads=2))
+    said = [refusal(ds_sp_overlap.enable, model), refusal(ds_sp_overlap.enable, mine(rank)[0], {"shares": 2})]
     model.self_attention.forward = functools.partial(ParallelAttention.forward, model.self_attention)
     ds_sp_overlap.enable(model)
-    return [*said, refusal(model, x.chunk(4)[rank], mask, tables)]
+    return [*said, refusal(model, *given)]
 
 
 def test_query_heads_that_ranks_would_share_are_refused_by_name():
@@ -392,12 +392,10 @@ def test_query_heads_that_ranks_would_share_are_refused_by_name():
 
 def refused_call(rank, attention, only, changes):
     """One call with ``changes`` of its arguments, on rank ``only`` or on every one."""
-    shape = Shape(attention)
-    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
-    x, _, mask, tables = megatron_layers.inputs(shape)
+    model, (x, mask, tables) = mine(rank, Shape(attention))
     arguments = {"attention_mask": mask, "rotary_pos_emb": tables, **(changes if only in (None, rank) else {})}
     ds_sp_overlap.enable(model)
-    return refusal(model.self_attention, x.chunk(2)[rank], **arguments)
+    return refusal(model.self_attention, x, **arguments)
 
 
 @pytest.mark.parametrize("only", [None, 1])
@@ -474,13 +472,11 @@ def test_a_deepspeed_that_has_it_keeps_it():
 
 
 def width_after_a_call(rank):
-    shape = Shape("core", config={"head_groups": 2})
-    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
-    x, _, mask, tables = megatron_layers.inputs(shape)
+    model, given = mine(rank, Shape("core"))
     core = model.self_attention.dist_attn.local_attn
     before = core.hidden_size_per_partition
-    ds_sp_overlap.enable(model, shape.config)
-    model(x.chunk(2)[rank], mask, tables)
+    ds_sp_overlap.enable(model, {"head_groups": 2})
+    model(*given)
     return before, core.hidden_size_per_partition
 
 
@@ -514,15 +510,12 @@ def test_local_attention_that_knows_its_heads_runs_in_one_head_group():
 
 def widths_of_masked(rank, batch):
     """Heads with which core attention was called, in the second forward, beside a mask for each of ``batch`` samples."""
-    shape = Shape("core", 8, 8, batch=batch, config={"head_groups": 2})
-    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
-    x, _, mask, tables = megatron_layers.inputs(shape)
-    widths = []
-    ds_sp_overlap.enable(model, shape.config)
-    model(x.chunk(2)[rank], mask, tables)
+    (model, (x, mask, tables)), widths = mine(rank, Shape("core", 8, 8, batch=batch)), []
+    ds_sp_overlap.enable(model, {"head_groups": 2})
+    model(x, mask, tables)
     core = model.self_attention.dist_attn.local_attn
     with core.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[2])):
-        model(x.chunk(2)[rank], mask.expand(batch, -1, -1, -1), tables)
+        model(x, mask.expand(batch, -1, -1, -1), tables)
     return widths
 
 

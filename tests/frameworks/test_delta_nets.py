@@ -4,6 +4,7 @@ In fp64, also what the models compute in fp32 (`in_double`): norms, decays, the 
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from tests.harness.families import tiny_config, tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, forgetting, packed, sequence_parallel, worst
-from tests.harness.ranks import no_errors, on_ranks, refusal
-from tests.harness.sweep import in_double, transport
+from tests.harness.ranks import assert_refused, no_errors, on_ranks, refusal
+from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
@@ -35,6 +36,7 @@ from tests.harness.whole import (
     on_and_off,
     padding,
     partly_trained,
+    recorded,
     share,
     tokens_of,
     trained,
@@ -88,6 +90,18 @@ def test_loss_and_every_gradient_equal_the_whole_sequences(size):
     no_errors(size, FP64, against_whole, tiny_model, OTHERS[size], "delta rule")
 
 
+UNTOLD = (
+    "edges",
+    "edges on one rank",
+    "edges of one rank alone",
+    "edges of all ranks",
+    "index",
+    "index of ranks",
+    "more edges",
+    "more in the index",
+)
+
+
 def edges(rank, kinds=("qwen3_next",)):
     """Return what was said of each way to tell documents beside position_ids, for each kind of layer."""
     said, tokens = {}, tokens_of(32, rows=1)
@@ -119,12 +133,7 @@ def edges(rank, kinds=("qwen3_next",)):
 def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank():
     """transformers' mixers go by these; they were ignored here, and all tokens mixed."""
     kinds = "qwen3_next", "nemotron_h", "lfm2", "mamba", "minimax"
-    for said in on_ranks(2, edges, kinds):
-        for (kind, name), error in said.items():
-            if name.startswith("known"):
-                assert error is None, (kind, name, error)
-            else:
-                assert error is not None and "tell documents that position_ids don't tell" in error[1], (kind, name, error)
+    assert_refused(2, dict.fromkeys(itertools.product(kinds, UNTOLD), "tell documents that position_ids don't tell"), edges, kinds)
 
 
 def misses_edges(rank):
@@ -183,29 +192,19 @@ def test_padding_takes_no_document_a_token():
 # The schedule.
 
 
-def recorded(rank):
+def order_of(rank):
     """Exchanges of a layer and the projection of its z, in their order, forward and backward."""
-    model = tiny_model("qwen3_5_text")
-    mover = Recording()
-    with transport(mover):
-        ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
+    model, mover = tiny_model("qwen3_5_text"), Recording()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: mover.log.append("z"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: z.register_hook(lambda _: mover.log.append("dz")) and None)
-    mover.log.clear()
-    x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
-    y = layer(x, position_ids=torch.arange(16).expand(2, 16) + 16 * rank)
-    forward = list(mover.log)
-    mover.log.clear()
-    y.sum().backward()
-    ds_sp_overlap.disable(model)
-    return forward, mover.log
+    return recorded(rank, model, TWO, layer, mover)
 
 
 def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do():
     """The order of the schedule. o is finished whole before the norm, so that do of all groups starts at once."""
     made = by_head_groups(("qkv", "q"))  # two groups share the key head of a rank
-    for forward, backward in on_ranks(2, recorded):
+    for forward, backward in on_ranks(2, order_of):
         expected = order(made, made.forward)
         at = expected.index("<q0")
         assert forward == [*expected[:at], "z", *expected[at:]]
@@ -274,27 +273,31 @@ def test_evaluation_is_left_alone_where_stock_leaves_it_alone():
 
 
 def refusals(rank):
-    said = []
-    for options, section in ((heads(2, 2), {}), (heads(4, 4), {}), (heads(8, 2), {"head_groups": 3})):
+    said = {}
+    for name, options, section in (
+        ("few", heads(2, 2), {}),
+        ("enough", heads(4, 4), {}),
+        ("many", heads(8, 2), {"head_groups": 3}),
+    ):
         config = tiny_config("qwen3_next", num_attention_heads=16, num_key_value_heads=4, **options)
         config._attn_implementation = "sdpa"
         model = type(tiny_model("qwen3_next"))(config)
-        said.append(refusal(ds_sp_overlap.enable, model, section, dist.group.WORLD))
+        said[name] = refusal(ds_sp_overlap.enable, model, section, dist.group.WORLD)
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
-    said.append(refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD))
-    return said
+    return said | {"strange": refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD)}
+
+
+DELTA_NET = "linear_attn (Qwen3NextGatedDeltaNet)"
+REFUSED = {
+    "few": f"{DELTA_NET}: its delta rule needs all queries at once; use sp size 2",
+    "many": "head_groups must be between 1 and 2 for 8 heads at sp size 4, got 3",
+    "strange": f"{DELTA_NET} mixes tokens without",
+}
 
 
 def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name_and_numbers():
-    for few, enough, many, strange in on_ranks(4, refusals):
-        assert enough is None
-        for said in (few, many, strange):
-            assert said is not None and said[0] == "ValueError"
-        assert "2 query heads are fewer than 4 ranks" in few[1] and "use sp size 2" in few[1]
-        assert "linear_attn (Qwen3NextGatedDeltaNet): its delta rule needs all queries at once" in few[1]
-        assert "head_groups must be between 1 and 2 for 8 heads at sp size 4, got 3" in many[1]
-        assert "linear_attn (Qwen3NextGatedDeltaNet) mixes tokens without" in strange[1]
+    assert_refused(4, REFUSED, refusals)
 
 
 def without_tokens(rank, kind):
@@ -305,7 +308,7 @@ def without_tokens(rank, kind):
     return said
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3", "bitnet"])
 def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind):
     for said in on_ranks(2, without_tokens, kind, timeout_s=60):
         assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]

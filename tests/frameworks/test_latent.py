@@ -22,7 +22,7 @@ from tests.harness.families import tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import no_errors, on_ranks, refusal
-from tests.harness.sweep import in_double, transport
+from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
@@ -35,6 +35,7 @@ from tests.harness.whole import (
     on_all_ranks,
     on_and_off,
     on_one_rank,
+    recorded,
     tokens_of,
     trained,
 )
@@ -45,7 +46,8 @@ KINDS = (
     "minicpm3",
     "longcat_flash",
 )  # forwards unlike one another; youtu, glm4_moe_lite as the first
-ONE, TWO = {"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error", "check": True}
+ONE, TWO = {"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}
+CHECKED = TWO | {"check": True}
 LATENT, ROTATED, K, V = 24, 8, 16, 8  # of `tiny_config`: r, d_rot, d and d_v
 
 
@@ -68,14 +70,14 @@ def enabled(model):
 
 
 CASES = {
-    2: [(kind, heads(4), [16, 16], [ONE, TWO]) for kind in KINDS]
+    2: [(kind, heads(4), [16, 16], [ONE, CHECKED]) for kind in KINDS]
     + [
-        ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], [TWO]),
+        ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], [CHECKED]),
         # A rank has more heads than the other.
-        ("deepseek_v3", heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40), [30, 2], [ONE, TWO]),
+        ("deepseek_v3", heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40), [30, 2], [ONE, CHECKED]),
         ("deepseek_v2", heads(6, hidden_size=48), [1, 31], [{"head_groups": 3}]),
     ],
-    4: [("deepseek_v3", heads(8), [8, 8, 8, 8], [ONE, TWO]), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], [ONE])],
+    4: [("deepseek_v3", heads(8), [8, 8, 8, 8], [ONE, CHECKED]), ("minicpm3", heads(6, hidden_size=48), [9, 2, 1, 20], [ONE])],
 }
 SAYS = r"layers\) overlapped: latent attention, "
 
@@ -127,24 +129,19 @@ class Sizes(Recording):
         return super().launch(send, recv, send_sizes, recv_sizes, group, name)
 
 
-def recorded(rank):
+def order_of(rank):
     """Exchanges of a layer in their order, forward and backward, and the numbers that this rank receives in each."""
     model, mover = tiny_model("deepseek_v3"), Sizes()
-    with transport(mover):
-        enabled(model)
-    layer, x = attention_of(model), torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
-    positions = torch.arange(16).expand(2, 16) + 16 * rank
-    mover.log.clear()
-    y, _ = layer(x, model.model.rotary_emb(x, positions), None, position_ids=positions)
-    forward = list(mover.log)
-    mover.log.clear()
-    y.sum().backward()
-    return forward, mover.log, mover.received
+
+    def given(x, positions):
+        return model.model.rotary_emb(x, positions), None
+
+    return *recorded(rank, model, TWO, attention_of(model), mover, given=given), mover.received
 
 
 def test_a_latent_travels_once_and_k_and_v_of_heads_never():
     made, tokens = by_head_groups(("qkv", "q")), 2 * 32
-    for forward, backward, received in on_ranks(2, recorded):
+    for forward, backward, received in on_ranks(2, order_of):
         assert forward == order(made, made.forward) and backward == order(made, made.backward)
         assert {name: count // tokens for name, count in received.items()} == {
             **{"q0": K, "k0": LATENT, "v0": ROTATED, "q1": K, "o0": V, "o1": V},  # o: twice the heads of half the tokens

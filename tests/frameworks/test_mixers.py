@@ -24,7 +24,7 @@ from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import leaves, no_errors, on_ranks, refusal
-from tests.harness.sweep import in_double, transport
+from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
     FP32,
@@ -38,6 +38,7 @@ from tests.harness.whole import (
     on_one_rank,
     padding,
     partly_trained,
+    recorded,
     share,
     tokens_of,
     trained,
@@ -222,13 +223,10 @@ def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
 # The schedule.
 
 
-def recorded(rank, kind, section, names):
+def order_of(rank, kind, section, names):
     """Exchanges and projections of a layer in their order, forward and backward; ``names`` by the rows of a weight."""
     model, mover = model_of(kind), Recording()
-    with transport(mover):
-        ds_sp_overlap.enable(model, section, dist.group.WORLD)
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
-    mover.log.clear()
     linear, names = torch.nn.functional.linear, {of(layer): name for name, of in names.items()}
 
     def noting(x, weight, bias=None):
@@ -238,14 +236,7 @@ def recorded(rank, kind, section, names):
         y.register_hook(lambda _: mover.log.append(f"d{name}"))
         return y
 
-    x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
-    with mock.patch("torch.nn.functional.linear", noting):
-        y = layer(x, position_ids=torch.arange(16).expand(2, 16) + 16 * rank)
-    forward = list(mover.log)
-    mover.log.clear()
-    y.sum().backward()
-    ds_sp_overlap.disable(model)
-    return forward, mover.log
+    return recorded(rank, model, section, layer, mover, mock.patch("torch.nn.functional.linear", noting))
 
 
 def rows_of(*names):
@@ -254,7 +245,7 @@ def rows_of(*names):
 
 def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states():
     rows = rows_of(("z", "intermediate_size"), ("x", "conv1d.in_channels"), ("dt", "num_heads"))
-    for forward, backward in on_ranks(2, recorded, "bamba", {}, rows):
+    for forward, backward in on_ranks(2, order_of, "bamba", {}, rows):
         assert forward == ["x", ">x", "dt", "<x", ">s", "z", "<s", "out"]
         assert backward == ["dout", ">ds", "dz", "<ds", ">dx", "ddt", "<dx", "dx"]
 
@@ -262,7 +253,7 @@ def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states():
 def test_z_is_projected_while_channels_travel():
     rows = rows_of(("in", "intermediate_size"), ("latent", "x_proj.out_features"))
     made = by_head_groups(("qkv", "q"))  # B and C are those of all channels
-    for forward, backward in on_ranks(2, recorded, "mamba", {"head_groups": 2}, rows):
+    for forward, backward in on_ranks(2, order_of, "mamba", {"head_groups": 2}, rows):
         expected = order(made, made.forward)
         at = expected.index("<q0")
         assert forward == ["in", ">x", "<x", "latent", *expected[:at], "in", *expected[at:], "out"]

@@ -174,6 +174,16 @@ def no_errors(size, limit, function, *args, **options):
         assert every and all(error < limit for error in every), f"rank {rank}: errors should be below {limit:g}: {errors}"
 
 
+def assert_refused(size, messages, function, *args, kind="ValueError"):
+    """``function(rank, *args)`` gives errors of ``kind``, as of `refusal`, by the names and with the words of ``messages``; by others None."""
+    for rank, said in enumerate(on_ranks(size, function, *args)):
+        assert messages.keys() <= said.keys(), f"rank {rank}: {messages.keys() - said.keys()} were not tried"
+        for name, error in said.items():
+            expected = (kind, messages[name]) if name in messages else None
+            fine = error == expected if expected is None or error is None else error[0] == kind and expected[1] in error[1]
+            assert fine, f"rank {rank}, {name}: expected {expected}, got {error}"
+
+
 @atexit.register
 def _close_all():
     for pool in list(_pools.values()):

@@ -1,5 +1,6 @@
 """A batch on the whole sequence, and on ranks that each have a part of it: losses, gradients, training."""
 
+import contextlib
 import functools
 import re
 
@@ -12,7 +13,7 @@ import ds_sp_overlap
 from tests.harness.families import draw, tiny_config, tiny_model
 from tests.harness.models import ds_config, engine_of, packed, worst
 from tests.harness.ranks import on_ranks
-from tests.harness.sweep import Double, in_double
+from tests.harness.sweep import Double, in_double, transport
 
 RATE = 1e-3
 FP32 = 1e-3  # of trainings: sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
@@ -87,11 +88,11 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
     model = draw(type(tiny_model(kind))(config))
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses, gradients, batches = [], {}, [tokens_of(32) for _ in range(steps)]
+    losses, gradients = [], {}
     if section is None:
         optimizer = torch.optim.SGD(model.parameters(), RATE)
-        for tokens in batches:
-            inputs, labels = inputs_of(tokens, [32], 0)
+        for _ in range(steps):
+            inputs, labels = inputs_of(tokens_of(32), [32], 0)
             loss = share(model, inputs, labels) / labels.numel()
             model.zero_grad()
             loss.backward()
@@ -103,8 +104,8 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
     given["optimizer"]["params"]["lr"] = RATE
     given["gradient_clipping"] = 0.0
     with engine_of(model, given, size) as (engine, _):
-        for tokens in batches:
-            inputs, labels = inputs_of(tokens, [32 // size] * size, rank)
+        for _ in range(steps):
+            inputs, labels = inputs_of(tokens_of(32), [32 // size] * size, rank)
             loss = share(engine, inputs, labels) / (size * labels.numel())
             engine.backward(loss)
             for name, p in engine.module.named_parameters():
@@ -256,6 +257,22 @@ def on_and_off(rank, model, section, meanwhile):
     same = all(module.forward == forwards[name] for name, module in model.named_modules())
     same = same and all(torch.equal(x, state.pop(name)) for name, x in model.state_dict().items()) and not state
     return " ".join(str(report).split()), off, found, same
+
+
+def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext(), given=lambda x, positions: ()):  # noqa: B008
+    """The exchanges of a layer, and what ``watching`` notes in the log of ``mover`` meanwhile, in their order, forward and backward."""
+    with transport(mover):
+        ds_sp_overlap.enable(model, section, dist.group.WORLD)
+    x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    positions = torch.arange(16).expand(2, 16) + 16 * rank
+    mover.log.clear()
+    with watching:
+        y = layer(x, *given(x, positions), position_ids=positions)
+    forward = list(mover.log)
+    mover.log.clear()
+    (y[0] if isinstance(y, tuple) else y).sum().backward()
+    ds_sp_overlap.disable(model)
+    return forward, mover.log
 
 
 def rounding(rank, make, kind, section, taps, factor, autocast):

@@ -145,12 +145,8 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint_to_the_same
 
 def curve(rank, stage, backward):
     """Losses and parameters of a training with exceptions in two of its steps; with none where ``backward`` is None."""
-    model = models.tiny(initializer_range=0.2)
-    mpu = models.sequence_parallel(model, 2)
-    config = {**models.ds_config(stage), "sp_overlap": {"head_groups": 2}}
-    with models.forgetting():
-        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-        group, losses = mpu.get_sequence_parallel_group(), []
+    model, losses = models.tiny(initializer_range=0.2), []
+    with models.engine_of(model, models.ds_config(stage, sp_overlap={"head_groups": 2})) as (engine, group):
         for at, tokens in enumerate(models.batches(STEPS).unflatten(0, (STEPS, 1))):
             if backward is not None and at in (1, 2):
                 with attention_raises(at, backward):  # each in a layer of its own

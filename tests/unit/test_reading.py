@@ -95,7 +95,7 @@ def test_a_layer_is_read():
         "v": Source(("v_proj",), rows[:KV_HEADS]),
     }
     assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, {})
-    assert reader.readings[True].options == dict(dropout=0.25, scaling=0.5, window=5)
+    assert reader.read.options[True] == dict(dropout=0.25, scaling=0.5, window=5)
     assert found.rotary["neighbours"] is False and found.first_rows is None
 
 

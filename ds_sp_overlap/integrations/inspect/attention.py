@@ -21,7 +21,7 @@ from .accounting import Code, LoadedGlobal, Unknown, is_plain
 from .library import MISSING, own_class, whole_shape
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
-from .symbolic_trace import Lookup, Trace, TracedOutput, cases
+from .symbolic_trace import CASES, Case, Lookup, Trace, TracedOutput
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call, probe_tokenwise
 
@@ -111,13 +111,14 @@ class Read:
 
     Attributes:
         reading: What the layer's forward computes.
-        options: The further keywords of the attention function, all constants.
+        options: The further keywords of the attention function, all constants; in training (True)
+            and in evaluation (False).
         lookups: The attributes that the forward looked up.
         loaded_globals: The globals that its code names.
     """
 
     reading: Reading
-    options: dict[str, Any]
+    options: dict[bool, dict[str, Any]]
     lookups: list[Lookup]
     loaded_globals: list[LoadedGlobal]
 
@@ -143,7 +144,7 @@ class Reader:
             theirs, their reading is used.
 
     Attributes:
-        readings: The reading in training (True) and in evaluation (False).
+        read: The reading.
         probes: The schedule of probes, which layers that are alike share.
 
     Raises:
@@ -153,27 +154,19 @@ class Reader:
     def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
         known = [] if known is None else known
         self.where, self._form, self.probes = where, _form(module), ProbeSchedule()
-        self.readings: dict[bool, Read]
+        self.read: Read
         # Layers that are alike are read, and probed, once.
         for reader in known:
-            if reader._applies_to(module, self._form):
-                self.readings, self.probes = dict(reader.readings), reader.probes
+            if reader._form == self._form and not reader.read.changed(module):
+                self.read, self.probes = reader.read, reader.probes
                 return
-        self.readings = {training: _read(module, training) for training in (True, False)}
-        if self.readings[True].reading != self.readings[False].reading:
-            raise Unknown("its forward is another one in evaluation")
+        self.read = _read(module)
         known.append(self)
-
-    def _applies_to(self, module: Any, form: tuple) -> bool:
-        """Return whether the readings apply to ``module``, whose `_form` is ``form``."""
-        if self._form != form:
-            return False
-        return not any(read.changed(module) for read in self.readings.values())
 
     @property
     def reading(self) -> Reading:
-        """The reading in training."""
-        return self.readings[True].reading
+        """What the layer's forward computes."""
+        return self.read.reading
 
     def options(self, module: Any) -> dict[str, Any]:
         """Return the keywords of the attention function as they are now. Each call asks.
@@ -181,22 +174,21 @@ class Reader:
         Raises:
             RuntimeError: on this rank, if the layer computes something else than before.
         """
-        read = self.readings[module.training]
-        if changes := read.changed(module):  # guard: read again where something changed
+        if changes := self.read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
             try:
-                now = _read(module, module.training)
+                now = _read(module)
             except Unknown as error:
                 reason = f" ({error})"
-            if now is None or now.reading != read.reading:
+            if now is None or now.reading != self.reading:
                 names = ", ".join(dict.fromkeys(changes))
                 raise RuntimeError(
                     f"{self.where}: {type(module).__name__} computes something else since {names} "
                     f"changed{reason}; call ds_sp_overlap.enable again"
                 )
-            self.readings[module.training] = read = now
-        parameters = {key: getattr(module, name) for key, name in read.reading.per_head.items()}
-        return {**read.options, **parameters}
+            self.read = now
+        parameters = {key: getattr(module, name) for key, name in self.reading.per_head.items()}
+        return {**self.read.options[module.training], **parameters}
 
 
 def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
@@ -224,16 +216,13 @@ def _form(module: Any) -> tuple:
     return parts, {name: whole_shape(parameter) for name, parameter in module.named_parameters()}
 
 
-def _read(module: Any, training: bool) -> Read:
-    """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown.
-
-    ``training``: whether to read it as in training, whatever mode it is in.
-    """
+def _read(module: Any) -> Read:
+    """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown."""
     if has_own_call(module):
         raise Unknown("it has a __call__ of its own")
     try:
         with unobserved(torch.device("cpu"), backward=True), torch.device("cpu"):
-            return _read_cases(module, training)
+            return _read_cases(module)
     except Unknown:
         raise
     except Exception as error:  # of any kind: the code was not written for a symbolic trace
@@ -241,19 +230,18 @@ def _read(module: Any, training: bool) -> Read:
         raise Unknown(f"its forward computes what is not known here ({message})") from error
 
 
-def _read_cases(module: Any, training: bool) -> Read:
+def _read_cases(module: Any) -> Read:
     """Read a layer in every case.
 
     All cases must give the same reading. Lookups of all cases are collected.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
-    readings: list[tuple[Reading, dict[str, Any]]] = []
     lookups: dict[Any, Lookup] = {}
-    with_tables, is_optional = cases(training), False
     rotary = functools.cache(rotary_of)  # which all cases call alike
+    first, options, is_optional = None, dict[bool, dict[str, Any]](), False
     # One more case, without tables: the forward may then leave out the rotation (`is_optional`). It
     # is given position_ids, so that a forward that makes tables of them is found out: Unknown.
-    for case in [*with_tables, dataclasses.replace(with_tables[-1], gives_tables=False)]:
+    for case in [*CASES, Case(True, True, True, gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
             trace = Trace(module, case, code, given)
@@ -263,18 +251,21 @@ def _read_cases(module: Any, training: bool) -> Read:
             if case.gives_tables:
                 raise
             break  # a forward that always rotates: it can't take None apart into cos and sin
-        reading, options = _Interpreter(trace, rotary).reading()
+        reading, of_case = _Interpreter(trace, rotary).reading()
+        first = first or reading
         is_optional = not case.gives_tables and reading.rotary is None
         if is_optional:
-            reading = dataclasses.replace(reading, rotary=readings[0][0].rotary)
-        readings.append((reading, options))
+            reading = dataclasses.replace(reading, rotary=first.rotary)
+        same = reading == first and of_case == options.setdefault(case.training, of_case)
+        if not same:  # guard: in every case
+            raise Unknown(
+                "its forward is another one in evaluation, without a mask or for other tokens"
+            )
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
         # Later cases give the forward a keyword by each name that stands in its code.
         keywords |= code.words - trace.options.keys()
-    first, options = readings[0]
-    if any(each != (first, options) for each in readings):  # guard: in every case
-        raise Unknown("its forward is another one without a mask or for other tokens")
+    assert first is not None
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     for name in sorted({source.norm for source in first.sources.values() if source.norm}):
@@ -306,12 +297,13 @@ class _Interpreter:
             Unknown: if it is anything else than a `Reading` can say.
         """
         trace, output = self.trace, self._output()
+        heads = {"q": trace.q, "k": trace.k, "v": trace.v}
         sources, rotated = {}, set()
-        for kind, heads in (("q", trace.q), ("k", trace.k), ("v", trace.v)):
-            sources[kind], is_rotated = self._source(heads.transpose(1, 2))
+        for kind, x in heads.items():
+            sources[kind], is_rotated = self._source(x.transpose(1, 2))
             if is_rotated:
                 rotated.add(kind)
-        head_dims = {x.shape[-1] for x in (trace.q, trace.k, trace.v)}
+        head_dims = {x.shape[-1] for x in heads.values()}
         norms_last = {source.last for source in sources.values() if source.norm is not None}
         # `SelfAttention` rotates both q and k or neither, norms them on one side of the rotation,
         # and leaves v alone.
@@ -445,8 +437,8 @@ class _Interpreter:
             chain[:0] = earlier
         names = tuple(part.name for part in chain)
         self.used.update(names)
-        source = Source(names, tuple(first_rows.tolist()), norm, last=norm_is_behind and is_rotated)
-        return source, is_rotated
+        last = norm_is_behind and is_rotated
+        return Source(names, tuple(first_rows.tolist()), norm, last), is_rotated
 
     def _output_with(self, heads: Tensor) -> TracedOutput:
         """Return the output of the child that returned the first label of ``heads``.

@@ -14,6 +14,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +37,7 @@ Lookup = tuple[tuple[str, ...], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to call a forward. `cases` gives those in which it is traced.
+    """A way to call a forward. `CASES` are those in which it must give the same reading.
 
     With a mask the sequence has another length than without one. With optional arguments the batch
     size is more than 1, and else 1.
@@ -54,13 +55,7 @@ class Case:
     gives_tables: bool = True
 
 
-def cases(training: bool) -> list[Case]:
-    """Return the cases in which a forward must give the same reading.
-
-    All of them give tables.
-    """
-    masked_and_optional = (True, False), (False, True), (False, False), (True, True)
-    return [Case(training, *values) for values in masked_and_optional]
+CASES = [Case(*values) for values in product((True, False), (True, False), (False, True))]
 
 
 class TracedOutput:
@@ -301,13 +296,7 @@ class Trace:
         Unknown: if the forward does what is not accounted for.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        case: Case,
-        code: Code,
-        keywords: set[str],
-    ):
+    def __init__(self, module: Any, case: Case, code: Code, keywords: set[str]):
         self.module, self.training, self.case, self.code = module, case.training, case, code
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []

@@ -85,11 +85,10 @@ def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _projections(device: torch.device) -> nn.ModuleDict:
     """Return q_proj, k_proj, v_proj and o_proj with the same weights on every rank."""
     torch.manual_seed(0)
-    width = HEADS * HEAD_DIM
-    of_kv = KV_HEADS * HEAD_DIM
+    width, of_kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     rows = {"q_proj": width, "k_proj": of_kv, "v_proj": of_kv, "o_proj": width}
-    options: dict[str, Any] = dict(bias=False, dtype=torch.float64, device=device)
-    return nn.ModuleDict({name: nn.Linear(width, of, **options) for name, of in rows.items()})
+    linears = {name: nn.Linear(width, of, bias=False) for name, of in rows.items()}
+    return nn.ModuleDict(linears).to(device, torch.float64)
 
 
 def _errors(

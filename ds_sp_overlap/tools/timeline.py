@@ -96,13 +96,11 @@ def read(path: str, index: int = 0) -> list[Exchange]:
         raise ValueError(f"{path}: no trace of torch.profiler ({error!r})") from None
     events.sort(key=lambda event: event["ts"])
     rank = trace.get("distributedInfo", {}).get("rank", index)
-    exchanges, of_launch, by_gloo = _on_host(events, rank)
+    exchanges, of_launch = _on_host(events, rank)
     _on_device(events, of_launch)
-    for exchange in exchanges:
-        if not exchange.transfers:
+    if not of_launch:
+        for exchange in exchanges:
             exchange.exposed = exchange.host
-    for exchange, transfer in by_gloo:
-        exchange.transfers.append(transfer)
     return exchanges
 
 
@@ -110,14 +108,11 @@ def _span(event: dict[str, Any]) -> Span:
     return event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
 
 
-def _on_host(
-    events: list[dict], rank: int
-) -> tuple[list[Exchange], dict[int, Exchange], list[tuple[Exchange, Span]]]:
-    """Find the exchanges that were finished.
+def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, Exchange]]:
+    """Find the exchanges that were finished, with the transfers of gloo.
 
     Returns:
-        The exchanges; by its number, the exchange of each launch on a device; and the transfers of
-        gloo, whose threads take up what was launched in that order.
+        The exchanges; and by its number, the exchange of each launch on a device.
     """
     step = 0
     exchanges: list[Exchange] = []
@@ -151,8 +146,11 @@ def _on_host(
             launched.append(exchange)
         elif exchange is not None and "correlation" in event.get("args", ()):
             of_launch[event["args"]["correlation"]] = exchange
-    by_gloo = [(exchange, span) for exchange, span in zip(launched, transfers) if exchange]
-    return [each for each in exchanges if len(each.host) == 2], of_launch, by_gloo
+    # The threads of gloo take up what was launched in that order.
+    for exchange, span in zip(launched, transfers):
+        if exchange is not None:
+            exchange.transfers.append(span)
+    return [each for each in exchanges if len(each.host) == 2], of_launch
 
 
 def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:

@@ -418,19 +418,13 @@ class Positions:
         self.sp_group.refuse_destroyed(where)
         tensors = [x for x in (position_ids, tokens) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
-        fault, form, length = None, tuple[int, ...](), -1
-        values = torch.empty(0, dtype=torch.long, device=device)
+        fault, values = None, torch.empty(0, dtype=torch.long, device=device)
         try:
-            self._check(tokens, position_ids, mask, cache=cache)
+            values = self._checked(tokens, position_ids, mask, cache=cache)
         except (RuntimeError, ValueError) as error:
             # This rank sends a header all the same, so that no other rank waits for it.
             fault = error
-        else:
-            *axes, rows, length = position_ids.shape
-            form = (*axes, rows if tokens is None else tokens.shape[0])
-            # Each position and, in the last bit, whether its token is not padding.
-            is_real = 1 if mask is None else (mask != 0).to(device)
-            values = 2 * position_ids.long().expand(*form, length) + is_real
+        form, length = tuple(values.shape[:-1]), -1 if fault else values.shape[-1]
         # The local length, -1 after a fault; whether documents were told; a checksum of the rest.
         header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
         messages = self._every(header, values, device)
@@ -487,8 +481,12 @@ class Positions:
                 "position_ids start anew with each document"
             )
 
-    def _check(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> None:
+    def _checked(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> Tensor:
         """Check the arguments on this rank, and remember the KV cache.
+
+        Returns:
+            [b, s/P] or [axes, b, s/P]. Each position and, in the last bit, whether its token is not
+            padding.
 
         Raises:
             RuntimeError: for a KV cache that the next forward was given again, or that is in use.
@@ -529,6 +527,8 @@ class Positions:
             )
         if mask is not None and mask.shape != shape:
             raise ValueError("attention_mask must be [b, s/P], cut over the ranks like input_ids")
+        is_real = 1 if mask is None else (mask != 0).to(position_ids.device)
+        return 2 * position_ids.long().expand(*axes, *shape) + is_real
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Raise ValueError for positions that start anew on every rank and nowhere else.

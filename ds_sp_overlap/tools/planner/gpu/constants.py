@@ -49,10 +49,7 @@ HOPPER = {
     "call_us": Known(3.0, "measured: a function of Python; from the host's time of four layers"),
     "cold": Known(1.5, "measured: a layer's host in a training step over one in a loop of its own"),
 }
-GPUS = {
-    "h100": HOPPER,
-    "h200": HOPPER | {"memory_gbs": Known(4800.0, "NVIDIA's H200 data sheet")},
-}
+GPUS = {"h100": HOPPER, "h200": HOPPER | {"memory_gbs": Known(4800.0, "NVIDIA's H200 data sheet")}}
 
 
 class Grid(NamedTuple):

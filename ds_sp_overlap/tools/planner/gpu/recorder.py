@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -261,31 +261,52 @@ def flash_bytes(q: Tensor, k: Tensor) -> int:
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
 
+class _Call(NamedTuple):
+    """A call that is noted, and not computed.
+
+    Attributes:
+        forward: The launch in forward.
+        backward: The launch in backward.
+        ys: The results, which are saved for backward, as are the arguments.
+        work_bytes: The memory that backward takes for itself.
+    """
+
+    forward: Launch
+    backward: Launch
+    ys: tuple[Tensor, ...]
+    work_bytes: int = 0
+
+
 class _Kernel(torch.autograd.Function):
-    """A part of a layer that is noted as one launch in forward and one in backward."""
+    """Notes a `_Call` as one launch in forward and one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, call: Any, *xs: Any) -> Any:
-        """Run a call.
-
-        Its two launches; the bytes that its backward takes for itself; what makes its results.
-        """
-        launches, work_bytes, make = call
-        ys = make()
+    def forward(ctx: Any, recorder: Recorder, call: _Call, *xs: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs, *ys)
-        ctx.of_call = recorder, launches[1], work_bytes, len(xs)
-        recorder.note(launches[0])
-        return ys
+        ctx.save_for_backward(*xs, *call.ys)
+        ctx.of_call = recorder, call._replace(ys=()), len(xs)
+        recorder.note(call.forward)
+        return call.ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        recorder, launch, work_bytes, inputs = ctx.of_call
-        recorder.note(launch)
+        recorder, call, inputs = ctx.of_call
+        recorder.note(call.backward)
         xs = ctx.saved_tensors[:inputs]
         gradients = [x if x is None else torch.empty_like(x) for x in xs]
-        recorder.held += [recorder.held[-1] + work_bytes, recorder.held[-1]]
+        recorder.held += [recorder.held[-1] + call.work_bytes, recorder.held[-1]]
         return (None, None, *gradients)
+
+
+def _attend(
+    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None
+) -> Tensor:
+    """Note local attention of q [s, b, h, d]; return memory for o."""
+    seq, batch, heads, head_dim = q.shape
+    of = COMPUTE, seq, queries[1] if queries else seq, batch * heads, head_dim
+    ys = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    call = _Call(Attention(*of, False), Attention(*of, True), ys, flash_bytes(q, k))
+    return _Kernel.apply(recorder, call, q, k, v)[0]
 
 
 class _Layer(nn.Module):
@@ -333,23 +354,12 @@ def record(layer: LayerShape, way: Way) -> Recorder:
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
-    sp_group = _Alone(layer.sp_size, recorder)
-
+    sp_group, attend = _Alone(layer.sp_size, recorder), partial(_attend, recorder)
     linears: list[nn.Linear] = []
 
     def linear(inside: int, out: int) -> nn.Linear:
         linears.append(skip_init(nn.Linear, inside, out, bias=False, dtype=dtype))
         return linears[-1]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None) -> Tensor:
-        seq, batch, heads, head_dim = q.shape
-        of = COMPUTE, seq, queries[1] if queries else seq, batch * heads, head_dim
-        launches = Attention(*of, False), Attention(*of, True)
-
-        def make() -> tuple[Tensor, Tensor]:
-            return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-        return _Kernel.apply(recorder, (launches, flash_bytes(q, k), make), q, k, v)[0]
 
     shape = (layer.seq // layer.sp_size, layer.batch, layer.width)
     tables = None
@@ -412,6 +422,39 @@ def _second_step(
     return recorder
 
 
+def _on_meta(x: Any, tokens: int, to: int) -> Any:
+    """Return ``x`` on the meta device; with ``to`` tokens if it has ``tokens`` of them."""
+    # A parameter has up to two dimensions; so have positions.
+    if x is None or x.shape[1:2] != (tokens,) or (x.dim() == 2 and x.is_floating_point()):
+        return _to_meta(x)
+    return torch.empty((len(x), to, *x.shape[2:]), dtype=x.dtype, device="meta")
+
+
+def _mix(
+    recorder: Recorder, module: nn.Module, name: str, function: Callable[..., Any], _: Any, *xs: Any
+) -> Any:
+    """Note a call of a mixer's function; return memory for its results.
+
+    Args:
+        recorder: Where the call is noted.
+        module: The mixer, on the meta device.
+        name: Name of the launches.
+        function: The function, which tells the shapes of its results.
+        _: The mixer that runs.
+        *xs: The other arguments.
+    """
+    tokens = xs[0].shape[1]
+    with _disable_current_modes():
+        found = function(module, *(_on_meta(x, tokens, FEW) for x in xs))
+        results = found if isinstance(found, tuple) else (found,)
+        shapes = [_on_meta(each, FEW, tokens) for each in results]
+    n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
+    ys = tuple(map(recorder._unwritten, shapes))
+    call = _Call(Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes), ys)
+    ys = _Kernel.apply(recorder, call, *xs)
+    return ys if isinstance(found, tuple) else ys[0]
+
+
 def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder:
     """Record a mixer of the width, tokens and ranks of a layer.
 
@@ -428,37 +471,14 @@ def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder
     module = copy.deepcopy(module).to(torch.bfloat16)
     here = copy.deepcopy(module).to_empty(device="cpu")
 
-    def kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands for a function of a mixer, whose results have the shapes of its."""
-
-        def cut(x: Any, tokens: int, to: int) -> Any:
-            """Return x on the meta device; if it has so many tokens, with others."""
-            # A parameter has up to two dimensions; so have positions.
-            if x is None or x.shape[1:2] != (tokens,) or (x.dim() == 2 and x.is_floating_point()):
-                return _to_meta(x)
-            return torch.empty((len(x), to, *x.shape[2:]), dtype=x.dtype, device="meta")
-
-        def run(_: Any, *xs: Any) -> Any:
-            tokens = xs[0].shape[1]
-            with _disable_current_modes():
-                found = function(module, *(cut(x, tokens, FEW) for x in xs))
-                results = found if isinstance(found, tuple) else (found,)
-                shapes = [cut(each, FEW, tokens) for each in results]
-            n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
-            launches = Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes)
-            make = partial(tuple, map(recorder._unwritten, shapes))
-            ys = _Kernel.apply(recorder, (launches, 0, make), *xs)
-            return ys if isinstance(found, tuple) else ys[0]
-
-        return run
-
     if mixer.convolve is not None:
-        mixer = replace(mixer, convolve=kernel("convolution", mixer.convolve))
+        convolve = partial(_mix, recorder, module, "convolution", mixer.convolve)
+        mixer = replace(mixer, convolve=convolve)
     if mixer.states is not None:
-        states = replace(mixer.states, scan=kernel("scan", mixer.states.scan), widths=None)
-        mixer = replace(mixer, states=states, heads=None)
+        scan = partial(_mix, recorder, module, "scan", mixer.states.scan)
+        mixer = replace(mixer, states=replace(mixer.states, scan=scan, widths=None), heads=None)
     elif mixer.heads is not None:
-        mix = kernel(mixer.heads.what, mixer.heads.mix)
+        mix = partial(_mix, recorder, module, mixer.heads.what, mixer.heads.mix)
         mixer = replace(mixer, heads=replace(mixer.heads, mix=mix))
     runtime = LayerRuntime(sp_group, SpOverlapConfig(head_groups=1), "layer")
     run, pieces = MixerLayer(runtime, here, mixer), Pieces([tokens] * layer.sp_size)

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, worst
+from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, with_sinks, worst
 from tests.harness.ranks import no_errors, on_ranks, refusal
 
 STEEP = dict(dtype=torch.float64, initializer_range=0.3)
@@ -266,18 +266,12 @@ def test_a_function_of_the_users_own_attends_as_on_one_device(what):
             assert all(isinstance(error, float) and error < FP64 for error in found.values()), found
 
 
-def with_sinks(rank, declare):
+def of_sinks(rank, declare):
     """Of gpt-oss under a function that honours sinks."""
 
     def make():
         options = dict(family="gpt_oss", num_local_experts=2, num_experts_per_tok=1, head_dim=8, implementation="eager")
-        model = tiny(**STEEP, **options)
-        torch.manual_seed(7)
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.data = 3 * torch.randn(4, dtype=torch.float64)
-        model.config._attn_implementation, model.config._experts_implementation = "my_kernel", "eager"
-        return model
+        return with_sinks(tiny(**STEEP, **options), "my_kernel")
 
     AttentionMaskInterface.register("my_kernel", no_mask)
     with registered("my_kernel", kernel, declare):
@@ -285,9 +279,9 @@ def with_sinks(rank, declare):
 
 
 def test_sinks_follow_their_heads_or_are_refused():
-    for error in on_ranks(2, with_sinks, None) + on_ranks(2, with_sinks, dict(heads_alike=True, takes_sinks=True)):
-        assert error < 1e-6  # the family rotates in fp32
-    for kind, message in on_ranks(2, with_sinks, dict(heads_alike=True)):
+    for declare in (None, dict(heads_alike=True, takes_sinks=True)):
+        no_errors(2, 1e-6, of_sinks, declare)  # the family rotates in fp32
+    for kind, message in on_ranks(2, of_sinks, dict(heads_alike=True)):
         assert kind == "ValueError" and "attention sinks (s_aux)" in message
 
 

@@ -5,6 +5,7 @@ fp64, large weights (`EXACT`): what remains are roundings (1e-16) in sums of ano
 
 import contextlib
 import functools
+import types
 from typing import NamedTuple
 from unittest import mock
 
@@ -138,22 +139,13 @@ def recorded():
 
         return noted
 
-    class Waiting:
-        def __init__(self, what, handle):
-            self.what, self.handle = what, handle
-
-        def wait(self):
-            log.append("<" + self.what)
-            self.handle.wait()
-
-    launch = C10d.launch
-
     def launching(mover, *args):
         what = args[-1].split()[-1]
         log.append(">" + what)
-        return Waiting(what, launch(mover, *args))
+        handle = launch(mover, *args)
+        return types.SimpleNamespace(wait=lambda: (log.append("<" + what), handle.wait()))
 
-    fsdp = _fsdp_param_group
+    launch, fsdp = C10d.launch, _fsdp_param_group
     gather, reduce = noting("G", fsdp.foreach_all_gather), noting("R", fsdp.foreach_reduce)
     with mock.patch.multiple(fsdp, foreach_all_gather=gather, foreach_reduce=reduce), mock.patch.object(C10d, "launch", launching):
         yield log

@@ -30,9 +30,10 @@ from tests.harness.models import (
     sequence_parallel_model,
     tiny,
     train_run,
+    with_sinks,
     worst,
 )
-from tests.harness.ranks import no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_refused, no_errors, on_ranks, refusal
 from tests.harness.reference import relative_error
 from tests.harness.whole import against_whole
 
@@ -66,11 +67,7 @@ def made(checkpointing=None, **options):
     is_flash = options.get("family") == "gpt_oss"
     model = tiny(**EXACT, head_dim=8, implementation="eager" if is_flash else "sdpa", **options)
     if is_flash:
-        torch.manual_seed(7)
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.data = 3 * torch.randn(len(parameter), dtype=torch.float64)
-        model.config._attn_implementation, model.config._experts_implementation = flash.NAME, "eager"
+        with_sinks(model, flash.NAME)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.train()
@@ -286,10 +283,7 @@ SAID = {
 
 
 def test_layers_that_cant_share_heads_are_refused_by_name_on_every_rank():
-    for said in on_ranks(4, refusals):
-        assert said.pop("enough heads") is None
-        for what, (kind, message) in said.items():
-            assert kind == "ValueError" and SAID[what] in message, (what, message)
+    assert_refused(4, SAID, refusals)
 
 
 def in_autocast(rank):

@@ -38,6 +38,16 @@ def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, imp
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def with_sinks(model, implementation):
+    """The model with sinks that matter, if it has any, under an attention implementation."""
+    torch.manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data = 3 * torch.randn_like(parameter)
+    model.config._attn_implementation, model.config._experts_implementation = implementation, "eager"  # whose default has no fp64
+    return model
+
+
 def with_images(kind):
     """A tiny vision-language model, whose text has positions of three axes."""
     text = dict(

@@ -83,86 +83,66 @@ class Projected:
         return self._results.pop(name)
 
 
-@dataclass(frozen=True)
-class States:
-    """The recurrence of a mixer, see Note [States] in `mixer_layer`.
-
-    Its functions take the layer and tensors [b, s/P, ..]: x behind the convolution, then those of
-    `Mixer.beside`, or position_ids.
-
-    Attributes:
-        scan: Mixes one document from a zero state. Returns y [b, s/P, h, ..] and the final state
-            [b, h, ..]; None for a state that its kernel doesn't give.
-        log_decay: Gives the logarithm of each token's decay [b, s/P, h], in fp32.
-        read: Takes H, shaped as a state, behind the layer. Gives what each token reads of H, of a
-            shape that broadcasts to that of y.
-        widths: The layer -> the numbers a token of each tensor that ``scan`` takes, where kernels
-            may differ in the state that they give. None where the state is certain.
-    """
-
-    scan: Callable[..., tuple[Tensor, Any]]
-    log_decay: Callable[..., Tensor]
-    read: Callable[..., Tensor]
-    widths: Callable[[Any], Sequence[int]] | None = None
-
-
 # Rows of a parameter that belong to heads, in order: the kind of the heads, "q", or "k" for those of
 # k and v; and the rows of each head.
 Sections = Sequence[tuple[str, int]]
 
 
-@dataclass(frozen=True)
-class ByHeads:
-    """Say what meets in whole sequences of some heads; channels count as heads.
-
-    Attributes:
-        what: What mixes, in words.
-        counts: The layer -> heads of q and o, ``h``, and of k and v, ``h_kv``, which divides ``h``.
-        mix: The layer, q, k and v [b, s, heads, ..] of one document with this rank's heads of a
-            group, and its slices of the parameters -> o [b, s, heads of q, ..].
-        parameters: The layer -> its parameters that are cut by heads, or None for one that it
-            hasn't, each with what its rows are.
-        sources: The layer, and the results of `Mixer.beside` by name -> the projections of what was
-            convolved to q, k and v [b, s/P, heads, ..], where the layer convolves its own tokens
-            first.
-    """
-
-    what: str
-    counts: Callable[[Any], tuple[int, int]]
-    mix: Callable[..., Tensor]
-    parameters: Callable[[Any], Sequence[tuple[Tensor | None, Sections]]]
-    sources: Callable[[Any, dict[str, Tensor]], Sequence[Source]] = lambda layer, given: ()
-
-
-@dataclass(frozen=True)
 class Mixer:
-    """Describes the mixers of one kind.
+    """Describes the mixers of one kind: how the tokens of a layer meet. A subclass for each kind.
 
     Attributes:
-        sources: The projections of a layer, and whether those of ``split`` may be computed in parts
-            -> the parts. Their results are "x", what the convolution or scan runs on, [b, s/P,
-            width], or "q", "k" and "v" of `ByHeads`; and those that ``beside`` and ``late`` name.
-        merge: The layer, y, and the results of ``beside`` and ``late`` by name -> the output.
+        layer: The layer.
+        split: The name of the projection that is computed in parts where it can be; may be empty.
         beside: What is projected while the tokens before this rank's own travel.
         late: What is projected while states, or q, k and v, travel.
-        reach: How many tokens before its own a rank needs.
-        convolve: The layer and x [b, n, width] of one document -> y [b, n, ..]. None for no
-            convolution.
-        states: The recurrence behind it; None for none.
-        heads: What meets by heads behind it; beside ``states`` with `States.widths`, only where the
-            kernel gives no state. None for nothing.
-        split: The names of the projections that are computed in parts where they can be.
-        by_positions: Whether the recurrence goes by position_ids, too: it is given them [b, s/P],
-            behind x.
+        by_positions: Whether the recurrence goes by position_ids, too.
+        by_states: Whether it has a recurrence that exchanges states, see Note [States] in
+            `mixer_layer`.
+        by_heads: What meets in whole sequences of some heads, in words; empty if nothing does.
+            Channels count as heads. Beside ``by_states`` only where the kernel gives no state.
+        sources: Whether ``split`` may be computed in parts -> the projections. Their results are
+            "x", what the convolution or scan runs on, [b, s/P, width], or "q", "k" and "v" of
+            ``mix``; and those that ``beside`` and ``late`` name.
+        merge: y, and the results of ``beside`` and ``late`` by name -> the output.
+        convolve: x [b, n, width] of one document -> y [b, n, ..]; None for no convolution.
+        scan: Mixes one document from a zero state. Like ``log_decay`` it takes tensors [b, s/P,
+            ..]: x behind the convolution, then those of ``beside``, or position_ids. Returns y [b,
+            s/P, h, ..] and the final state [b, h, ..]; None for a state that its kernel doesn't
+            give.
+        log_decay: Gives the logarithm of each token's decay [b, s/P, h], in fp32.
+        read: Takes H, shaped as a state, and the tensors of ``scan``. Gives what each token reads
+            of H, of a shape that broadcasts to that of y.
+        widths: Gives the numbers a token of each tensor that ``scan`` takes. For ``by_states``
+            beside ``by_heads``.
+        counts: Gives the heads of q and o, ``h``, and of k and v, ``h_kv``, which divides ``h``.
+        parameters: Gives the parameters that are cut by heads, or None for one that the layer
+            hasn't, each with what its rows are.
+        inputs: The results of ``beside`` by name -> the projections of what was convolved to q, k
+            and v [b, s/P, heads, ..], where the layer convolves its own tokens first.
+        mix: q, k and v [b, s, heads, ..] of one document with this rank's heads of a group, and its
+            slices of the parameters -> o [b, s, heads of q, ..].
     """
 
-    sources: Callable[[Any, bool], Sequence[Source]]
-    merge: Callable[[Any, Tensor, dict[str, Tensor]], Any]
+    split = by_heads = ""
     beside: Sequence[str] = ()
     late: Sequence[str] = ()
-    reach: Callable[[Any], int] = lambda layer: 0
-    convolve: Callable[[Any, Tensor], Tensor] | None = None
-    states: States | None = None
-    heads: ByHeads | None = None
-    split: Sequence[str] = ()
-    by_positions: bool = False
+    by_positions = by_states = False
+    sources: Callable[[bool], Sequence[Source]]
+    merge: Callable[[Tensor, dict[str, Tensor]], Any]
+    convolve: Callable[[Tensor], Tensor] | None = None
+    scan: Callable[..., tuple[Tensor, Any]]
+    log_decay: Callable[..., Tensor]
+    read: Callable[..., Tensor]
+    widths: Callable[[], Sequence[int]]
+    counts: Callable[[], tuple[int, int]]
+    parameters: Callable[[], Sequence[tuple[Tensor | None, Sections]]]
+    inputs: Callable[[dict[str, Tensor]], Sequence[Source]]
+    mix: Callable[..., Tensor]
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def reach(self) -> int:
+        """Return how many tokens before its own a rank needs."""
+        return 0

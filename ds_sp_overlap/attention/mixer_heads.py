@@ -2,7 +2,7 @@
 
 The exchanges are those of attention, in geometry and schedule: q travels with each head, k and v
 with fewer heads, each for several of q. What a mixer sends as q, k and v is for it to say
-(`mixer.ByHeads`); a gated delta net, for instance, has its many heads on v:
+(`mixer.Mixer`); a gated delta net, for instance, has its many heads on v:
 
     travels as    q          k    v    o      started and finished in the order of `schedule`
     delta rule    v, b, a    k    q    o
@@ -16,13 +16,12 @@ in `latent`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
 from ..schedule import Part
-from .mixer import ByHeads, Documents, Projected, Sections
+from .mixer import Documents, Mixer, Projected, Sections
 from .runtime.execution import Call
 from .runtime.parts import cut, cut_heads, join_heads
 from .runtime.plan import pieces_of
@@ -32,8 +31,7 @@ from .runtime.walk import Walk
 
 def mix_by_heads(
     call: Call,
-    heads: ByHeads,
-    layer: Any,
+    mixer: Mixer,
     projected: Projected,
     documents: Documents | None,
     meanwhile: Callable[[], None],
@@ -42,8 +40,7 @@ def mix_by_heads(
 
     Args:
         call: The call.
-        heads: What meets.
-        layer: The layer.
+        mixer: The mixer.
         projected: Gives q, k and v of all heads.
         documents: The documents of the whole sequence; None if each row is one document.
         meanwhile: Called while the first exchanges are under way.
@@ -58,7 +55,7 @@ def mix_by_heads(
 
     # For each parameter, its slices for each group on this rank.
     slices: list[tuple[Tensor | None, ...]] = []
-    for parameter, sections in heads.parameters(layer):
+    for parameter, sections in mixer.parameters():
         if parameter is None:
             slices.append((None,) * len(call.groups))
         else:
@@ -69,7 +66,7 @@ def mix_by_heads(
         own = [of_groups[group] for of_groups in slices]
 
         def mix(*xs: Tensor) -> Tensor:
-            return heads.mix(layer, *xs, *own)
+            return mixer.mix(*xs, *own)
 
         return in_documents(documents, mix, q, k, v)  # guard: an empty state
 

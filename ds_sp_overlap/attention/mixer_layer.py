@@ -25,7 +25,6 @@ fp32, and so are states. A document that begins on this rank lacks nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from ..exchange.layout import state_layout, tail_layout
 from ..warn import warn_once
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
-from .mixer import Mixer, Pieces, Projected, States
+from .mixer import Mixer, Pieces, Projected
 from .mixer_heads import in_documents, mix_by_heads
 from .runtime.execution import Call
 from .runtime.linear import call_through, can_split
@@ -51,12 +50,11 @@ class MixerLayer:
 
     Args:
         runtime: The runtime of the layer.
-        layer: The layer.
-        mixer: Its description; from the first call on without the way that isn't taken.
+        mixer: The layer's description; from the first call on without the way that isn't taken.
     """
 
-    def __init__(self, runtime: LayerRuntime, layer: Any, mixer: Mixer):
-        self.runtime, self.layer, self.mixer = runtime, layer, mixer
+    def __init__(self, runtime: LayerRuntime, mixer: Mixer):
+        self.runtime, self.mixer = runtime, mixer
 
     @torch._disable_dynamo
     def __call__(
@@ -77,8 +75,8 @@ class MixerLayer:
         Raises:
             ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
-        projections = [getattr(self.layer, name) for name in self.mixer.split]
-        splits = all(map(can_split, projections))
+        projection: Any = getattr(self.mixer.layer, self.mixer.split, None)
+        splits = projection is not None and can_split(projection)
         geometry = partial(self._geometry, hidden_states, pieces.lengths)
         run, call = self.runtime.begin(
             geometry, partial(self._types, hidden_states), (hidden_states,)
@@ -88,10 +86,10 @@ class MixerLayer:
 
         def body(x: Tensor) -> Tensor:
             """Run as the forward of the projections of which parts are computed."""
-            projected = Projected(self.mixer.sources(self.layer, splits), x)
+            projected = Projected(self.mixer.sources(splits), x)
             return self._mix(call, projected, pieces, positions)
 
-        return run.end(call_through(projections if splits else [], body, *run.inputs))
+        return run.end(call_through([projection] if splits else [], body, *run.inputs))
 
     def _geometry(self, hidden_states: Tensor, lengths: list[int]) -> Geometry:
         """Return the geometry of a call."""
@@ -99,44 +97,44 @@ class MixerLayer:
             got = list(hidden_states.shape)
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
         self._choose(hidden_states)
-        group, heads = self.runtime.sp_group, self.mixer.heads
-        if heads is None:
+        group, mixer = self.runtime.sp_group, self.mixer
+        if not mixer.by_heads:
             # No heads are dealt to ranks.
             size, batch = group.size, len(hidden_states)
             return Geometry(size, group.rank, tuple(lengths), batch, size, size, batch_first=True)
         return geometry_of(
             self.runtime,
             hidden_states,
-            *heads.counts(self.layer),
+            *mixer.counts(),
             True,
             lengths=lengths,
             extra=(),
-            attend=f"its {heads.what} needs all queries at once",
+            attend=f"its {mixer.by_heads} needs all queries at once",
         )
 
     def _types(self, hidden_states: Tensor) -> tuple:
         """Return what else must be the same on all ranks; called behind `_geometry`."""
-        heads, trained = self.mixer.heads, [hidden_states, *self.layer.parameters()]
+        trained = [hidden_states, *self.mixer.layer.parameters()]
         learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
         words = "gradients of hidden states and parameters"
-        way = "no heads" if heads is None else f"{heads.what} by heads"
+        way = f"{self.mixer.by_heads or 'nothing'} by heads"
         return str(hidden_states.dtype), hidden_states.shape[2], way, words, learns
 
     def _choose(self, hidden_states: Tensor) -> None:
         """Choose between states and heads by what the kernel gives, where the mixer has both."""
-        states, layer, what = self.mixer.states, self.layer, type(self.layer).__name__
-        if states is None or states.widths is None or self.mixer.heads is None:
+        mixer, what = self.mixer, type(self.mixer.layer).__name__
+        if not (mixer.by_states and mixer.by_heads):
             return
         with torch.inference_mode(False), unobserved(hidden_states.device, backward=True):
             # Of the call's size, since kernels are tuned to the first sizes that they get.
-            of_width = (hidden_states.shape[:2] + (width,) for width in states.widths(layer))
+            of_width = (hidden_states.shape[:2] + (width,) for width in mixer.widths())
             xs = [hidden_states.new_ones(shape).requires_grad_() for shape in of_width]
-            state = states.scan(layer, *xs)[1]
+            state = mixer.scan(*xs)[1]
             dx = None
             if state is not None and state.requires_grad:
                 (dx,) = torch.autograd.grad(state.sum(), xs[:1], allow_unused=True)
         if dx is not None and dx.any():
-            self.mixer = replace(self.mixer, heads=None)
+            mixer.by_heads = ""
             return
         lacks = "no final state" if state is None else "a final state without a gradient"
         warn_once(
@@ -144,30 +142,30 @@ class MixerLayer:
             "sequences of some heads are exchanged instead. Another kernel, such as mamba-ssm's, "
             "needs fewer bytes"
         )
-        self.mixer = replace(self.mixer, states=None)
+        mixer.by_states = False
 
     def _mix(
         self, call: Call, projected: Projected, pieces: Pieces, positions: Tensor | None
     ) -> Any:
         """Return the layer's output."""
-        mixer, layer, heads = self.mixer, self.layer, projected
+        mixer, of_heads = self.mixer, projected
         given = {} if positions is None else {"positions": positions}
         if mixer.convolve is not None:
             y, beside = self._convolved(projected, pieces, call.checked)
             given.update(beside)
-            if mixer.heads is not None:
-                heads = Projected(mixer.heads.sources(layer, given), y)
-        elif mixer.states is not None:
+            if mixer.by_heads:
+                of_heads = Projected(mixer.inputs(given), y)
+        elif mixer.by_states:
             y = projected("x")
 
         def late() -> None:
             given.update((name, projected(name)) for name in mixer.late)
 
-        if mixer.states is not None:
-            y = self._by_states(mixer.states, (y, *given.values()), pieces, call.checked, late)
-        elif mixer.heads is not None:
-            y = mix_by_heads(call, mixer.heads, layer, heads, pieces.whole, late)
-        return mixer.merge(layer, y, given)
+        if mixer.by_states:
+            y = self._by_states((y, *given.values()), pieces, call.checked, late)
+        elif mixer.by_heads:
+            y = mix_by_heads(call, mixer, of_heads, pieces.whole, late)
+        return mixer.merge(y, given)
 
     def _convolved(
         self, projected: Projected, pieces: Pieces, checked: bool
@@ -176,19 +174,17 @@ class MixerLayer:
         mixer, group, y = self.mixer, self.runtime.sp_group, projected("x")
         assert mixer.convolve is not None
         (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)
-        reach = mixer.reach(self.layer)
-        layout = tail_layout(group.rank, lengths, reach, batch=batch, width=width)
+        layout = tail_layout(group.rank, lengths, mixer.reach(), batch=batch, width=width)
         most = layout.sources.shapes[0][1]
         exchange = Exchange(group, layout, self.runtime.where, "x", checked)
         token = exchange.start(y[:, tokens - most :])
         beside = {name: projected(name) for name in mixer.beside}
         window = torch.cat([exchange.finish(token), y], 1)
-        y = in_documents(pieces.window, partial(mixer.convolve, self.layer), window)
+        y = in_documents(pieces.window, mixer.convolve, window)
         return y[:, -tokens:], beside
 
     def _by_states(
         self,
-        recurrence: States,
         tensors: Sequence[Tensor],
         pieces: Pieces,
         checked: bool,
@@ -198,7 +194,7 @@ class MixerLayer:
 
         ``meanwhile`` is called while the states travel.
         """
-        y, state, log_decay = self._scan(recurrence, tensors, pieces)
+        y, state, log_decay = self._scan(tensors, pieces)
         sent = torch.cat([state.float().flatten(2), log_decay[:, -1, :, None]], -1)
         group, (batch, heads, width) = self.runtime.sp_group, sent.shape
         layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
@@ -209,25 +205,23 @@ class MixerLayer:
         scale = log_decay.exp()
         if pieces.reached is not None:  # guard: a document that begins lacks nothing
             scale = scale.masked_fill(~pieces.reached[..., None], 0)
-        lacks = recurrence.read(self.layer, earlier.view(state.shape).to(y.dtype), *tensors)
+        lacks = self.mixer.read(earlier.view(state.shape).to(y.dtype), *tensors)
         scale = scale.view(*scale.shape, *[1] * (y.dim() - 3)).to(y.dtype)
         return torch.addcmul(y, lacks, scale)
 
-    def _scan(
-        self, states: States, tensors: Sequence[Tensor], pieces: Pieces
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _scan(self, tensors: Sequence[Tensor], pieces: Pieces) -> tuple[Tensor, Tensor, Tensor]:
         """Scan this rank's pieces, each from a zero state.
 
         Returns:
             y; the state that each row's last piece leaves; and the sum of the logarithms of decays
             from the first token on, [b, s/P, h].
         """
-        layer, tokens = self.layer, tensors[0].shape[1]
-        log_decay = states.log_decay(layer, *tensors).cumsum(1)
+        mixer, tokens = self.mixer, tensors[0].shape[1]
+        log_decay = mixer.log_decay(*tensors).cumsum(1)
         finals: list[Tensor] = []
 
         def scan(*xs: Tensor) -> Tensor:
-            y, final = states.scan(layer, *xs)
+            y, final = mixer.scan(*xs)
             finals.append(final)
             return y
 

@@ -1,6 +1,6 @@
 """Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model.
 
-Both are called with q, k, v that were projected already. `bind_drop_in` therefore overlaps the four
+Both are called with q, k, v that were projected already. `_bind` therefore overlaps the four
 exchanges with one another and with attention, and leaves the projections alone. A model can hold
 DeepSpeed's class only if DeepSpeed is loaded, which this file does not load.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention import drop_in
 from ..attention.declared import declared, undeclared
@@ -81,7 +81,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
-            layers.append(FoundLayer(name, module, got="", lacks=lacks, inside=inside))
+            layers.append(FoundLayer(name, module, lacks=lacks, inside=inside))
         if not is_drop_in_or_stock(module):
             continue
         own = sp_group.ranks if module.spg is None else dist.get_process_group_ranks(module.spg)
@@ -91,18 +91,39 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
                 f"ranks {sp_group.ranks}; give both one group"
             )
         if has_own_forward(module):
-            layers.append(FoundLayer(name, module, got="", lacks=OWN))
+            layers.append(FoundLayer(name, module, lacks=OWN))
             continue
-        got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
-        settings = settings_for(module, overlap)
-        lacks = settings.why_not_more("the projections belong to its caller")
-        bind: Callable[[], Undo] = functools.partial(bind_drop_in, name, module, settings)
+        settings, reason = settings_for(module, overlap), "the projections belong to its caller"
+        layer = found_drop_in(name, module, settings, reason)
         # One of ours overlaps already, by the config or transport that it was made with.
         if getattr(module, "has_own_config", False):
-            lacks = "made with a config or transport of its own, which the section leaves alone"
-            bind = _leave
-        layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
+            layer.bind = _leave
+            layer.lacks = (
+                "made with a config or transport of its own, which the section leaves alone"
+            )
+        layers.append(layer)
     return layers
+
+
+def found_drop_in(
+    name: str,
+    module: Any,
+    settings: OverlapSettings,
+    reason: str,
+    inside: tuple[nn.Module, ...] = (),
+) -> FoundLayer:
+    """Return a ``DistributedAttention`` as a layer whose exchanges are overlapped.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        settings: Its settings.
+        reason: Why no more is overlapped.
+        inside: As of `FoundLayer`.
+    """
+    got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
+    bind = functools.partial(_bind, name, module, settings)
+    return FoundLayer(name, module, got, settings.why_not_more(reason), bind=bind, inside=inside)
 
 
 def settings_for(
@@ -141,7 +162,12 @@ def has_own_forward(module: Any) -> bool:
     return where not in known  # guard: a fork's exchange stays its own
 
 
-def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
+def _stock(own: Callable, args: tuple, kwargs: dict[str, Any], *qkv: Tensor) -> Tensor:
+    """Run DeepSpeed's own forward, which the policy may time as the candidate "off"."""
+    return own(*qkv, *args, **kwargs)
+
+
+def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     """Rebind one ``DistributedAttention``, of DeepSpeed or ours, to an overlap by the section.
 
     `enable` calls this once for each such layer.
@@ -154,7 +180,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     Returns:
         The function that undoes the rebinding.
     """
-    config, original = overlap.config, module.forward
+    config = overlap.config
     group = module.spg or overlap.sp_group.group
     sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
@@ -165,6 +191,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     output_dims: set[int] = set()
 
     def forward(
+        own,
         query,
         key,
         value,
@@ -175,10 +202,6 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
         **kwargs,
     ):
         """Attend over the global sequence; takes the place of the module's forward. Collective."""
-
-        def deepspeed_forward(q, k, v):
-            """Run the module's own forward, which the policy may time as the candidate "off"."""
-            return original(q, k, v, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
         # DeepSpeed's own forward is timed against ours only in calls in which it is right. The
         # first call has shown the dimensions of the local attention's output.
@@ -193,6 +216,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
             and not (query.shape[2] % sp_group.size or key.shape[2] % sp_group.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
+        stock = functools.partial(_stock, own, (batch_dim_idx, rotary_pos_emb, *args), kwargs)
         batch_first, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb)
         output = attend(
             module.local_attn,
@@ -205,7 +229,7 @@ def bind_drop_in(name: str, module: Any, overlap: OverlapSettings) -> Undo:
             num_kv_heads=module.num_kv_heads,
             arrive=arrive,
             sequence_lengths=sequence_lengths,
-            baseline=deepspeed_forward if comparable else None,
+            baseline=stock if comparable else None,
         )
         output_dims.add(output.dim())
         return output

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..attention.call_geometry import shares_of
 from ..attention.declared import in_one_group
+from ..attention.layer import LayerRuntime
 from ..attention.self_attention import SelfAttention
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -40,7 +41,7 @@ class FoundLayer:
 
     name: str
     module: nn.Module
-    got: str
+    got: str = ""
     lacks: str = ""
     bind: Callable[[], Undo] | None = None
     inside: tuple[nn.Module, ...] = ()
@@ -81,6 +82,10 @@ class OverlapSettings(NamedTuple):
         config = in_one_group(self.config)
         return self._replace(config=config, policy=None, one_group=reason)
 
+    def runtime(self, name: str) -> LayerRuntime:
+        """Make the runtime of the layer ``name``."""
+        return LayerRuntime(self.sp_group, self.config, name, self.policy)
+
     def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
         """Return r, how many ranks share the query heads of a layer; 1 where none do.
 
@@ -103,45 +108,54 @@ class OverlapSettings(NamedTuple):
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
         groups = self.config.groups_for(heads, max(1, size // shares), windowed)
         # Thrown away: only the checks in its constructor are wanted, which need no tokens.
-        Geometry(
-            size,
-            self.sp_group.rank,
-            (0,) * size,
-            batch=0,
-            heads=heads,
-            kv_heads=kv_heads,
-            groups=groups,
-            shares=shares,
-        )
+        lengths = (0,) * size
+        Geometry(size, self.sp_group.rank, lengths, 0, heads, kv_heads, groups, shares=shares)
         return groups
 
-    def describe_groups(self, groups: int, shares: int = 1, windowed: bool = False) -> str:
-        """Describe the head groups of a layer for the report.
+    def describe(
+        self,
+        heads: tuple[int, int],
+        attend: Callable | str,
+        reason: str = "",
+        block: SelfAttention | None = None,
+    ) -> tuple[str, str]:
+        """Describe the head groups of a layer for the report, and why no more is overlapped.
 
         Args:
-            groups: The number of head groups.
-            shares: The ranks that share query heads.
-            windowed: Whether only a few groups are live at a time, and are recomputed in backward.
+            heads: The query and KV heads.
+            attend: As for `shares_for`.
+            reason: As for `why_not_more`.
+            block: The attention that takes the place of the layer's forward, and may compute a few
+                groups at a time; None for a layer with another one.
 
         Returns:
-            For example ``G = 4, 2 at a time, recomputed in backward``.
+            The groups, for example ``G = 4, 2 at a time, recomputed in backward``; and the words of
+            `why_not_more`.
+
+        Raises:
+            ValueError: as `groups_for` does.
         """
+        config, shares = self.config, self.shares_for(*heads, attend)
+        groups = self.groups_for(*heads, attend, block is not None and block.layer.windowed)
         words = [f"G = {groups}"]
         if self.policy is not None:
             words = [f"G by timing in the first {self.policy.warmup_steps} steps"]
         if shares > 1:
             words.append(f"r = {shares} ranks share query heads")
+        windowed = False
+        if block is not None and config.window_of(groups) is not None:
+            windowed = block.can_window(block.split_projections())
         if windowed:
             # With a policy, G is not known yet.
-            live = self.config.window if self.policy else self.config.window_of(groups)
+            live = config.window if self.policy else config.window_of(groups)
             words.append(f"{live or 'half'} at a time, recomputed in backward")
-            if self.config.keeps_where_possible:
+            if config.keeps_where_possible:
                 words.append("kept over checkpoints that can")
-            elif self.config.checkpointing == "keep":
+            elif config.checkpointing == "keep":
                 words.append("kept over checkpoints")
-            elif self.config.checkpointing == "offload":
+            elif config.checkpointing == "offload":
                 words.append("kept over checkpoints in host memory")
-        return ", ".join(words)
+        return ", ".join(words), self.why_not_more(reason, groups, windowed)
 
     def why_not_more(self, reason: str, groups: int = 0, windowed: bool = False) -> str:
         """Explain why no more of a layer is overlapped.
@@ -183,18 +197,13 @@ class OverlapSettings(NamedTuple):
         Raises:
             ValueError: as `groups_for` does.
         """
-        groups = self.groups_for(block.heads, block.kv_heads, attend, block.layer.windowed)
-        split = block.split_projections()
-        windowed = self.config.window_of(groups) is not None and block.can_window(split)
-        overlapped, whole = [], []
+        split, overlapped, whole = block.split_projections(), [], []
         for name, child in linear.items():
             if child in split:
                 overlapped.append(name)
             else:
                 whole.append(f"{name} ({kind_of(child)})")
-        shares = self.shares_for(block.heads, block.kv_heads, block.local_attention)
-        got = f"all eight exchanges, {self.describe_groups(groups, shares, windowed)}"
-        if overlapped:
-            got += f", {', '.join(overlapped)} under them"
         reason = f"called whole: {', '.join(whole)}" if whole else ""
-        return got, self.why_not_more(reason, groups, windowed)
+        groups, lacks = self.describe((block.heads, block.kv_heads), attend, reason, block)
+        under = f", {', '.join(overlapped)} under them" if overlapped else ""
+        return f"all eight exchanges, {groups}{under}", lacks

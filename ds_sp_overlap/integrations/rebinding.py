@@ -38,13 +38,14 @@ def rebind(
 ) -> Undo:
     """Replace the forward of ``module`` by ``forward``.
 
-    The bind functions of the adapters call this in `enable`. ``forward`` drives this module object
-    alone. A copy of the module (an EMA, a frozen reference model) therefore runs the forward of its
-    class.
+    `enable` calls this. ``forward`` drives this module object alone. A copy of the module (an EMA,
+    a frozen reference model) therefore runs the forward of its class.
 
     Args:
         module: The module whose attribute ``forward`` is set.
-        forward: Called with the arguments of the module's call, without the module.
+        forward: Called with the forward that the module would run without the overlap, and the
+            arguments of the module's call. That forward is the one that somebody had set on the
+            module, or the one that the class has now: somebody may have patched the class.
         whole: Whether ``torch.compile`` skips the functions that ``forward`` calls, too. It always
             skips ``forward`` itself.
         of_copy: Called with a copy of the module, each time before the copy's forward runs; may
@@ -59,13 +60,13 @@ def rebind(
     @functools.partial(torch.compiler.disable, recursive=whole)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the forward for ``self``: of the class, the earlier one, or the overlapped one."""
+        own = functools.partial(type(self).forward, self)
         # A deep copy of the module holds this function as well, bound to the copy.
         if self is not original():
             of_copy(self)
-            return type(self).forward(self, *args, **kwargs)
-        if not active:
-            return before(*args, **kwargs) if before else type(self).forward(self, *args, **kwargs)
-        return forward(*args, **kwargs)
+            return own(*args, **kwargs)
+        own = before or own
+        return forward(own, *args, **kwargs) if active else own(*args, **kwargs)
 
     def undo(module: nn.Module) -> None:
         """Restore the forward that ``module`` had before."""

@@ -129,9 +129,7 @@ def enable(
     disable(model)
     if not config.enabled:
         return Report(note="off (sp_overlap.enabled is false)")
-    group = sequence_process_group
-    if group is None:
-        group = find_group(model)
+    group = find_group(model) if sequence_process_group is None else sequence_process_group
     if group is None:
         raise ValueError(_no_group(model))
     sp_group = SPGroup(group, config.transport, **config.of_sp_group)
@@ -147,25 +145,21 @@ def enable(
     closing = contextlib.ExitStack()
     if policy is not None:
         closing.callback(policy.close)
-    layers: list[FoundLayer] = []
-    binds: Binds = {}
-    tiles: list[str] = []
+    report, binds = Report(sp_size=sp_group.size), Binds()
 
     def find_and_describe() -> str:
-        """Fill the lists above; return the text that must be the same on all ranks."""
+        """Fill the report and the binds; return the text that must be the same on all ranks."""
         ops.check_usable(config.kernels)
         if (timeline := Timeline.of(config, sp_group)) is not None:
             closing.callback(timeline.close)
         refuse_shared_ranks(model, sp_group.ranks)
         sharded.look_for_units(model)
-        layers[:], found = _find_layers(model, overlap)
-        binds.update(found)
-        _refuse_unusable(model, layers, config)
+        report.layers = _find_layers(model, overlap, binds)
+        _refuse_unusable(model, report.layers, config)
         if config.tiles is not None:
-            tiled, lines = find_tiles(model, layers, config.tiles)
-            binds.update(tiled)
-            tiles[:] = [lines]
-        return f"{config!r}; {[(layer.name, layer.got) for layer in layers]}; {tiles}"
+            report.tiles = find_tiles(model, report.layers, config.tiles, binds)
+        described = [(layer.name, layer.got) for layer in report.layers]
+        return f"{config!r}; {described}; {report.tiles}"
 
     try:
         # See Note [Errors before the first collective].
@@ -175,14 +169,14 @@ def enable(
         # The policy listens to the optimizers already, and the timeline may have been made here.
         closing.close()
         raise
-    for layer in layers:
+    for layer in report.layers:
         if layer.bind is None:
             warn_once(f"sp_overlap: {layer.name} is left as it is: {layer.lacks}")
         else:
             binds[layer.module] = layer.bind
     for module, bind in binds.items():
         _undo[module] = functools.partial(_undo_and_close, bind(), closing)
-    return Report(layers, sp_group.size, tiles="\n".join(tiles))
+    return report
 
 
 def find_group(model: nn.Module) -> Any:
@@ -212,24 +206,18 @@ def _no_group(model: nn.Module) -> str:
     )
 
 
-def _find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundLayer], Binds]:
-    """Find the attention layers of ``model`` with all adapters, and the modules around them.
+def _find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
+    """Find the attention layers of ``model`` with all adapters; add the modules around to ``binds``.
 
     Raises:
         ValueError: if an adapter refuses the model.
     """
-    layers = megatron.find_layers(model, overlap)
-    transformers_layers, binds = transformers.find_layers(model, overlap)
-    layers += transformers_layers
+    layers = megatron.find_layers(model, overlap) + transformers.find_layers(model, overlap, binds)
     # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
     # its own, whether that layer can be overlapped or not.
-    inside: set[nn.Module] = set()
-    for layer in layers:
-        inside.update(layer.inside)
-    for layer in distributed_attention.find_layers(model, overlap):
-        if layer.module not in inside:
-            layers.append(layer)
-    return layers, binds
+    inside = set[nn.Module]().union(*[layer.inside for layer in layers])
+    drop_ins = distributed_attention.find_layers(model, overlap)
+    return layers + [layer for layer in drop_ins if layer.module not in inside]
 
 
 def _refuse_unusable(
@@ -259,10 +247,7 @@ def _refuse_unusable(
             "models, Megatron-DeepSpeed and deepspeed.sequence.layer.DistributedAttention. "
             "For others use ds_sp_overlap.SelfAttention, which needs no section"
         )
-    meta = []
-    for layer in layers:
-        if any(parameter.is_meta for parameter in layer.module.parameters()):
-            meta.append(layer.name)
+    meta = [x.name for x in layers if any(p.is_meta for p in x.module.parameters())]
     if meta:
         raise ValueError(
             f"{meta[0]} is on the meta device ({len(meta)} of {len(layers)} layers); "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -30,17 +30,18 @@ _MLP = 3
 
 
 def find_tiles(
-    model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int
-) -> tuple[Binds, str]:
+    model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int, binds: Binds
+) -> str:
     """Find the norms and MLPs that can run in tiles, beside overlapped layers and around them.
 
     Args:
         model: The model.
         layers: Its attention layers.
         tokens: The most tokens in a tile; "auto": see `_TiledModule.tokens_for`.
+        binds: The modules are added here, each with the binding of its forward.
 
     Returns:
-        The modules, each with the binding of its forward; and lines for the report.
+        Lines for the report.
     """
     around: set[str] = set()
     for layer in layers:
@@ -70,10 +71,9 @@ def find_tiles(
         )
     if reasons:
         lines.append(f"whole, not in tiles: {_counted(reasons)}")
-    binds: Binds = {}
     for each in tiled:
         binds[each.module] = functools.partial(rebind, each.module, each.forward)
-    return binds, "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _counted(names: Counter[str]) -> str:
@@ -159,7 +159,7 @@ class _TiledModule:
         held = max(_NORM, _MLP * columns / x.shape[-1])
         return max(1, int(x.shape[:-1].numel() / (2 * held)))
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, own: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run in tiles, or whole where that is no longer known to be the same."""
         reason = _why_whole(self.module)
         if args or kwargs or not isinstance(x, Tensor) or x.dim() != 3:
@@ -169,4 +169,4 @@ class _TiledModule:
         if not reason:
             return run_in_tiles(self.module, x, self.tokens_for(x))
         warn_once(f"sp_overlap.tiles: {self.name} runs whole: {reason}")
-        return type(self.module).forward(self.module, x, *args, **kwargs)
+        return own(x, *args, **kwargs)

@@ -164,7 +164,7 @@ CHANGES = {
     "an attention is put around another": (attention_around_another, {}, "the new model.layers.1.self_attn (Student) ran without"),
     "a delta net is replaced": (delta_net_replaced, DELTA_NETS, "the new model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "eager attention": (eager, {}, 'attention "eager" needs a mask'),
-    "eager attention of a layer at its function": (eager, BITNET, 'model.layers.0.self_attn: its attention is "eager" since'),
+    "eager attention of a layer at its function": (eager, BITNET, "model.layers.0.self_attn (BitNetAttention, and 1 more) ran without"),
     "the forward of an attention is set back": (set_back, {}, "model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
     "the trunk is disabled": (trunk_disabled, {}, "model.layers.0.self_attn (LlamaAttention, and 1 more) ran without an exchange"),
     "an attention is given another forward": (another_forward, {}, "model.layers.1.self_attn (LlamaAttention) ran without"),
@@ -403,7 +403,6 @@ def refused(what):
 WATCHED = [
     Watched(Guard("no rank attends alone", without="if False:"), copy_attends, says="this is a copy"),
     Watched(Guard("by a name of its own", without="foreign[name] = part"), **refused("an attention is put around another")),
-    Watched(Guard("a function that exchanges", without="if False:"), **refused("eager attention of a layer at its function")),
     Watched(Guard("a mixer computes what was described", without="if False:"), **refused("the class of a delta net is patched")),
     Watched(Guard("the layer's own forward is the judge", without="if False:"), misread, says="something else than what was read"),
 ]

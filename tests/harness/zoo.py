@@ -240,9 +240,9 @@ def judge(program):
     driven = Driven("layers.0.self_attn", attention, reader, Forwards(overlap.sp_group, overlap.config), overlap)
 
     def apart(more, seq=6, scale=1.0, batch=2):
-        driven.original, x = attention.forward, hidden(seq, scale, batch)
+        x = hidden(seq, scale, batch)
         given = {"hidden_states": x, "position_embeddings": tables(x), "attention_mask": None, **more}
-        return difference(driven, given, reader.options(attention))
+        return difference(driven, attention.forward, given, reader.options(attention))
 
     if found := apart({}):
         return "probe", found

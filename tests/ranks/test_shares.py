@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.layer import LayerRuntime
-from ds_sp_overlap.attention.mixer import ByHeads, Mixer, Pieces
+from ds_sp_overlap.attention.mixer import Mixer, Pieces
 from ds_sp_overlap.attention.mixer_layer import MixerLayer
 from ds_sp_overlap.attention.projected import ProjectedAttention
 from ds_sp_overlap.config import SpOverlapConfig
@@ -245,8 +245,9 @@ def runtime(**config):
 
 
 def delta_net(heads):
-    rule = ByHeads("delta rule", counts=lambda layer: (heads, 1), mix=None, parameters=None)
-    net = MixerLayer(runtime(), nn.Identity(), Mixer(sources=None, merge=None, heads=rule))
+    mixer = Mixer(nn.Identity())
+    mixer.by_heads, mixer.counts = "delta rule", lambda: (heads, 1)
+    net = MixerLayer(runtime(), mixer)
     return net(torch.randn(1, 4, 4), Pieces([4, 4]))
 
 

@@ -16,7 +16,7 @@ class Doubling(nn.Module):
 def test_a_wrapper_around_our_forward_stays_when_ours_goes():
     """As Accelerate's hooks, which copy all attributes of what they wrap."""
     module, calls = Doubling(), []
-    undo = rebind(module, lambda x: 10 * x)
+    undo = rebind(module, lambda own, x: 10 * x)
     assert is_ours(module) and is_ours(copy.deepcopy(module)) and module(1) == 10
     ours = module.forward
 
@@ -34,7 +34,16 @@ def test_a_wrapper_around_our_forward_stays_when_ours_goes():
 def test_our_forward_goes_and_gives_back_what_was_there():
     module = Doubling()
     module.forward = before = lambda x: 3 * x
-    undo = rebind(module, lambda x: 10 * x)
+    undo = rebind(module, lambda own, x: 10 * x)
     assert module(1) == 10
     undo(module)
     assert module.forward is before and module(1) == 3
+
+
+def test_what_runs_without_our_forward_is_that_of_the_class_as_it_is_now(monkeypatch):
+    module = Doubling()
+    undo = rebind(module, lambda own, x: own(x) + 1)
+    monkeypatch.setattr(Doubling, "forward", lambda self, x: 5 * x)
+    assert module(1) == 6 and copy.deepcopy(module)(1) == 5
+    undo(module)
+    assert module(1) == 5

@@ -202,11 +202,8 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
         if not synonym and not typo:
             if isinstance(value, dict):
                 yield from _misplaced(value, f"{within}{key}.")
-            continue
-        in_place = not within and key == "sp_overlap"
         # A key that begins with another character, such as "_sp_overlap", was commented out.
-        commented_out = not str(key)[0].isalpha()
-        if not in_place and not commented_out:
+        elif str(key)[0].isalpha() and (within or key != "sp_overlap"):
             yield within + key
 
 
@@ -317,9 +314,8 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
         _refuse_moe_of_mpu(engine)
         if size > 1:
             _refuse_trainer()
-    report = (
-        _enable_stages(config, engine) if engine.pipeline_parallelism else _enable(config, engine)
-    )
+    enable_all = _enable_stages if engine.pipeline_parallelism else _enable
+    report = enable_all(config, engine)
     if not config.enabled and (_variable() or {}).get("enabled") is False:
         report.note = f"off ({VARIABLE}={os.environ[VARIABLE]})"
     inform(str(report))

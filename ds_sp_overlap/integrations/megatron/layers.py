@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from ...attention.runtime.linear import Plain, hooks_are_harmless
 from ...attention.self_attention import SelfAttention
 from ...exchange.sp_group import SPGroup
 from ...rotary import Rotary
-from ..distributed_attention import OWN, bind_drop_in, has_own_forward, is_stock, settings_for
+from ..distributed_attention import OWN, found_drop_in, has_own_forward, is_stock, settings_for
 from ..inspect.library import MISSING, defined_in, digest
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
@@ -133,31 +132,51 @@ def _check_mask(mask: Any, seq: int) -> None:
 # Layers.
 
 
-@dataclass
 class _Driven:
-    """A layer that ``block`` drives.
+    """A layer whose whole forward `SelfAttention` replaces.
 
-    Attributes:
+    Args:
         name: The layer's name.
         module: The layer.
-        block: What drives it.
-        settings: The settings of the model's layers.
+        settings: The settings of the layer.
+
+    Attributes:
+        block: The `SelfAttention`.
+        facts: What the layer's forward goes by, as it was in `enable`.
+        baseline_is_right: Whether the layer's own forward computes the same.
     """
 
-    name: str
-    module: Any
-    block: SelfAttention
-    settings: OverlapSettings
-
-    def __post_init__(self) -> None:
-        module = self.module
-        self.original, self.facts = module.forward, facts_of(module)
-        same_heads = module.num_attention_heads == module.num_key_value_heads
-        even = module.num_attention_heads % self.settings.sp_group.size == 0
-        self.baseline_is_right = same_heads and even and is_batch_first(module)
+    def __init__(self, name: str, module: Any, settings: OverlapSettings):
+        self.name, self.module, self.settings = name, module, settings
+        self.facts = facts_of(module)
+        heads, kv_heads = module.num_attention_heads, module.num_key_value_heads
+        even = heads == kv_heads and heads % settings.sp_group.size == 0
+        self.baseline_is_right = even and is_batch_first(module)
+        projections = (
+            {"qkv_proj": module.query_key_value}
+            if "query_key_value" in self.facts
+            else {kind: getattr(module, child) for kind, child in SPLIT.items()}
+        )
+        self.block = SelfAttention(
+            local_attention=functools.partial(_attend, module),
+            o_proj=module.dense,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=module.hidden_size_per_attention_head,
+            **projections,
+            rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
+            sequence_process_group=settings.sp_group.group,
+            batch_first=False,
+            config=settings.config,
+            name=name,
+            policy=settings.policy,
+            plain=_plain([*projections.values(), module.dense]),
+            heads_alike=True,
+        )
 
     def forward(
         self,
+        own: Callable,
         hidden_states: Tensor,
         attention_mask: Any = None,
         encoder_output: Any = None,
@@ -188,13 +207,16 @@ class _Driven:
             tables = _local_tables(rotary_pos_emb, hidden_states, settings.sp_group)
         except (RuntimeError, ValueError) as error:
             block.layer.refuse(error)
-        baseline = None
-        if settings.policy and self.baseline_is_right:
-            baseline = functools.partial(_own, self.original, others)
+        is_candidate = settings.policy and self.baseline_is_right
         # [b or 1, 1, s, s]; b may be the number of heads.
         mask = ForAllHeads(attention_mask)
         try:
-            return block(hidden_states, baseline=baseline, position_embeddings=tables, mask=mask)
+            return block(
+                hidden_states,
+                baseline=(lambda x: own(x, *others)) if is_candidate else None,
+                position_embeddings=tables,
+                mask=mask,
+            )
         except TypeError as error:
             # HEAD would call again after a TypeError, on this rank alone.
             raise RuntimeError(f"{name}: {error}") from error
@@ -210,35 +232,6 @@ class _Driven:
                 f"{self.name}: {', '.join(changed)} replaced, hooked or patched since "
                 "ds_sp_overlap.enable; call ds_sp_overlap.enable again"
             )
-
-
-def _own(forward: Callable, others: tuple, x: Tensor) -> Any:
-    """Run the layer's own forward, as the policy's candidate "off"."""
-    return forward(x, *others)
-
-
-def _block(name: str, module: Any, settings: OverlapSettings) -> SelfAttention:
-    """Make the `SelfAttention` that drives a layer."""
-    split = {
-        kind: getattr(module, child) for kind, child in SPLIT.items() if hasattr(module, child)
-    }
-    projections = split or {"qkv_proj": module.query_key_value}
-    return SelfAttention(
-        local_attention=functools.partial(_attend, module),
-        o_proj=module.dense,
-        num_heads=module.num_attention_heads,
-        num_kv_heads=module.num_key_value_heads,
-        head_dim=module.hidden_size_per_attention_head,
-        **projections,
-        rope=Rotary(lambda tables: tables or None, partial=True),  # --rotary-percent
-        sequence_process_group=settings.sp_group.group,
-        batch_first=False,
-        config=settings.config,
-        name=name,
-        policy=settings.policy,
-        plain=_plain([*projections.values(), module.dense]),
-        heads_alike=True,
-    )
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
@@ -288,8 +281,8 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     """Explain why a layer can't be driven whole.
 
     Returns:
-        The reason, empty if the layer can be driven whole; and whether `bind_drop_in` can overlap
-        at least the exchanges in its ``dist_attn``.
+        The reason, empty if the layer can be driven whole; and whether at least the exchanges in
+        its ``dist_attn`` can be overlapped.
     """
     children = dict(module.named_children())
     if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
@@ -333,25 +326,19 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         reason, can_drop_in = _why_not(module)
         settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
         if reason and can_drop_in:
-            dist_attn = f"{name}.dist_attn"
-            bind = functools.partial(bind_drop_in, dist_attn, module.dist_attn, settings)
-            got = "q, k, v and o, dq, dk, dv and do with one another and with attention"
-            lacks = settings.why_not_more(reason)
-            layers.append(
-                FoundLayer(dist_attn, module.dist_attn, got, lacks=lacks, bind=bind, inside=inside)
-            )
+            dist_attn = f"{name}.dist_attn", module.dist_attn
+            layers.append(found_drop_in(*dist_attn, settings, reason, inside))
             continue
         if reason:
-            layers.append(FoundLayer(name, module, got="", lacks=reason, inside=inside))
+            layers.append(FoundLayer(name, module, lacks=reason, inside=inside))
             continue
         # Given a reason, `groups_for` lets no ranks share query heads. With fewer queries than
         # keys, Megatron's flash attention fails an assertion in training, and is not causal in
         # evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
-        block = _block(name, module, settings)
-        driven = _Driven(name, module, block, settings)
+        driven = _Driven(name, module, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
-        got, lacks = settings.of_driven(block, linear, why)
+        got, lacks = settings.of_driven(driven.block, linear, why)
         bind = functools.partial(rebind, module, driven.forward)
         layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
     return layers

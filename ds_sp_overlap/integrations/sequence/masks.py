@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +112,19 @@ def _documents_of(position_ids: Tensor) -> Tensor:
 
 
 class Masks:
-    """The placeholders that a model's layers may hold; see Note [Placeholder masks]."""
+    """The placeholders that a model's layers may hold; see Note [Placeholder masks].
+
+    Attributes:
+        configs: The configs of the models whose masks are replaced; other models in the process get
+            their own masks.
+        namespaces: The globals of the models that make masks for recurrent layers.
+    """
 
     def __init__(self) -> None:
         # By their memory: that, the sequence of the forward, and the pattern of the mask.
         self._placeholders: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
+        self.configs: list[Any] = []
+        self.namespaces: list[dict[str, Any]] = []
 
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         """Return the sequence and the pattern of a placeholder; None for anything else.
@@ -143,14 +151,11 @@ class Masks:
         return mask
 
     @contextlib.contextmanager
-    def for_recurrent(
-        self, sequence: GlobalSequence, namespaces: list[dict[str, Any]]
-    ) -> Iterator[None]:
+    def for_recurrent(self, sequence: GlobalSequence) -> Iterator[None]:
         """Give recurrent layers placeholders [b, s/P] while the body runs.
 
         Args:
             sequence: The global sequence of the forward that the body runs.
-            namespaces: The globals of the models that make masks for recurrent layers.
         """
 
         @torch.compiler.disable
@@ -159,13 +164,13 @@ class Masks:
             return self.placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
 
         with contextlib.ExitStack() as stack:
-            for names in namespaces:
+            for names in self.namespaces:
                 stack.enter_context(replaced(names, RECURRENT, create_mask))
             yield
 
     @contextlib.contextmanager
     def for_attention(
-        self, where: str, sequence: GlobalSequence, implementation: str, configs: Iterable[Any]
+        self, where: str, sequence: GlobalSequence, implementation: str
     ) -> Iterator[None]:
         """Give attention layers placeholders [b, 1, s/P, s/P] while the body runs.
 
@@ -173,8 +178,6 @@ class Masks:
             where: The name of the model, for errors.
             sequence: The global sequence of the forward that the body runs.
             implementation: The name of the model's attention implementation.
-            configs: The configs of the models whose masks are replaced; other models in the process
-                get their own masks.
         """
         for key, (storage, *_) in list(self._placeholders.items()):
             if storage.expired():
@@ -185,7 +188,7 @@ class Masks:
         if implementation not in functions:
             yield
             return
-        config_ids, original = {id(config) for config in configs}, functions[implementation]
+        config_ids, original = {id(config) for config in self.configs}, functions[implementation]
 
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,18 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.arguments import PerHead
-from ...attention.call_geometry import shares_of
 from ...attention.declared import UNKNOWN, AttentionFunction, declared
 from ...attention.latent import LatentAttention
-from ...attention.layer import LayerRuntime
 from ...attention.projected import ProjectedAttention
 from ...attention.runtime.products import autocast
 from ...exchange.layout import Range
-from ...exchange.sp_group import SPGroup
-from ..inspect.library import attention_functions, defined_in
+from ..inspect.library import attention_functions, defined_in, replaced
 from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.masks import Pattern
 from ..sequence.positions import GlobalSequence
 from .forward import Forwards
-from .modules import core_of, off_in_eval, refuse_copy, stock_for, stock_of, unfit
+from .modules import core_of, off_in_eval, refuse_copy, stock_for, unfit
 from .registration import refusal_of
 
 # Note [Documents in flash attention]
@@ -85,54 +82,6 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
     is_own = getattr(sys.modules.get(home), getattr(runs, "__name__", ""), None) is runs
     known = _LIBRARY.get(home) if is_own else None  # guard: by what runs, not by its name
     return function, declared(function) or known or UNKNOWN
-
-
-def refuse_unhonoured(
-    where: str,
-    module: Any,
-    known: AttentionFunction,
-    options: dict[str, Any],
-    sequence: GlobalSequence,
-    pattern: Pattern,
-) -> None:
-    """Refuse a call whose attention function would do something else than on one rank.
-
-    Args:
-        where: The name of the layer, for errors.
-        module: The layer.
-        known: What was known of its attention function in `enable`.
-        options: The keywords of the attention function.
-        sequence: The global sequence.
-        pattern: The pattern of the layer's mask.
-
-    Raises:
-        RuntimeError: for an attention function that is another one now.
-        ValueError: for an option or a mask that can't be honoured.
-    """
-    if function_of(module)[1] != known:
-        raise RuntimeError(
-            f'{where}: attention "{module.config._attn_implementation}" is another function since '
-            "ds_sp_overlap.enable; call ds_sp_overlap.enable again"
-        )
-    option = known.causal if isinstance(known.causal, str) else ""
-    told = getattr(module, "is_causal", True), options.get(option)
-    if any(x is not None and not x for x in told):  # guard: causal whatever a layer asks
-        raise ValueError(
-            f"{where}: {type(module).__name__} is told that its attention is not causal "
-            f"({option or 'is_causal'}=False); not supported here"
-        )
-    if options.get("s_aux") is not None and not known.takes_sinks:
-        raise ValueError(
-            f"{where}: {type(module).__name__} has attention sinks (s_aux), which "
-            f'"{module.config._attn_implementation}" does not honour; use a flash attention'
-        )
-    limited = not sequence.one_document or pattern != Pattern()
-    if known is UNKNOWN and sequence.mask_made and limited:
-        raise ValueError(
-            f'{where}: attention "{module.config._attn_implementation}" is given no mask here, and '
-            "nothing is known of how it keeps packed documents and padding apart, or a window; "
-            "declare it with ds_sp_overlap.attention_function"
-        )
 
 
 def why_no_share(module: Any) -> str:
@@ -226,39 +175,12 @@ def local_attention(
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
-    own_groups = vars(module).get("num_key_value_groups")
+    attention = functools.partial(_call, function, module, options)
     # The attention function reads the attribute. Ranks may share KV heads, so that this rank's
     # number differs from the layer's.
-    module.num_key_value_groups = q.shape[2] // k.shape[2]
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Tensor:
-        """Call the layer's attention function, which takes [b, h, n, d]."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return function(module, q, k, v, mask, **{**options, **more})[0]
-
-    def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend within a document, whose last tokens are the queries."""
-        if not known.takes_masks:
-            return attention(q, k, v, None)
-        length, keys, window = q.shape[1], k.shape[1], pattern.window
-        if window is not None and window < keys:
-            # The keys before the window of the first query are seen by no query.
-            first = max(keys - (length + window - 1), 0)
-            keys, k, v = keys - first, k[:, first:], v[:, first:]
-        mask: Any = None
-        if window is not None and window < keys:
-            mask = sequence.window_mask(length, keys, window)
-        if length == keys:
-            return attention(q, k, v, mask)
-        # See Note [Queries of a share]. A single query sees all keys.
-        if mask is None and length > 1:
-            mask = _lower_right(length, keys)  # guard: the last query sees the last key
-            # torch passes a mask of this kind by autocast.
-            q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
-        return attention(q, k, v, mask, is_causal=False)
-
-    try:
+    with replaced(vars(module), "num_key_value_groups", q.shape[2] // k.shape[2]):
         if known.documents is None:
+            document = functools.partial(_attend_in_document, attention, known, sequence, pattern)
             documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
                 return document(q, k, v)
@@ -275,141 +197,63 @@ def local_attention(
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, None, **edges)  # guard: edges, no positions
-            joined = attention(
-                _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first), None, **edges
-            )
-            return joined[0].unflatten(0, (len(q), -1))
+            q_row, k_row, v_row = _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first)
+            return attention(q_row, k_row, v_row, None, **edges)[0].unflatten(0, (len(q), -1))
         if sequence.one_document or q.shape[0] == 1:
             return attention(q, k, v, None, position_ids=sequence.position_ids)
         rows = zip(*(x.split(1) for x in (q, k, v, sequence.position_ids)))
         return torch.cat([attention(q, k, v, None, position_ids=at) for q, k, v, at in rows])
-    finally:
-        if own_groups is not None:
-            module.num_key_value_groups = own_groups
-        else:
-            del module.num_key_value_groups
 
 
-def baseline_applies(
+def _call(
+    function: Callable,
     module: Any,
-    x: Tensor,
+    options: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    **more: Any,
+) -> Tensor:
+    """Call a layer's attention function, which takes [b, h, n, d], with q, k and v [b, n, h, d]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return function(module, q, k, v, mask, **{**options, **more})[0]
+
+
+def _attend_in_document(
+    attention: Callable[..., Tensor],
+    known: AttentionFunction,
     sequence: GlobalSequence,
     pattern: Pattern,
-    sp_group: SPGroup,
-    keywords: dict[str, Any],
-) -> bool:
-    """Return whether stock Ulysses computes the same, so that the policy may time it as baseline.
-
-    Asked in each call of a layer with a policy. Stock Ulysses must be registered over the same
-    ranks, take the shape, be given position_ids, and drop nothing of the call: it knows no packed
-    documents, windows or uneven local lengths.
-
-    Args:
-        module: The layer.
-        x: [b, s/P, ..]. The layer's hidden states or queries.
-        sequence: The global sequence.
-        pattern: The pattern of the layer's mask.
-        sp_group: The sp group.
-        keywords: The keywords of the layer's call.
-    """
-    stock = stock_for(module)
-    if stock is None or refusal_of(stock) is not None:
-        return False
-    same_ranks = dist.get_process_group_ranks(stock.process_group) == sp_group.ranks
-    fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
-    fits = same_ranks and fits_length and x.shape[0] == stock.batch_size
-    seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
-    unlimited = all(limit is None or limit >= seq for limit in (pattern.window, pattern.chunk))
-    whole = even and unlimited and sequence.one_document
-    return fits and whole and keywords.get("position_ids") is not None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Attend within a document, whose last tokens are the queries."""
+    if not known.takes_masks:
+        return attention(q, k, v, None)
+    length, keys, window, mask = q.shape[1], k.shape[1], pattern.window, None
+    if window is not None and window < keys:
+        # The keys before the window of the first query are seen by no query.
+        first = max(keys - (length + window - 1), 0)
+        keys, k, v = keys - first, k[:, first:], v[:, first:]
+        mask = sequence.window_mask(length, keys, window) if window < keys else None
+    if length == keys:
+        return attention(q, k, v, mask)
+    # See Note [Queries of a share]. A single query sees all keys.
+    if mask is None and length > 1:
+        mask = _lower_right(length, keys)  # guard: the last query sees the last key
+        # torch passes a mask of this kind by autocast.
+        q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
+    return attention(q, k, v, mask, is_causal=False)
 
 
-class _Bound(NamedTuple):
-    """Holds the overlapped attention of a layer and its model's forwards, for a `Dispatch`.
-
-    ``forwards`` gives the sequence and the pattern of a call; ``known`` is what is known of the
-    layer's attention function.
-    """
-
-    attend: ProjectedAttention | LatentAttention
-    forwards: Forwards
-    known: AttentionFunction
-
-
-class Dispatch:
-    """An attention function that overlaps some layers, and passes on the calls of all others.
-
-    transformers calls it in every forward of every layer of its implementation, in all models of
-    the process. It stands in the table from `bind_function` until its last layer is given back.
-
-    Args:
-        before: The attention function whose place it takes.
-
-    Attributes:
-        attend: The layers that it overlaps. Weak, so that it keeps no model alive.
-    """
-
-    def __init__(self, before: Callable):
-        self.before = before
-        self.attend: weakref.WeakKeyDictionary[nn.Module, _Bound] = weakref.WeakKeyDictionary()
-
-    @torch._disable_dynamo
-    def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
-        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None, no weights.
-
-        Collective for a layer that it overlaps.
-        """
-        if module not in self.attend or off_in_eval(module):
-            return self.before(module, query, key, value, attention_mask, *args, **kwargs)
-        attend, forwards, known = self.attend[module]
-        if args:
-            kwargs |= _named(function_of(module)[0], args)
-        # Stock Ulysses needs all keywords, of which `kwargs` loses some below.
-        keywords = dict(kwargs)
-        # Under autocast, norms and rotations may have returned fp32.
-        q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        where = attend.layer.where
-        sequence, pattern = forwards.of(where, module, q, mask=attention_mask, kwargs=kwargs)
-        refuse_unhonoured(where, module, known, kwargs, sequence, pattern)
-        per_head = {}
-        if kwargs.get("s_aux") is not None:
-            per_head["s_aux"] = PerHead(kwargs.pop("s_aux"))
-        sp_group = attend.layer.sp_group
-        q = _scaled_by_position(module, q, sequence, rank=sp_group.rank)
-        local: Callable[..., Tensor] = functools.partial(
-            local_attention, module, sequence=sequence, pattern=pattern, **kwargs
-        )
-        attention = for_all_queries(local) if why_no_share(module) else local
-        shares = shares_of(
-            attend.layer.config, sp_group.size, q.shape[2], k.shape[2], attend=attention
-        )
-
-        def stock_attention(q, k, v):
-            """Attend by stock Ulysses, which joins heads and head dim of o."""
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            o = self.before(module, q, k, v, attention_mask, **keywords)[0]
-            return o.unflatten(-1, (query.shape[1], -1)) if o.dim() == 3 else o
-
-        baseline = None
-        if attend.layer.policy and baseline_applies(
-            module, q, sequence, pattern=pattern, sp_group=sp_group, keywords=keywords
-        ):
-            stock = stock_of(self)
-            stock_heads = stock.attn_head_count, stock.global_kv_head_count
-            if stock_heads == (q.shape[2], k.shape[2]):
-                baseline = stock_attention
-        o = attend(
-            attention,
-            q,
-            k,
-            v,
-            kwargs=per_head,
-            batch_first=True,
-            sequence_lengths=sequence.lengths,
-            query_chunks=sequence.query_chunks(shares),
-            baseline=baseline,
-        )
-        return o, None
+def _by_stock(
+    stock: Callable, module: Any, mask: Any, keywords: dict[str, Any], *qkv: Tensor
+) -> Tensor:
+    """Attend by stock Ulysses, which joins heads and head dim of o, to q, k, v [b, s/P, h, d]."""
+    o = stock(module, *[x.transpose(1, 2) for x in qkv], mask, **keywords)[0]
+    return o.unflatten(-1, (qkv[0].shape[2], -1)) if o.dim() == 3 else o
 
 
 def _named(function: Callable, options: tuple) -> dict[str, Any]:
@@ -429,7 +273,7 @@ def _named(function: Callable, options: tuple) -> dict[str, Any]:
 
 
 def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:
-    """Replace the factors of Llama 4's ``attn_temperature_tuning`` in q [b, s/P, h, d].
+    """Correct q [b, s/P, h, d] by the factors of Llama 4's ``attn_temperature_tuning``.
 
     `Llama4TextAttention.forward` multiplies q of a layer without RoPE by a factor for each
     position, and counts positions from the first token of this rank. (`driven` leaves such layers
@@ -438,55 +282,231 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
-
-    def scale(position: Tensor) -> Tensor:
-        steps = torch.floor((position + 1.0) / module.floor_scale)
-        return torch.log1p(steps) * module.attn_scale + 1.0
-
     local = torch.arange(q.shape[1], device=q.device, dtype=torch.float32)
+    positions = torch.stack([local + sum(sequence.lengths[:rank]), local])
+    steps = torch.floor((positions + 1.0) / module.floor_scale)
+    factors = torch.log1p(steps) * module.attn_scale + 1.0
     # Never in half precision, in which a factor would be off for a whole position.
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    correct = scale(local + sum(sequence.lengths[:rank])).to(dtype)
-    correction = correct / scale(local).to(dtype)
-    return (q * correction[:, None, None]).to(q.dtype)
+    correct, wrong = factors.to(torch.promote_types(q.dtype, torch.float32))
+    return (q * (correct / wrong)[:, None, None]).to(q.dtype)
 
 
-def bind_function(
-    name: str,
-    module: Any,
-    forwards: Forwards,
-    overlap: OverlapSettings,
-    attention: Callable[[LayerRuntime], ProjectedAttention | LatentAttention] = ProjectedAttention,
-) -> Undo:
-    """Overlap the attention function of a layer; the projections stay the layer's own.
-
-    Runs in `enable`, once the ranks have agreed.
+class Layer:
+    """An attention layer that is overlapped, whole or at its attention function.
 
     Args:
         name: The layer's name.
-        module: The layer.
+        module: The layer. Held weakly, since transformers' table reaches this object.
         forwards: The forwards of its model.
-        overlap: The settings of the model's layers.
-        attention: Makes the overlapped attention of the layer.
+        overlap: The settings of the layer.
 
-    Returns:
-        The function that undoes the rebinding, for `disable`.
+    Attributes:
+        known: What is known of the layer's attention function.
     """
-    functions, implementation = attention_functions(), module.config._attn_implementation
-    if not isinstance(functions[implementation], Dispatch):
-        functions[implementation] = Dispatch(functions[implementation])
-    dispatch = functions[implementation]
-    layer = LayerRuntime(overlap.sp_group, overlap.config, name, overlap.policy)
-    known = function_of(module)[1]
-    dispatch.attend[module] = _Bound(attention(layer), forwards, known)
-    # The forward stays the same. It is rebound so that a copy, which `attend` lacks, is refused.
-    undo_forward = rebind(module, module.forward, whole=False, of_copy=refuse_copy)
 
-    def undo(module: nn.Module) -> None:
-        undo_forward(module)
-        del dispatch.attend[module]
-        # The last layer is gone, and nobody has put another function over this one.
-        if not dispatch.attend and functions[implementation] is dispatch:
-            functions[implementation] = dispatch.before
+    def __init__(self, name: str, module: Any, forwards: Forwards, overlap: OverlapSettings):
+        self.name, self.forwards, self.overlap = name, forwards, overlap
+        self._reference, self.known = weakref.ref(module), function_of(module)[1]
 
-    return undo
+    @property
+    def module(self) -> Any:
+        """The layer."""
+        return self._reference()
+
+    def refuse_unhonoured(
+        self, options: dict[str, Any], sequence: GlobalSequence, pattern: Pattern
+    ) -> None:
+        """Refuse a call whose attention function would do something else than on one rank.
+
+        Args:
+            options: The keywords of the attention function.
+            sequence: The global sequence.
+            pattern: The pattern of the layer's mask.
+
+        Raises:
+            RuntimeError: for an attention function that is another one now.
+            ValueError: for an option or a mask that can't be honoured.
+        """
+        known, kind = self.known, type(self.module).__name__
+        attention = f'attention "{self.module.config._attn_implementation}"'
+        if function_of(self.module)[1] != known:
+            raise RuntimeError(
+                f"{self.name}: {attention} is another function since ds_sp_overlap.enable; call "
+                "ds_sp_overlap.enable again"
+            )
+        option = known.causal if isinstance(known.causal, str) else ""
+        told = getattr(self.module, "is_causal", True), options.get(option)
+        if any(x is not None and not x for x in told):  # guard: causal whatever a layer asks
+            raise ValueError(
+                f"{self.name}: {kind} is told that its attention is not causal "
+                f"({option or 'is_causal'}=False); not supported here"
+            )
+        if options.get("s_aux") is not None and not known.takes_sinks:
+            raise ValueError(
+                f"{self.name}: {kind} has attention sinks (s_aux), which {attention} does not "
+                "honour; use a flash attention"
+            )
+        limited = not sequence.one_document or pattern != Pattern()
+        if known is UNKNOWN and sequence.mask_made and limited:
+            raise ValueError(
+                f"{self.name}: {attention} is given no mask here, and nothing is known of how it "
+                "keeps packed documents and padding apart, or a window; declare it with "
+                "ds_sp_overlap.attention_function"
+            )
+
+    def has_baseline(
+        self,
+        x: Tensor,
+        heads: tuple[int, int],
+        sequence: GlobalSequence,
+        pattern: Pattern,
+        keywords: dict[str, Any],
+    ) -> bool:
+        """Return whether the policy may time stock Ulysses as baseline: it must compute the same.
+
+        Asked in each call. Stock Ulysses must be registered over the same ranks, take the shape, be
+        given position_ids, and drop nothing of the call: it knows no packed documents, windows or
+        uneven local lengths.
+
+        Args:
+            x: [b, s/P, ..]. The layer's hidden states or queries.
+            heads: The query and KV heads.
+            sequence: The global sequence.
+            pattern: The pattern of the layer's mask.
+            keywords: The keywords of the layer's call.
+        """
+        stock = stock_for(self.module) if self.overlap.policy else None
+        if stock is None or refusal_of(stock) is not None:
+            return False
+        same_ranks = (
+            dist.get_process_group_ranks(stock.process_group) == self.overlap.sp_group.ranks
+        )
+        fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
+        same_heads = (stock.attn_head_count, stock.global_kv_head_count) == heads
+        fits = same_ranks and fits_length and same_heads and x.shape[0] == stock.batch_size
+        seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
+        unlimited = all(limit is None or limit >= seq for limit in (pattern.window, pattern.chunk))
+        whole = even and unlimited and sequence.one_document
+        return fits and whole and keywords.get("position_ids") is not None
+
+
+class FunctionLayer(Layer):
+    """A layer that is overlapped at its attention function, and runs its own forward."""
+
+    def make_attention(self) -> ProjectedAttention | LatentAttention:
+        """Make the overlapped attention."""
+        return ProjectedAttention(self.overlap.runtime(self.name))
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, which must call the attention function."""
+        running = self.forwards.running
+        if running is not None and not off_in_eval(self.module):
+            running.note(self.name, self.module)
+        return own(*args, **kwargs)
+
+    def attend(
+        self,
+        stock: Callable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Attend over the global sequence. Collective.
+
+        Args:
+            stock: The attention function in which stock Ulysses may exchange.
+            query: [b, h, s/P, d].
+            key: [b, h_kv, s/P, d]; the latents where these travel.
+            value: [b, h_kv, s/P, d]; the rotated key where latents travel.
+            mask: The attention mask that the layer is given.
+            options: The keywords of the attention function.
+
+        Returns:
+            o [b, s/P, h, d].
+        """
+        module, overlap, options_of_stock = self.module, self.overlap, dict(options)
+        # Under autocast, norms and rotations may have returned fp32.
+        q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        sequence, pattern = self.forwards.of(self.name, module, q, mask=mask, kwargs=options)
+        self.refuse_unhonoured(options, sequence, pattern)
+        per_head = {}
+        if options.get("s_aux") is not None:
+            per_head["s_aux"] = PerHead(options.pop("s_aux"))
+        q = _scaled_by_position(module, q, sequence, rank=overlap.sp_group.rank)
+        attention: Callable[..., Tensor] = functools.partial(
+            local_attention, module, sequence=sequence, pattern=pattern, **options
+        )
+        if why_no_share(module):
+            attention = for_all_queries(attention)
+        heads, baseline = (q.shape[2], k.shape[2]), None
+        if self.has_baseline(q, heads, sequence, pattern, options_of_stock):
+            baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
+        return self.attention(
+            attention,
+            q,
+            k,
+            v,
+            kwargs=per_head,
+            batch_first=True,
+            sequence_lengths=sequence.lengths,
+            query_chunks=sequence.query_chunks(overlap.shares_for(*heads, attention)),
+            baseline=baseline,
+        )
+
+    def bind(self) -> Undo:
+        """Overlap the attention function; `enable` calls this once the ranks have agreed.
+
+        Returns:
+            The function that undoes the rebinding, for `disable`.
+        """
+        functions, implementation = attention_functions(), self.module.config._attn_implementation
+        if not isinstance(functions[implementation], Dispatch):
+            functions[implementation] = Dispatch(functions[implementation])
+        dispatch, self.attention = functions[implementation], self.make_attention()
+        dispatch.layers[self.module] = self
+        undo_forward = rebind(self.module, self.forward, whole=False, of_copy=refuse_copy)
+
+        def undo(module: nn.Module) -> None:
+            undo_forward(module)
+            del dispatch.layers[module]
+            # The last layer is gone, and nobody has put another function over this one.
+            if not dispatch.layers and functions[implementation] is dispatch:
+                functions[implementation] = dispatch.before
+
+        return undo
+
+
+class Dispatch:
+    """An attention function that overlaps some layers, and passes on the calls of all others.
+
+    transformers calls it in every forward of every layer of its implementation, in all models of
+    the process. It stands in the table from `FunctionLayer.bind` until its last layer is given
+    back.
+
+    Args:
+        before: The attention function whose place it takes.
+
+    Attributes:
+        layers: The layers that it overlaps. Weak, so that it keeps no model alive.
+    """
+
+    def __init__(self, before: Callable):
+        self.before = before
+        self.layers: weakref.WeakKeyDictionary[nn.Module, FunctionLayer]
+        self.layers = weakref.WeakKeyDictionary()
+
+    @torch._disable_dynamo
+    def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
+        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None, no weights.
+
+        Collective for a layer that it overlaps.
+        """
+        if module not in self.layers or off_in_eval(module):
+            return self.before(module, query, key, value, attention_mask, *args, **kwargs)
+        if args:
+            kwargs |= _named(function_of(module)[0], args)
+        layer = self.layers[module]
+        return layer.attend(self.before, query, key, value, attention_mask, kwargs), None

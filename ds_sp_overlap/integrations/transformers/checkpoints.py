@@ -29,9 +29,9 @@ SWITCH, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class Checkpoints:
-    """The modules of a model whose checkpoints must save attention; one object per `Host`.
+    """The modules of a model whose checkpoints must save attention.
 
-    The host that is called (the outermost, of several) replaces their functions in its forward.
+    The `Host` that is called (the outermost, of several) replaces their functions in its forward.
 
     Args:
         name: The name of the model, for errors.

@@ -7,11 +7,10 @@ calls its projections and norms and rotates q and k, so that the projections hid
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...attention.arguments import PerHead
 from ...attention.runtime.linear import PURE
@@ -24,16 +23,14 @@ from ..inspect.symbolic_trace import UNUSED
 from ..inspect.tokenwise import is_library_code
 from ..layers import OverlapSettings
 from .attention_function import (
+    Layer,
     attention_of,
-    baseline_applies,
     for_all_queries,
-    function_of,
     local_attention,
-    refuse_unhonoured,
     why_no_share,
 )
 from .forward import Forwards
-from .modules import off_in_eval
+from .modules import by_name, off_in_eval
 from .probe import difference
 
 
@@ -47,20 +44,19 @@ def _attend(module, q, k, v, options, queries=None, **per_head):
     return local_attention(module, q, k, v, queries=queries, **options, **per_head)
 
 
-class Driven:
+class Driven(Layer):
     """An attention layer whose forward `SelfAttention` replaces.
 
     `enable` makes it for a layer whose forward could be read, and rebinds the forward.
 
     Args:
-        where: The layer's name.
+        name: The layer's name.
         module: The layer.
         reader: The reading of its forward.
         forwards: The forwards of its model.
-        settings: The settings of the model's layers.
+        overlap: The settings of the layer.
 
     Attributes:
-        original: The layer's own forward.
         block: The `SelfAttention` that calls the layer's submodules.
         children: The names of these by keywords of the block (`Reading.children`).
         falls_back: Whether a window is left out (`Forwards.fallible`).
@@ -69,12 +65,11 @@ class Driven:
     falls_back = False
 
     def __init__(
-        self, where: str, module: Any, reader: Reader, forwards: Forwards, settings: OverlapSettings
+        self, name: str, module: Any, reader: Reader, forwards: Forwards, overlap: OverlapSettings
     ):
-        self.where, self.module, self.reader = where, module, reader
-        self.forwards, self.settings = forwards, settings
-        reading = reader.reading
-        heads, self.children = reading.heads, reading.children
+        super().__init__(name, module, forwards, overlap)
+        self.reader, reading = reader, reader.reading
+        self.children, self.heads = reading.children, (reading.heads["q"], reading.heads["k"])
         # Cached, so that the same modules are the same Sequential in every call.
         self._joined = functools.lru_cache(maxsize=16)(_join)
         # Functions of input and weight alone, which backward may compute again.
@@ -85,28 +80,23 @@ class Driven:
         attend: Callable = functools.partial(_attend, module)
         self.block = SelfAttention(
             local_attention=for_all_queries(attend) if why_no_share(module) else attend,
-            num_heads=heads["q"],
-            num_kv_heads=heads["k"],
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
             head_dim=reading.head_dim,
             **self._children(),
             first_rows=reading.first_rows,
             norm_last=any(source.last for source in reading.sources.values()),
             rope=None if reading.rotary is None else Rotary(**reading.rotary),
-            sequence_process_group=settings.sp_group.group,
-            config=settings.config,
-            name=where,
-            policy=settings.policy,
+            sequence_process_group=overlap.sp_group.group,
+            config=overlap.config,
+            name=name,
+            policy=overlap.policy,
             heads_alike=True,
             pure=frozenset(pure),
         )
-        self.shares = settings.shares_for(heads["q"], heads["k"], attention_of(where, module))
-        self.known = function_of(module)[1]
-        self.original = module.forward
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self._names = [parameter.name for parameter in parameters]
-        self._takes_keywords = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.shares = overlap.shares_for(*self.heads, attention_of(name, module))
         if self.block.may_window:
-            forwards.fallible[where] = self
+            forwards.fallible[name] = self
 
     def _children(self) -> dict[str, Any]:
         """Return the submodules as they are now, as keywords of `SelfAttention`.
@@ -128,20 +118,13 @@ class Driven:
         self.block.falls_back = False
         return not self.block.can_window(self.block.split_projections())
 
-    def _own(self, arguments: dict[str, Any], x: Tensor) -> Tensor:
-        """Run the layer's own forward, in which stock Ulysses exchanges."""
-        return self.original(**{**arguments, "hidden_states": x})[0]
-
-    def _refuse_difference(self, arguments: dict[str, Any]) -> None:
+    def _refuse_difference(self, own: Callable, arguments: dict[str, Any]) -> None:
         """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
         module, reader = self.module, self.reader
-        # The layer's own forward may lack tables or a mask, which are among the arguments here.
-        if not self._takes_keywords:
-            arguments = {key: value for key, value in arguments.items() if key in self._names}
-        compare = functools.partial(difference, self, arguments, reader.options(module))
-        refuse_difference(reader.probes, self.where, module, self.settings.sp_group, compare)
+        compare = functools.partial(difference, self, own, arguments, reader.options(module))
+        refuse_difference(reader.probes, self.name, module, self.overlap.sp_group, compare)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the block in place of the layer's own forward; return y [b, s/P, m] and no weights.
 
         Collective.
@@ -150,38 +133,33 @@ class Driven:
             ValueError: for a mask that can't be honoured (`Forwards.of`).
             RuntimeError: on all ranks, if the layer's own forward and the block differ on any rank.
         """
-        if off_in_eval(self.module):
-            return self.original(*args, **kwargs)
-        arguments = {**dict(zip(self._names, args)), **kwargs}
+        module, reader, overlap = self.module, self.reader, self.overlap
+        if off_in_eval(module):
+            return own(*args, **kwargs)
+        arguments = by_name(module, args, kwargs)
         # Empty ones: the model's forward refuses a cache that is in use.
         arguments |= dict.fromkeys(arguments.keys() & set(CACHES))
         rest = {key: value for key, value in arguments.items() if key not in UNUSED}
         x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
-        mask, config = rest.pop("attention_mask", None), self.settings.config
+        mask = rest.pop("attention_mask", None)
         self.use()
         self.block.falls_back = self.falls_back
-        sequence, pattern = self.forwards.of(self.where, self.module, x, mask=mask, kwargs=rest)
-        reading, read_options = self.reader.reading, self.reader.options(self.module)
+        sequence, pattern = self.forwards.of(self.name, module, x, mask=mask, kwargs=rest)
         options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
-        if reading.passes_keywords:
+        if reader.reading.passes_keywords:
             options |= rest
         # What the layer passes by itself goes before what its caller passes.
-        options |= read_options
-        refuse_unhonoured(self.where, self.module, self.known, options, sequence, pattern)
-        if self.reader.probes.is_due(self.where, config.check, sequence.lengths):
-            tensors = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
-            self._refuse_difference({**arguments, **tensors})
-        per_head = {key: PerHead(options.pop(key)) for key in reading.per_head}
-        baseline, sp_group = None, self.settings.sp_group
-        if self.settings.policy and baseline_applies(
-            self.module, x, sequence, pattern=pattern, sp_group=sp_group, keywords=arguments
-        ):
-            baseline = functools.partial(self._own, arguments)
+        options |= reader.options(module)
+        self.refuse_unhonoured(options, sequence, pattern)
+        if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
+            self._refuse_difference(own, arguments)
+        per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
+        timed = self.has_baseline(x, self.heads, sequence, pattern, arguments)
         # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
         # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
         y = self.block(
             x,
-            baseline=baseline,
+            baseline=(lambda x: own(**{**arguments, "hidden_states": x})[0]) if timed else None,
             position_embeddings=tables,
             sequence_lengths=sequence.lengths,
             query_chunks=sequence.query_chunks(self.shares),

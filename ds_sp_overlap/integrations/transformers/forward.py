@@ -8,9 +8,9 @@ model itself is rebound (`Host`): it gathers them once, and the layers find them
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from ..inspect.library import CACHES
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import DOCUMENTS, NO_GRAPH, TOKENS, GlobalSequence, Positions
 from .checkpoints import Checkpoints
-from .modules import Watched, first_of, off_in_eval, pretrained
+from .modules import Watched, by_name, first_of, off_in_eval
 
 # Keywords that describe the tokens of this rank alone.
 _LOCAL_KEYWORDS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -57,18 +57,12 @@ class Forwards:
         """Return the names of the layers that fall back on this rank, in ascending order."""
         names = []
         for name, layer in self.fallible.items():
-            try:
+            falls_back = True  # also where a module is gone, of which the layer's own call tells
+            with contextlib.suppress(Exception):
                 falls_back = layer.must_fall_back()
-            except Exception:  # of any kind: a module is gone, of which the layer's own call tells
-                falls_back = True
             if falls_back:
                 names.append(name)
         return sorted(names)
-
-    def fall_back(self, names: Collection[str]) -> None:
-        """Let the layers that are named fall back, and no others, until the next call of this."""
-        for name, layer in self.fallible.items():
-            layer.falls_back = name in names
 
     def sequence_for(self, where: str) -> GlobalSequence | None:
         """Return the global sequence of the forward that is running; None between forwards.
@@ -130,23 +124,6 @@ class Forwards:
         # No mask means plain causal attention.
         return (sequence or self.positions.gather(where, x, position_ids)), Pattern()
 
-    def refuse_empty(self, where: str) -> None:
-        """Raise ValueError, on all ranks, if a rank has no tokens in the forward that is running.
-
-        For layers that run transformers' own code on a rank's tokens, code that fails without any:
-        that rank alone would raise, and the others wait for it.
-
-        Args:
-            where: The name of the layer.
-        """
-        lengths = self.running.sequence.lengths if self.running is not None else ()
-        if 0 in lengths:
-            raise ValueError(
-                f"{where}: sp rank {lengths.index(0)} has no tokens (local lengths {lengths}), for "
-                "which the code of this kind of layer fails; give every rank of the sp group one "
-                "token at least"
-            )
-
 
 class _Running(NamedTuple):
     """A forward of a model that is running.
@@ -154,13 +131,19 @@ class _Running(NamedTuple):
     Attributes:
         host: The model.
         sequence: The global sequence.
+        ran: By name, the modules that ran and may have attended to this rank's tokens alone.
         attended: The names of the layers, and rotary embeddings, that asked for the tokens of all
             ranks.
     """
 
     host: Host
     sequence: GlobalSequence
+    ran: dict[str, nn.Module]
     attended: set[str]
+
+    def note(self, name: str, module: nn.Module, *_: Any) -> None:
+        """Note that a module ran; a hook of the module, or called by it."""
+        self.ran[name] = module
 
 
 def _given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
@@ -179,77 +162,77 @@ class Host:
         name: The model's name, for errors.
         model: The model.
         forwards: Its forwards.
-        layers: The layers that are overlapped, by name.
-        configs: The configs whose models make masks for these layers.
-        namespaces: The globals of the models that make masks for recurrent layers.
-        hands_on_mask: Whether the model makes no masks, but hands its mixers the one it is given.
-        checkpoints: The checkpoints in the model.
-        watched: Checks that the layers are still in place.
+        layer: Its first attention layer; the model itself if all its layers are mixers.
+        own_code: The names of the layers that run transformers' code on this rank's tokens.
+        checkpoints: The checkpoints in the model that `enable` was given.
+        watched: Checks that its layers are still in place.
+        has_looked: Whether units of FSDP were looked for that were made since `enable`.
     """
 
     name: str
     model: nn.Module
     forwards: Forwards
-    layers: dict[str, Any]
-    configs: list[Any]
-    namespaces: list[dict[str, Any]]
-    hands_on_mask: bool
+    layer: Any
+    own_code: list[str]
     checkpoints: Checkpoints
     watched: Watched
-
-    def __post_init__(self) -> None:
-        self._parameters = list(inspect.signature(type(self.model).forward).parameters)[1:]
-        self._original, self._has_looked = self.model.forward, False
-        self._first_layer = next(iter(self.layers.values()))
-        # The layers, overlapped at their attention function, that must still be seen to exchange.
-        self._unseen = dict(self.watched.functions)
-        # Not all modules: those that are replaced later would be kept alive.
-        inner = (module for module in self.model.modules() if isinstance(module, pretrained()))
-        self._inside = {*inner} - {self.model}
+    has_looked: bool = False
 
     @torch._disable_dynamo(recursive=False)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gather positions and masks of all ranks, and run the model's own forward.
 
         Collective. Returns what the model's own forward returns.
         """
         outer, masks = self.forwards.running, self.forwards.masks
         # An outer model has gathered already, or stock Ulysses is off in evaluation.
-        has_gathered = (
-            outer is not None and self.model in outer.host._inside
-        )  # guard: not another model
-        if has_gathered or off_in_eval(self._first_layer):
-            return self._original(*args, **kwargs)
-        self.watched.refuse_changed()
-        arguments = {**dict(zip(self._parameters, args)), **kwargs}
-        implementation = self._first_layer.config._attn_implementation
-        if not self._has_looked:  # for units of FSDP that were made since `enable`
+        inside = [] if outer is None else [*outer.host.model.modules()][1:]
+        has_gathered = self.model in inside  # guard: not another model
+        if has_gathered or off_in_eval(self.layer):
+            return own(*args, **kwargs)
+        arguments = by_name(self.model, args, kwargs)
+        if not self.has_looked:
             sharded.look_for_units(self.model)
-            self._has_looked = True
+            self.has_looked = True
+        implementation = self.layer.config._attn_implementation
         with (
             self._running(arguments) as sequence,
             self.checkpoints.keeping(),
-            masks.for_attention(self.name, sequence, implementation, configs=self.configs),
+            masks.for_attention(self.name, sequence, implementation),
         ):
-            self.forwards.fall_back(sequence.fallbacks)
-            for name in self.watched.functions:  # they run transformers' code on this rank's tokens
-                self.forwards.refuse_empty(name)
-            if self.hands_on_mask:  # guard: mixers find their sequence
+            for name, layer in self.forwards.fallible.items():
+                layer.falls_back = name in sequence.fallbacks
+            self._refuse_empty(sequence.lengths)
+            # A model of mixers alone may make no masks, but hand on the mask that it is given.
+            hands_on = self.layer is self.model and not masks.namespaces
+            if hands_on:  # guard: mixers find their sequence
                 # By the placeholder a checkpoint finds the sequence of its forward.
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())
-                return self._original(**{**arguments, "attention_mask": mask})
-            recurrent = masks.for_recurrent(sequence, self.namespaces)
+                return own(**{**arguments, "attention_mask": mask})
+            recurrent = masks.for_recurrent(sequence)
             with recurrent:  # guard: recurrent layers are told
-                return self._original(*args, **kwargs)
+                return own(*args, **kwargs)
+
+    def _refuse_empty(self, lengths: list[int]) -> None:
+        """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
+
+        That code fails without tokens: the rank alone would raise, and the others wait for it.
+        """
+        if self.own_code and 0 in lengths:
+            raise ValueError(
+                f"{self.own_code[0]}: sp rank {lengths.index(0)} has no tokens (local lengths "
+                f"{lengths}), for which the code of this kind of layer fails; give every rank of "
+                "the sp group one token at least"
+            )
 
     @contextlib.contextmanager
     def _running(self, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
         """Gather the global sequence and hold it while the body runs the forward. Collective.
 
         Raises:
-            RuntimeError: after the body, if a module ran that should exchange, and did not: one of
-                ``_unseen``, or one that `Watched` found to be another one than in `enable`.
+            RuntimeError: after the body, if a module ran that should exchange, and did not: a layer
+                at its attention function, or one of `Watched.suspects`.
         """
         forwards, cache = self.forwards, _given(arguments, CACHES)
         sequence = forwards.positions.gather(
@@ -261,33 +244,38 @@ class Host:
             names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
             told={key: x for key in DOCUMENTS if (x := arguments.get(key)) is not None},
         )
-        watched = {**self._unseen, **self.watched.foreign()}
-        ran, attended, hooks = set[str](), set[str](), []
-        for name, module in watched.items():
-            # The default binds the name of this module, not that of the last one.
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
-        outer, forwards.running = forwards.running, _Running(self, sequence, attended)
+        running, outer, hooks = _Running(self, sequence, {}, set()), forwards.running, []
+        for name, module in self.watched.suspects().items():
+            ran = functools.partial(running.note, name)
+            hooks.append(module.register_forward_pre_hook(ran))
+        forwards.running = running
         try:
             yield sequence
         finally:
             forwards.running = outer
             for hook in hooks:
                 hook.remove()
-        if local := sorted(ran - attended):
+        if local := sorted(running.ran.keys() - running.attended):
             raise RuntimeError(
-                f"{first_of(local[0], watched[local[0]], len(local))} ran without an exchange, "
+                f"{first_of(local[0], running.ran[local[0]], len(local))} ran without an exchange, "
                 "each rank with its own tokens alone: it was put into the model or changed, or its "
                 "forward replaced or set back, since ds_sp_overlap.enable (disable of a model that "
                 "shares it does so; call enable again), or it calls none of transformers' "
                 "attention functions, which is not supported here"
             )
-        # Each layer of ``_unseen`` is checked once.
-        for name in ran:
-            self._unseen.pop(name, None)
 
 
-def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:
-    """Return a forward for a rotary embedding whose frequencies depend on the largest position.
+def run_with_largest_position(
+    name: str,
+    module: nn.Module,
+    forwards: Forwards,
+    own: Callable,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a rotary embedding whose frequencies depend on the largest position.
 
     Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
 
@@ -295,31 +283,29 @@ def stretched(name: str, module: nn.Module, forwards: Forwards) -> Callable:
         name: The name of the rotary embedding.
         module: The rotary embedding.
         forwards: The forwards of its model.
+        own: The forward of the rotary embedding.
+        x: Gives the dtype of the tables.
+        position_ids: [b, s/P], or with more dims in front.
+        *args: More arguments for ``own``.
+        **kwargs: More keyword arguments for ``own``.
 
-    Returns:
-        The forward that `enable` binds. Raises RuntimeError outside of the model's forward.
+    Raises:
+        RuntimeError: outside of the model's forward.
     """
-    original = module.forward
-
-    def with_largest_position(x, position_ids, *args, **kwargs):
-        sequence = forwards.sequence_for(name)
-        if sequence is None:
-            if off_in_eval(module):
-                return original(x, position_ids, *args, **kwargs)
-            raise RuntimeError(
-                f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
-                "of the whole sequence, which is known in the model's forward only; call the model"
-            )
-        # The positions of one rank would give other frequencies than those of the whole sequence.
-        # So the embedding is given the largest position of the global sequence as one more token,
-        # whose table row is cut off again.
-        token = position_ids[..., :1]
-        largest = torch.full_like(
-            token, sequence.largest_position
-        )  # guard: the longest of all ranks
-        tables = original(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
-        if not isinstance(tables, tuple):
-            return tables[..., :-1, :].contiguous()
-        return tuple(table[..., :-1, :].contiguous() for table in tables)
-
-    return with_largest_position
+    sequence = forwards.sequence_for(name)
+    if sequence is None:
+        if off_in_eval(module):
+            return own(x, position_ids, *args, **kwargs)
+        raise RuntimeError(
+            f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
+            "of the whole sequence, which is known in the model's forward only; call the model"
+        )
+    # The positions of one rank would give other frequencies than those of the whole sequence. So
+    # the embedding is given the largest position of the global sequence as one more token, whose
+    # table row is cut off again.
+    token, most = position_ids[..., :1], sequence.largest_position
+    largest = torch.full_like(token, most)  # guard: the longest of all ranks
+    tables = own(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
+    if not isinstance(tables, tuple):
+        return tables[..., :-1, :].contiguous()
+    return tuple(table[..., :-1, :].contiguous() for table in tables)

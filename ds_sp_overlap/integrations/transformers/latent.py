@@ -13,20 +13,18 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
-from ...attention.layer import LayerRuntime
-from ..inspect.library import digest, source_of
+from ..inspect.library import digest, replaced, source_of
 from ..layers import OverlapSettings, kind_of
-from ..rebinding import Undo, rebind
-from .attention_function import bind_function
+from .attention_function import FunctionLayer
 from .forward import Forwards
-from .modules import off_in_eval, refuse_copy
+from .modules import off_in_eval
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
 # Digests of the sources of ``expand_kv`` that compute the same as `LatentAttention`.
@@ -97,11 +95,8 @@ def why_not(layer: Any, size: int) -> str | None:
     return ""
 
 
-class _Expansion:
-    """Takes the place of a layer's ``expand_kv``.
-
-    Args:
-        module: The layer.
+class LatentLayer(FunctionLayer):
+    """A layer whose latents travel instead of its k and v; `why_not` is empty for it.
 
     Attributes:
         falls_back: Whether k and v travel (`Forwards.fallible`).
@@ -109,70 +104,34 @@ class _Expansion:
 
     falls_back = False
 
-    def __init__(self, module: Any):
-        self.module = module
+    def __init__(self, name: str, module: Any, forwards: Forwards, overlap: OverlapSettings):
+        super().__init__(name, module, forwards, overlap)
+        self.code = _code_of(type(module))
+        forwards.fallible[name] = self
+
+    def make_attention(self) -> LatentAttention:
+        runtime, nope_dim = self.overlap.runtime(self.name), self.module.qk_nope_head_dim
+        return LatentAttention(runtime, lambda: getattr(self.module, PROJECTION), nope_dim)
 
     def must_fall_back(self) -> bool:
         """Return whether k and v travel in place of the latents, by this rank's modules."""
         # An adapter around the projection expands all latents itself.
         return not can_expand_rows(getattr(self.module, PROJECTION))  # guard: adapters are heard
 
-    def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what travels in place of k and v."""
+    def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what travels in place of k and v; takes the place of ``expand_kv``."""
         if off_in_eval(self.module) or self.falls_back or self.must_fall_back():
             return type(self.module).expand_kv(self.module, latent, rotated)
         return latent, rotated
 
-
-def bind(name: str, module: Any, forwards: Forwards, overlap: OverlapSettings) -> Undo:
-    """Rebind a layer so that its latents travel instead of its k and v.
-
-    Runs in `enable`, once the ranks have agreed, for a layer for which `why_not` is empty.
-
-    Args:
-        name: The layer's name.
-        module: The layer.
-        forwards: The forwards of its model.
-        overlap: The settings of the model's layers.
-
-    Returns:
-        The function that undoes the rebinding.
-    """
-    # Weak, since the global table of attention functions holds `attention`, and must not keep the
-    # model alive. All else here lives with the model.
-    module_reference = weakref.ref(module)
-    # Taken before `bind_function` rebinds the forward.
-    nope_dim, original = module.qk_nope_head_dim, module.forward
-    code = _code_of(type(module))
-
-    def attention(layer: LayerRuntime) -> LatentAttention:
-        """Make the attention that `bind_function` puts in place of the layer's."""
-        return LatentAttention(layer, lambda: getattr(module_reference(), PROJECTION), nope_dim)
-
-    unbind_function = bind_function(name, module, forwards, overlap=overlap, attention=attention)
-
-    expand = forwards.fallible[name] = _Expansion(module)
-
     @torch._disable_dynamo(recursive=False)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, which calls `expand` in place of ``expand_kv``."""
-        if _code_of(type(module)) != code:  # guard: latents are expanded as was read
+        if _code_of(type(self.module)) != self.code:  # guard: latents are expanded as was read
             raise RuntimeError(
-                f"{name}: {type(module).__name__} computes something else since its class was given "
-                "another forward or expand_kv; call ds_sp_overlap.enable again"
+                f"{self.name}: {type(self.module).__name__} computes something else since its "
+                "class was given another forward or expand_kv; call ds_sp_overlap.enable again"
             )
-        forwards.refuse_empty(name)
         # The attribute is there only while the layer's forward runs.
-        vars(module)[EXPAND] = expand
-        try:
-            return original(*args, **kwargs)
-        finally:
-            vars(module).pop(EXPAND, None)
-
-    undo_forward = rebind(module, forward, whole=False, of_copy=refuse_copy)
-
-    def undo(module: nn.Module) -> None:
-        undo_forward(module)
-        unbind_function(module)
-
-    return undo
+        with replaced(vars(self.module), EXPAND, self.expand):
+            return FunctionLayer.forward(self, own, *args, **kwargs)

@@ -24,29 +24,12 @@ from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
 from ..layers import Binds, FoundLayer, OverlapSettings
 from ..rebinding import rebind
 from ..sequence.masks import RECURRENT
-from . import latent, mixers
-from .attention_function import Dispatch, attention_of, bind_function, function_of
+from . import latent, mixers, modules
+from .attention_function import Dispatch, FunctionLayer, attention_of, function_of
 from .checkpoints import Checkpoints
 from .driven import Driven
-from .forward import Forwards, Host, stretched
-from .mixers_by_states import CCA
-from .modules import (
-    Watched,
-    goes_by_length,
-    goes_by_mask,
-    is_attention,
-    models_around,
-    pretrained,
-    refuse_copy,
-    refuse_prompts,
-    refuse_unexchanged,
-    stock_for,
-    stock_of,
-    takes_tokens,
-    unfit,
-    why_not,
-    without_stock,
-)
+from .forward import Forwards, Host, run_with_largest_position
+from .mixers_by_states import Cca
 
 # Why no more is overlapped of a layer that runs its own forward.
 OWN = "projections stay its own, and nobody looked whether tokens meet outside attention"
@@ -58,7 +41,7 @@ def find_group(model: nn.Module) -> Any:
 
     None if it is not, if ``model`` has no config, or if transformers isn't loaded.
     """
-    stock = None if attention_functions() is None else stock_for(model)
+    stock = None if attention_functions() is None else modules.stock_for(model)
     return None if stock is None else stock.process_group
 
 
@@ -66,7 +49,7 @@ def is_pretrained(model: nn.Module) -> bool:
     """Return whether ``model`` is, or contains, a model of transformers."""
     if attention_functions() is None:
         return False
-    return any(isinstance(module, pretrained()) for module in model.modules())
+    return any(isinstance(module, modules.pretrained()) for module in model.modules())
 
 
 def unregister(model: nn.Module) -> None:
@@ -80,7 +63,7 @@ def unregister(model: nn.Module) -> None:
     configs = [getattr(module, "config", None) for module in model.modules()]
     for name in {getattr(config, "_attn_implementation", None) for config in configs}:
         # Each registration wraps the one before.
-        while (stock := stock_of(function := functions.get(name))) is not None:
+        while (stock := modules.stock_of(function := functions.get(name))) is not None:
             if isinstance(function, Dispatch):
                 # It overlaps layers of another model, which stays overlapped.
                 function.before = stock.attn
@@ -88,7 +71,7 @@ def unregister(model: nn.Module) -> None:
                 functions[name] = stock.attn
 
 
-def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundLayer], Binds]:
+def find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
     """Find the attention layers of a transformers model, and the modules around them.
 
     `enable` calls it on every rank, and rebinds what it returns once the ranks have agreed. Nothing
@@ -97,59 +80,57 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> tuple[list[FoundL
     Args:
         model: The model.
         overlap: The settings of its layers.
+        binds: The other modules whose forward must be rebound are added here.
 
     Returns:
-        The layers, and the other modules whose forward must be rebound; both empty for a model of
-        another framework.
+        The layers; none for a model of another framework.
 
     Raises:
         ValueError: if ``head_groups`` is out of range, tokens meet outside an exchange, or a layer
             can be served neither here nor by stock Ulysses.
     """
     if attention_functions() is None:
-        return [], {}
-    refuse_prompts(model)
-    search = _Search(model, overlap)
-    refuse_unexchanged(search.modules, search.mixers)
-    for name, module in search.modules.items():
+        return []
+    modules.refuse_prompts(model)
+    search = _Search(model, overlap, binds)
+    modules.refuse_unexchanged(search.named, search.mixers)
+    for name, module in search.named.items():
         config = getattr(module, "config", None)
-        if is_attention(module) and hasattr(config, "_attn_implementation"):
+        if modules.is_attention(module) and hasattr(config, "_attn_implementation"):
             search.add_attention(name, module)
     search.add_mixers()
     search.add_hosts()
-    return search.layers, search.binds
+    return search.layers
 
 
 class _Search:
     """Collects the attention layers of one model; `find_layers` calls its methods in their order.
 
     Attributes:
-        modules: The modules of the model by name.
-        mixers: The recurrent and convolutional layers by name, each with the name and module of the
-            innermost model around it.
+        named: The modules of the model by name.
+        mixers: The recurrent and convolutional layers by name.
         layers: The layers that were found.
-        hosted: For the name of each model around overlapped layers, these layers by name.
-        unseen: The names of layers that must be seen to call their attention function.
+        hosted: For the name of each model around overlapped layers, the first attention layer; the
+            model itself if all its layers are mixers.
+        own_code: The names of layers that run transformers' code on this rank's tokens.
         saving: The layers whose attention is saved over checkpoints.
         known: The readings of forwards; layers that are alike share a reading.
         binds: The other modules whose forward must be rebound.
     """
 
-    def __init__(self, model: nn.Module, overlap: OverlapSettings):
-        self.model, self.overlap = model, overlap
+    def __init__(self, model: nn.Module, overlap: OverlapSettings, binds: Binds):
+        self.model, self.overlap, self.binds = model, overlap, binds
         self.forwards = Forwards(overlap.sp_group, overlap.config)
-        self.modules = dict(model.named_modules())
-        self.mixers: dict[str, tuple[str, nn.Module]] = {}
-        for name, module in self.modules.items():
-            if mixers.mixer_of(module):
-                if models := models_around(name, self.modules):
-                    self.mixers[name] = models[0]
+        self.named = dict(model.named_modules())
+        self.mixers: dict[str, nn.Module] = {}
+        for name, module in self.named.items():
+            if mixers.mixer_of(module) and modules.models_around(name, self.named):
+                self.mixers[name] = module
         self.layers: list[FoundLayer] = []
-        self.hosted: dict[str, dict[str, nn.Module]] = {}
-        self.unseen: set[str] = set()
+        self.hosted: dict[str, nn.Module] = {}
+        self.own_code = [*self.mixers]
         self.saving: set[nn.Module] = set()
         self.known: list[Reader] = []
-        self.binds: Binds = {}
 
     def add_attention(self, name: str, module: Any) -> None:
         """Find out how an attention layer is overlapped, and add it to ``layers``.
@@ -157,25 +138,24 @@ class _Search:
         Raises:
             ValueError: if neither this package nor stock Ulysses can exchange for it.
         """
-        models = models_around(name, self.modules)
+        models = modules.models_around(name, self.named)
         # A layer without a ``bind`` is left as it is: here no exchange is needed.
-        if models and not takes_tokens(models[0][1]):
+        if models and not modules.takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
-            self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
-            self.binds[module] = functools.partial(
-                rebind, module, without_stock(module), whole=False
-            )
+            self.layers.append(FoundLayer(name, module, lacks=lacks))
+            forward = functools.partial(modules.run_without_stock, module)
+            self.binds[module] = functools.partial(rebind, module, forward, whole=False)
             return
-        if (reason := why_not(name, module, models)) is not None:
+        if (reason := modules.why_not(name, module, models)) is not None:
             raise ValueError(
                 f"{name} ({type(module).__name__}): {reason}; not supported with sequence "
                 "parallelism"
             )
         self._refuse_going_by_mask(name, models)
         # Stock Ulysses can exchange for it, or `why_not` had a reason.
-        if (reason := unfit(module.config._attn_implementation)) is not None:
+        if (reason := modules.unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
-            self.layers.append(FoundLayer(name, module, got="", lacks=lacks))
+            self.layers.append(FoundLayer(name, module, lacks=lacks))
             return
         overlap, (function, known) = self.overlap, function_of(module)
         if not known.heads_alike:
@@ -192,8 +172,8 @@ class _Search:
             self._add_driven(name, module, reader, overlap)
         # Any of these may be the outermost model that is called, which gathers for the others.
         for at, outer in models:
-            if takes_tokens(outer):
-                self.hosted.setdefault(at, {})[name] = module
+            if modules.takes_tokens(outer):
+                self.hosted.setdefault(at, module)
 
     def _refuse_going_by_mask(self, name: str, models: list[tuple[str, nn.Module]]) -> None:
         """Raise ValueError if a module between a layer and its model goes by the mask being None.
@@ -203,8 +183,8 @@ class _Search:
         """
         around = name.rpartition(".")[0]
         while models and around != models[0][0]:
-            module = self.modules[around]
-            if goes_by_mask(module):
+            module = self.named[around]
+            if modules.goes_by_mask(module):
                 raise ValueError(
                     f"{around} ({type(module).__name__}): its forward goes by attention_mask being "
                     "None, and here it is never None; not supported with sequence parallelism. "
@@ -235,7 +215,7 @@ class _Search:
             if keyword.endswith("_proj"):
                 linear.update({part: getattr(module, part) for part in parts})
         got, lacks = overlap.of_driven(driven.block, linear, attention_of(name, module))
-        bind = functools.partial(rebind, module, driven.forward, of_copy=refuse_copy)
+        bind = functools.partial(rebind, module, driven.forward, of_copy=modules.refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
         if driven.block.saves_over_checkpoints():
             self.saving.add(module)
@@ -249,26 +229,22 @@ class _Search:
             unknown: The reason why its forward is not known.
             overlap: The layer's settings.
         """
-        heads, kv_heads = heads_here(module)
+        heads = heads_here(module)
         # Empty if latents travel in place of k and v; None for a layer that has none.
         no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
             why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
-            groups = overlap.groups_for(heads, 1, why)
-            got = f"latent attention, {overlap.describe_groups(groups)}"
-            lacks = overlap.why_not_more("its projections are called whole", groups)
-            bind = functools.partial(latent.bind, name, module, self.forwards, overlap)
+            reason = "its projections are called whole"
+            groups, lacks = overlap.describe((heads[0], 1), why, reason)
+            got = f"latent attention, {groups}"
         else:
-            asked = heads, kv_heads, attention_of(name, module)
-            groups, shares = overlap.groups_for(*asked), overlap.shares_for(*asked)
-            got = f"attention function, {overlap.describe_groups(groups, shares)}"
-            reason = no_latents or f"{type(module).__name__}: {unknown}"
-            lacks = overlap.why_not_more(f"{reason}; {OWN}", groups)
-            bind = functools.partial(bind_function, name, module, self.forwards, overlap)
-        # The layer runs its own forward. Each forward of the model checks that the layer has called
-        # its attention function, where it is overlapped.
-        self.unseen.add(name)
-        self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
+            reason = f"{no_latents or f'{type(module).__name__}: {unknown}'}; {OWN}"
+            groups, lacks = overlap.describe(heads, attention_of(name, module), reason)
+            got = f"attention function, {groups}"
+        kind = latent.LatentLayer if no_latents == "" else FunctionLayer
+        layer = kind(name, module, self.forwards, overlap)
+        self.own_code.append(name)
+        self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=layer.bind))
 
     def add_mixers(self) -> None:
         """Add the mixers, once the models that host attention layers are known.
@@ -276,12 +252,12 @@ class _Search:
         Raises:
             ValueError: if AutoTP cut one.
         """
-        for name, (at, model) in self.mixers.items():
-            module = self.modules[name]
-            if at not in self.hosted:
+        for name, module in self.mixers.items():
+            (at, model), *outer = modules.models_around(name, self.named)
+            if outer and at not in self.hosted:
                 # Models of mixers alone take no position_ids. The outermost one is given them.
-                at, model = models_around(name, self.modules)[-1]
-                self.hosted.setdefault(at, {})[name] = model
+                at, model = outer[-1]
+            self.hosted.setdefault(at, model)
             if is_cut(module):
                 raise ValueError(
                     f"{name} ({type(module).__name__}): AutoTP cut its projections, which is not "
@@ -295,43 +271,36 @@ class _Search:
         """Add the models around the layers, which gather positions and masks; and the rotary
         embeddings whose frequencies depend on the largest position.
         """
-        configs = []
+        masks = self.forwards.masks
         # Masks are made with the config of the model, or of the language model in it.
         for at in self.hosted:
-            config: Any = self.modules[at].config
-            configs += [config, config.get_text_config()]
+            config: Any = self.named[at].config
+            masks.configs += [config, config.get_text_config()]
         # The globals of a file once, however many layers the file defines. Mamba's models make no
         # masks.
-        files = [names_around(self.modules[name]) for name in self.mixers]
+        files = map(names_around, self.mixers.values())
         namespaces = {id(names): names for names in files if RECURRENT in names}
+        masks.namespaces += namespaces.values()
         bound = {layer.name: layer.module for layer in self.layers if layer.bind is not None}
-        for name, module in self.modules.items():
-            if goes_by_length(module):
+        for name, module in self.named.items():
+            if modules.goes_by_length(module):
                 bound[name] = module
-                forward = stretched(name, module, self.forwards)
+                forward = functools.partial(run_with_largest_position, name, module, self.forwards)
                 self.binds[module] = functools.partial(rebind, module, forward)
-        for at, layers in self.hosted.items():
-            name, model = at or type(self.model).__name__, self.modules[at]
-            functions = {key: layer for key, layer in layers.items() if key in self.unseen}
-            inside = {key: x for key, x in bound.items() if not at or key.startswith(f"{at}.")}
-            host = Host(
-                name,
-                model,
-                self.forwards,
-                layers=layers,
-                configs=configs,
-                namespaces=list(namespaces.values()),
-                hands_on_mask=layers.keys() <= self.mixers.keys() and not namespaces,
-                checkpoints=Checkpoints(name, model, self.saving, self.overlap.config),
-                watched=Watched(at, model, functions, bound=inside),
-            )
+        whole = type(self.model).__name__
+        checkpoints = Checkpoints(whole, self.model, self.saving, self.overlap.config)
+        watched = modules.Watched(self.model, bound)
+        for at, layer in self.hosted.items():
+            inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
+            model, forwards = self.named[at], self.forwards
+            host = Host(at or whole, model, forwards, layer, inside, checkpoints, watched=watched)
             self.binds[model] = functools.partial(
-                rebind, model, host.forward, whole=False, of_copy=refuse_copy
+                rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )
 
 
-def layer_shape(model: str) -> dict[str, int | None]:
-    """Return the sizes of a layer, and the number of layers, from a model's config.
+def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
+    """Return the sizes of a layer, and the model on the meta device, from a model's config.
 
     ``ds-sp-overlap plan --model`` asks for them.
 
@@ -339,15 +308,15 @@ def layer_shape(model: str) -> dict[str, int | None]:
         model: A name, a folder or a file.
 
     Returns:
-        The sizes, by the options of ``plan`` (``kv_heads`` for ``--kv-heads``); None for a size
-        that the config doesn't give.
+        The sizes and the number of layers, by the options of ``plan`` (``kv_heads`` for
+        ``--kv-heads``), None for one that the config doesn't give; and the model.
 
     Raises:
         OSError: if there is no config.
         ValueError: if it can't be read.
         ImportError: without transformers.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model).get_text_config()
     names = {
@@ -358,29 +327,12 @@ def layer_shape(model: str) -> dict[str, int | None]:
         "intermediate": "intermediate_size",
         "layers": "num_hidden_layers",
     }
-    return {key: getattr(config, name, None) for key, name in names.items()}
-
-
-def model_of(model: str) -> nn.Module:
-    """Return the model of a config, on the meta device.
-
-    ``ds-sp-overlap plan --model`` asks for it.
-
-    Args:
-        model: A name, a folder or a file.
-
-    Raises:
-        OSError: if there is no config.
-        ValueError: if it can't be read.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        made = AutoModelForCausalLM.from_config(config)
+    return {key: getattr(config, name, None) for key, name in names.items()}, made
 
 
-def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, Mixer | None]]]:
+def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, type[Mixer] | None]]]:
     """Return the layers that mix tokens, by the names of their types; none without mixers.
 
     A mixer comes with its description. Zaya's are projections of its attention, and left out.
@@ -388,7 +340,7 @@ def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, Mixer | N
     found: dict[str, list] = {}
     for module in model.modules():
         mixer = mixers.mixer_of(module)
-        if is_attention(module) or (mixer is not None and mixer is not CCA):
+        if modules.is_attention(module) or (mixer is not None and mixer is not Cca):
             found.setdefault(type(module).__name__, []).append((module, mixer))
     has_mixers = any(mixer for layers in found.values() for _, mixer in layers)
     return found if has_mixers else {}

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import ByHeads, Mixer, Sections, Source
+from ...attention.mixer import Mixer, Sections, Source
 from ..inspect.library import names_around, own_class
-from .mixers_by_states import PER_HEAD, convolve, in_proj_parts, reach
+from .mixers_by_states import PER_HEAD, StandIn, convolve, in_proj_parts, itself
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
     """Return x [b, s/P, count, d], which may come with heads and head dim flattened."""
     return x if x.dim() == 4 else x.unflatten(-1, (count, -1))
-
-
-# Gated delta nets have many heads of v, and few of q and k, each for several of v. So v, with the
-# input of rate b and decay a behind it, travels in place of q, and q in place of v. Kimi's delta
-# attention has as many heads of q and k as of v, and a decay for each channel.
-
-
-def _counts(layer: Any) -> tuple[int, int]:
-    """Return the heads of v, and those of q and k."""
-    if hasattr(layer, "forget_gate"):
-        return layer.num_heads, layer.num_heads
-    return layer.num_v_heads, layer.num_k_heads
 
 
 def _with_rates(v: Tensor, b: Tensor, a: Tensor) -> Tensor:
@@ -41,264 +25,273 @@ def _with_rates(v: Tensor, b: Tensor, a: Tensor) -> Tensor:
     return torch.cat([_heads(v, heads), b.unsqueeze(-1), a.unflatten(-1, (heads, -1))], -1)
 
 
-def _fused_sources(layer: Any, splits: bool) -> list[Source]:
-    def project(x: Tensor) -> list[Tensor]:
-        projected = layer.in_proj_qkvz(x), layer.in_proj_ba(x)
-        q, k, v, z, b, a = layer.fix_query_key_value_ordering(*projected)
+class _DeltaNet(Mixer):
+    """A gated delta net, with many heads of v, and few of q and k, each for several of v.
+
+    So v, with the input of rate b and decay a behind it, travels in place of q, and q in place of v.
+
+    Attributes:
+        norm_and_out: The names of the gated norm and the output projection.
+    """
+
+    late, by_heads = ["z"], "delta rule"
+    norm_and_out = "norm", "out_proj"
+
+    def counts(self) -> tuple[int, int]:
+        """Return the heads of v, and those of q and k."""
+        return self.layer.num_v_heads, self.layer.num_k_heads
+
+    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+        """Return weight and bias of the convolution, the decays, and what is added to a."""
+        few, many = self.layer.head_k_dim, self.layer.head_v_dim
+        return self._learned(self.layer, few, many)
+
+    def _learned(self, gate: Any, few: int, many: int) -> list[tuple[Tensor | None, Sections]]:
+        """Return the parameters, with those of a gate, for the dims of heads of k and of v."""
+        convolution, (heads, _) = self.layer.conv1d, self.counts()
+        channels: Sections = (("k", few), ("k", few), ("q", many))
+        return [
+            (convolution.weight, channels),
+            (convolution.bias, channels),
+            (gate.A_log.flatten(), PER_HEAD),
+            (gate.dt_bias.view(heads, -1), PER_HEAD),
+        ]
+
+    def mix(self, vba: Tensor, k: Tensor, q: Tensor, *learned: Any) -> Tensor:
+        """Compute the convolution and the delta rule of some heads, as the layer's forward does.
+
+        Args:
+            vba: [b, s, h', ..]. v with b and a behind it.
+            k: [b, s, h_k', d_k].
+            q: [b, s, h_k', d_k].
+            *learned: Those of `parameters` for these heads: weights of the convolution for the
+                channels of q, k and v, [channels, 1, taps]; biases [channels], or None; the
+                logarithm of the decay of each head, [h']; what is added to a, [h', ..].
+
+        Returns:
+            o [b, s, h', d_v].
+        """
+        layer, (taps, taps_bias, decay, bias) = self.layer, learned
+        v, b, a = vba.split([vba.shape[-1] - 1 - bias.shape[-1], 1, bias.shape[-1]], -1)
+        flat = [x.flatten(2) for x in (q, k, v)]
+        joined, taps = torch.cat(flat, -1).transpose(1, 2), taps.squeeze(1)
+        convolution = names_around(layer)["causal_conv1d_fn"]
+        mixed = convolution(joined, taps, taps_bias, activation=layer.activation).transpose(1, 2)
+        parts = zip(mixed.split([x.shape[-1] for x in flat], -1), (q, k, v))
+        beta = b.squeeze(-1).sigmoid()
+        output, *_ = names_around(layer)[self.rule](
+            *[x.unflatten(-1, like.shape[2:]) for x, like in parts],
+            g=self._log_decay(a, decay, bias),
+            beta=beta * 2.0 if getattr(layer, "allow_neg_eigval", False) else beta,
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output
+
+    rule = "torch_chunk_gated_delta_rule"
+
+    def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        """Return the logarithm of each token's decay, [b, s, h']."""
+        return -decay.float().exp() * F.softplus(a.float() + bias).squeeze(-1)
+
+    def merge(self, o: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
+        norm, out = [getattr(self.layer, name) for name in self.norm_and_out]
+        width = o.shape[-1]
+        y = norm(o.reshape(-1, width), given["z"].reshape(-1, width))
+        return out(y.view(o.shape).flatten(2))
+
+
+class Fused(_DeltaNet):
+    """Qwen3-Next's delta net, with two projections."""
+
+    def sources(self, splits: bool) -> list[Source]:
+        return [Source("qkvz", self._project)]
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        projected = self.layer.in_proj_qkvz(x), self.layer.in_proj_ba(x)
+        q, k, v, z, b, a = self.layer.fix_query_key_value_ordering(*projected)
         return [_with_rates(v, b, a), k, q, z]
 
-    return [Source("qkvz", project)]
 
+class Split(_DeltaNet):
+    """Qwen3.5's delta net, with four projections."""
 
-def _split_sources(layer: Any, splits: bool) -> list[Source]:
-    def project(x: Tensor) -> list[Tensor]:
+    def sources(self, splits: bool) -> list[Source]:
+        return [Source("qkv", self._project), Source("z", self.layer.in_proj_z)]
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        layer, (_, few) = self.layer, self.counts()
         q, k, v = layer.in_proj_qkv(x).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-        q, k = _heads(q, layer.num_k_heads), _heads(k, layer.num_k_heads)
-        return [_with_rates(v, layer.in_proj_b(x), layer.in_proj_a(x)), k, q]
-
-    return [Source("qkv", project), Source("z", layer.in_proj_z)]
+        rated = _with_rates(v, layer.in_proj_b(x), layer.in_proj_a(x))
+        return [rated, _heads(k, few), _heads(q, few)]
 
 
-def _separate_sources(
-    decay: Sequence[str], gate: Sequence[str], layer: Any, splits: bool
-) -> list[Source]:
-    """Return the projections of a layer that has one for each result.
+class Separate(_DeltaNet):
+    """OLMo Hybrid's delta net, with a projection for each result.
 
-    Args:
+    Attributes:
         decay: The names of the modules that make the input of the decay, one after another.
         gate: Those that make the gate.
-        layer: The layer.
-        splits: Has no effect.
     """
-    few = _counts(layer)[1]
 
-    def through(names: Sequence[str], x: Tensor) -> Tensor:
+    decay: Sequence[str] = ["a_proj"]
+    gate: Sequence[str] = ["g_proj"]
+    norm_and_out = "o_norm", "o_proj"
+
+    def sources(self, splits: bool) -> list[Source]:
+        layer, (_, few) = self.layer, self.counts()
+        return [
+            Source("q", self._rated),
+            Source("k", lambda x: _heads(layer.k_proj(x), few)),
+            Source("v", lambda x: _heads(layer.q_proj(x), few)),
+            Source("z", lambda x: self._through(self.gate, x)),
+        ]
+
+    def _rated(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        return _with_rates(layer.v_proj(x), layer.b_proj(x), self._through(self.decay, x))
+
+    def _through(self, names: Sequence[str], x: Tensor) -> Tensor:
         for name in names:
-            x = layer.get_submodule(name)(x)
+            x = self.layer.get_submodule(name)(x)
         return x
 
-    return [
-        Source("q", lambda x: _with_rates(layer.v_proj(x), layer.b_proj(x), through(decay, x))),
-        Source("k", lambda x: _heads(layer.k_proj(x), few)),
-        Source("v", lambda x: _heads(layer.q_proj(x), few)),
-        Source("z", lambda x: through(gate, x)),
-    ]
+
+class Bailing(Separate):
+    """Bailing Hybrid's delta net: as many heads of q and k as of v, and a decay for each channel."""
+
+    decay = ["forget_gate.f_proj"]
+    rule = "chunk_kimi_delta_attention"
+
+    def counts(self) -> tuple[int, int]:
+        return self.layer.num_heads, self.layer.num_heads
+
+    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+        return self._learned(self.layer.forget_gate, self.layer.head_dim, self.layer.head_dim)
+
+    def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        """Return the log decay of each channel of some heads, by the forward of the forget gate.
+
+        Args:
+            a: [b, s, h', d]. The result of the gate's projections.
+            decay: [h']. Its ``A_log`` for these heads.
+            bias: [h', d]. Its ``dt_bias`` for these heads.
+        """
+        gate = self.layer.forget_gate
+        if gate.A_log.dim() == 4:
+            decay = decay.view(1, 1, -1, 1)
+        # The projections are behind it: their results are its input.
+        projections = dict.fromkeys(("f_a_proj", "f_b_proj", "f_proj"), itself)
+        heads = dict(num_heads=len(bias), A_log=decay, dt_bias=bias.flatten())
+        return StandIn(gate, **heads, **projections).run(a.flatten(2))
 
 
-def _learned(layer: Any) -> list[tuple[Tensor | None, Sections]]:
-    """Return weight and bias of the convolution, the decays, and what is added to a."""
-    gate = getattr(layer, "forget_gate", layer)
-    is_kimi = gate is not layer
-    few = layer.head_dim if is_kimi else layer.head_k_dim
-    many = layer.head_dim if is_kimi else layer.head_v_dim
-    channels: Sections = (("k", few), ("k", few), ("q", many))
-    return [
-        (layer.conv1d.weight, channels),
-        (layer.conv1d.bias, channels),
-        (gate.A_log.flatten(), PER_HEAD),
-        (gate.dt_bias.view(_counts(layer)[0], -1), PER_HEAD),
-    ]
+class Kimi(Bailing):
+    """Kimi Linear's delta net, with two projections each for decay and gate."""
+
+    decay = ["forget_gate.f_a_proj", "forget_gate.f_b_proj"]
+    gate = ["g_a_proj", "g_b_proj"]
 
 
-def _delta_rule(
-    layer: Any,
-    vba: Tensor,
-    k: Tensor,
-    q: Tensor,
-    taps: Tensor,
-    taps_bias: Tensor | None,
-    decay: Tensor,
-    bias: Tensor,
-) -> Tensor:
-    """Compute the convolution and the delta rule of some heads, as the layer's forward does.
+class Mamba1(Mixer):
+    """Mamba 1, whose decays are numbers for each channel and state.
 
-    Args:
-        layer: The layer.
-        vba: [b, s, h', ..]. v with b and a behind it.
-        k: [b, s, h_k', d_k].
-        q: [b, s, h_k', d_k].
-        taps: [channels, 1, taps]. Weights of the convolution for the channels of q, k and v.
-        taps_bias: [channels], or None.
-        decay: [h']. The logarithm of the decay of each head.
-        bias: [h', ..]. Added to a.
-
-    Returns:
-        o [b, s, h', d_v].
+    in_proj gives x, which is convolved, and the gate z; x_proj gives the latent of dt, B and C,
+    which are the same for all channels.
     """
-    names, is_kimi = names_around(layer), hasattr(layer, "forget_gate")
-    rule = names["chunk_kimi_delta_attention" if is_kimi else "torch_chunk_gated_delta_rule"]
-    v, b, a = vba.split([vba.shape[-1] - 1 - bias.shape[-1], 1, bias.shape[-1]], -1)
-    flat = [x.flatten(2) for x in (q, k, v)]
-    mixed = names["causal_conv1d_fn"](
-        torch.cat(flat, -1).transpose(1, 2),
-        taps.squeeze(1),
-        taps_bias,
-        activation=layer.activation,
-    )
-    mixed = mixed.transpose(1, 2).split([x.shape[-1] for x in flat], -1)
-    beta = b.squeeze(-1).sigmoid()
-    if is_kimi:
-        g = _kimi_decay(layer.forget_gate, a, decay, bias)
-    else:
-        g = -decay.float().exp() * F.softplus(a.float() + bias).squeeze(-1)
-    output, *_ = rule(
-        *(x.unflatten(-1, like.shape[2:]) for x, like in zip(mixed, (q, k, v))),
-        g=g,
-        beta=beta * 2.0 if getattr(layer, "allow_neg_eigval", False) else beta,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=True,
-    )
-    return output
 
+    split, late, by_heads = "in_proj", ["z"], "selective scan"
 
-def _kimi_decay(gate: Any, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-    """Return the log decay of each channel of some heads, by the forward of Kimi's forget gate.
+    def sources(self, splits: bool) -> list[Source]:
+        size = self.layer.intermediate_size
+        return in_proj_parts(self.layer, splits, {"x": size, "z": size})
 
-    Args:
-        gate: The forget gate.
-        a: [b, s, h', d]. The result of its projections.
-        decay: [h']. Its ``A_log`` for these heads.
-        bias: [h', d]. Its ``dt_bias`` for these heads.
-    """
-    own = {name: value for name, value in vars(gate).items() if not name.startswith("_")}
-    heads = dict(
-        num_heads=len(decay),
-        A_log=decay.view(1, 1, -1, 1) if gate.A_log.dim() == 4 else decay,
-        dt_bias=bias.flatten(),
-    )
-    # The projections are behind it: their results are its input.
-    projections = dict.fromkeys(("f_a_proj", "f_b_proj", "f_proj"), lambda x: x)
-    inner = types.SimpleNamespace(**{**own, **heads, **projections})
-    return inspect.unwrap(type(gate).forward)(inner, a.flatten(2))
+    def reach(self) -> int:
+        return self.layer.conv_kernel_size - 1
 
+    def convolve(self, x: Tensor) -> Tensor:
+        return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
 
-def _delta_merge(layer: Any, o: Tensor, given: dict[str, Tensor]) -> Tensor:
-    """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
-    # OLMo Hybrid and Kimi have the second pair of names.
-    norm, out = ("norm", "out_proj") if hasattr(layer, "out_proj") else ("o_norm", "o_proj")
-    width = o.shape[-1]
-    y = getattr(layer, norm)(o.reshape(-1, width), given["z"].reshape(-1, width))
-    return getattr(layer, out)(y.view(o.shape).flatten(2))
+    def inputs(self, given: dict[str, Tensor]) -> list[Source]:
+        """Return the source of x by channels; of dt's latent; and of B and C."""
+        return [Source("qkv", self._project)]
 
-
-def _delta_net(sources: Callable[[Any, bool], Sequence[Source]]) -> Mixer:
-    """Return the description of the delta nets with these projections."""
-    rule = ByHeads("delta rule", _counts, _delta_rule, _learned)
-    return Mixer(sources, _delta_merge, late=["z"], heads=rule)
-
-
-FUSED, SPLIT = _delta_net(_fused_sources), _delta_net(_split_sources)
-SEPARATE = _delta_net(functools.partial(_separate_sources, ["a_proj"], ["g_proj"]))
-KIMI = _delta_net(
-    functools.partial(
-        _separate_sources,
-        ["forget_gate.f_a_proj", "forget_gate.f_b_proj"],
-        ["g_a_proj", "g_b_proj"],
-    )
-)
-BAILING = _delta_net(functools.partial(_separate_sources, ["forget_gate.f_proj"], ["g_proj"]))
-
-# Mamba 1: decays are numbers for each channel and state. in_proj gives x, which is convolved, and
-# the gate z; x_proj gives the latent of dt, B and C, which are the same for all channels, or for
-# those of one of Zamba's heads.
-
-
-def _mamba1_sources(layer: Any, splits: bool) -> list[Source]:
-    return in_proj_parts(layer, splits, ["x", "z"], [layer.intermediate_size] * 2)
-
-
-def _zamba_sources(layer: Any, splits: bool) -> list[Source]:
-    return [Source("xz", lambda x: layer.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1))]
-
-
-def _mamba1_inputs(layer: Any, given: dict[str, Tensor]) -> list[Source]:
-    """Return the source of x by channels; of dt's latent; and of B and C."""
-
-    def project(x: Tensor) -> list[Tensor]:
-        if hasattr(layer, "x_proj"):
-            latent = layer.x_proj(x).unsqueeze(2)
-        else:
-            by_heads = _heads(x, layer.n_mamba_heads).unsqueeze(-2)
-            latent = (by_heads @ layer.x_proj_weight.transpose(1, 2)).squeeze(-2)
-        few = layer.ssm_state_size
-        dt, b, c = latent.split([layer.time_step_rank, few, few], -1)
+    def _project(self, x: Tensor) -> list[Tensor]:
+        layer, few = self.layer, self.layer.ssm_state_size
+        dt, b, c = self._latent(x).split([layer.time_step_rank, few, few], -1)
         if hasattr(layer, "dt_layernorm"):
             dt, b, c = layer.dt_layernorm(dt), layer.b_layernorm(b), layer.c_layernorm(c)
         return [x.unsqueeze(-1), dt, torch.cat([b, c], -1)]
 
-    return [Source("qkv", project)]
+    def _latent(self, x: Tensor) -> Tensor:
+        return self.layer.x_proj(x).unsqueeze(2)
 
+    def counts(self) -> tuple[int, int]:
+        """Return the number of channels, and of the heads that dt, B and C have.
 
-def _channels(layer: Any) -> tuple[int, int]:
-    """Return the number of channels, and of the heads that dt, B and C have.
+        Raises:
+            ValueError: for a projection of dt whose weight can't be cut by channels.
+        """
+        layer = self.layer
+        if own_class(type(layer.dt_proj)) is not nn.Linear:
+            raise ValueError(
+                f"{type(layer).__name__}: its dt_proj is a {type(layer.dt_proj).__name__}, whose "
+                "weight can't be cut by channels; leave dt_proj out of the adapter or quantisation"
+            )
+        return layer.intermediate_size, 1
 
-    Raises:
-        ValueError: for a projection of dt whose weight can't be cut by channels.
-    """
-    projection = getattr(layer, "dt_proj", None)
-    if projection is not None and own_class(type(projection)) is not nn.Linear:
-        raise ValueError(
-            f"{type(layer).__name__}: its dt_proj is a {type(projection).__name__}, whose weight "
-            "can't be cut by channels; leave dt_proj out of the adapter or quantisation"
+    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+        """Return weight and bias of dt's projection, the decays, and D, [channels, ..] each."""
+        layer, dt = self.layer, self.layer.dt_proj
+        return [(x, PER_HEAD) for x in (dt.weight, dt.bias, layer.A_log, layer.D)]
+
+    def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
+        """Scan some channels; as many of them, one after another, share each head of dt, B, C."""
+        layer, heads = self.layer, dt.shape[2]
+        options = dict(use_associative_scan=layer.use_associative_scan)
+        options |= dict(use_mambapy=getattr(layer, "use_mambapy", False))
+        of_heads = zip(
+            x.chunk(heads, 2), dt.unbind(2), bc.unbind(2), *[p.chunk(heads) for p in parameters]
         )
-    return layer.intermediate_size, getattr(layer, "n_mamba_heads", 1)
-
-
-def _mamba1_parameters(layer: Any) -> list[tuple[Tensor | None, Sections]]:
-    """Return weight and bias of dt's projection, the decays, and D, [channels, ..] each."""
-    if hasattr(layer, "dt_proj"):
-        tensors = [layer.dt_proj.weight, layer.dt_proj.bias, layer.A_log, layer.D]
-    else:
-        of_heads = layer.dt_proj_weight, layer.dt_proj_bias, layer.A_log, layer.D
-        tensors = [x.flatten(0, 1) for x in of_heads]
-    return [(x, PER_HEAD) for x in tensors]
-
-
-def _mamba1_scan(layer: Any, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
-    """Scan some channels; as many of them, one after another, share each head of dt, B and C."""
-    scan, heads = names_around(layer)["mamba_selective_scan"], dt.shape[2]
-    of_heads = zip(
-        x.chunk(heads, 2), dt.unbind(2), bc.unbind(2), *(p.chunk(heads) for p in parameters)
-    )
-    mixed = []
-    for x_head, dt_head, bc_head, weight, bias, a_log, d in of_heads:
-        b, c = bc_head.transpose(1, 2).chunk(2, 1)
-        mixed.append(
-            scan(
+        mixed = []
+        for x_head, dt_head, bc_head, weight, bias, a_log, d in of_heads:
+            y = names_around(layer)["mamba_selective_scan"](
                 x_head.squeeze(-1).transpose(1, 2),
                 weight @ dt_head.transpose(1, 2),
                 -torch.exp(a_log.float()),
-                b,
-                c,
+                *bc_head.transpose(1, 2).chunk(2, 1),
                 D=d.float(),
                 z=None,
                 delta_bias=bias.float(),
                 delta_softplus=True,
-                use_mambapy=getattr(layer, "use_mambapy", False),
-                use_associative_scan=layer.use_associative_scan,
+                **options,
             )
-        )
-    return torch.cat(mixed, 1).transpose(1, 2).unsqueeze(-1).to(x.dtype)
+            mixed.append(y)
+        return torch.cat(mixed, 1).transpose(1, 2).unsqueeze(-1).to(x.dtype)
+
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return self.layer.out_proj(y.squeeze(-1) * F.silu(given["z"]))
 
 
-def _mamba1_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-    return layer.out_proj(y.squeeze(-1) * F.silu(given["z"]))
+class Zamba(Mamba1):
+    """Zamba's Mamba 1, whose dt, B and C are the same for the channels of a head."""
 
+    split = ""
 
-MAMBA1 = Mixer(
-    _mamba1_sources,
-    _mamba1_merge,
-    late=["z"],
-    reach=reach,
-    convolve=functools.partial(convolve, "conv1d", "activation"),
-    heads=ByHeads(
-        "selective scan",
-        _channels,
-        _mamba1_scan,
-        _mamba1_parameters,
-        _mamba1_inputs,
-    ),
-    split=["in_proj"],
-)
-ZAMBA = dataclasses.replace(MAMBA1, sources=_zamba_sources, split=[])
+    def sources(self, splits: bool) -> list[Source]:
+        in_proj = self.layer.in_proj
+        return [Source("xz", lambda x: in_proj(x).unflatten(-1, (-1, 2)).unbind(-1))]
+
+    def _latent(self, x: Tensor) -> Tensor:
+        by_heads = _heads(x, self.layer.n_mamba_heads).unsqueeze(-2)
+        return (by_heads @ self.layer.x_proj_weight.transpose(1, 2)).squeeze(-2)
+
+    def counts(self) -> tuple[int, int]:
+        return self.layer.intermediate_size, self.layer.n_mamba_heads
+
+    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+        layer = self.layer
+        of_heads = layer.dt_proj_weight, layer.dt_proj_bias, layer.A_log, layer.D
+        return [(x.flatten(0, 1), PER_HEAD) for x in of_heads]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import ByHeads, Mixer, Sections, Source, States
+from ...attention.mixer import Mixer, Sections, Source
 from ..inspect.library import names_around
 
 # Of a parameter with a row for each head.
@@ -30,273 +28,245 @@ def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor]
     return [functools.partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
 
 
-def in_proj_parts(layer: Any, splits: bool, names: list[str], sizes: list[int]) -> list[Source]:
-    """Return the sources of the results of ``in_proj`` that lie end to end."""
+def in_proj_parts(layer: Any, splits: bool, sizes: dict[str, int]) -> list[Source]:
+    """Return the sources of the results of ``in_proj`` that lie end to end, by name and size."""
     if splits:
-        rows = _rows(layer.in_proj, sizes)
-        return [Source([name], project) for name, project in zip(names, rows)]
-    return [Source(names, lambda x: layer.in_proj(x).split(sizes, -1))]
+        rows = _rows(layer.in_proj, [*sizes.values()])
+        return [Source([name], project) for name, project in zip(sizes, rows)]
+    return [Source([*sizes], lambda x: layer.in_proj(x).split([*sizes.values()], -1))]
 
 
-def convolve(child: str, activation: str, layer: Any, x: Tensor) -> Tensor:
+def convolve(layer: Any, convolution: nn.Conv1d, x: Tensor, **options: Any) -> Tensor:
     """Return the causal convolution of one document [b, n, channels]."""
-    convolution, function = getattr(layer, child), names_around(layer)["causal_conv1d_fn"]
-    weight, channels_first = convolution.weight.squeeze(1), x.transpose(1, 2)
-    options = dict(activation=getattr(layer, activation)) if activation else {}
-    return function(channels_first, weight, convolution.bias, **options).transpose(1, 2)
+    function, weight = names_around(layer)["causal_conv1d_fn"], convolution.weight.squeeze(1)
+    return function(x.transpose(1, 2), weight, convolution.bias, **options).transpose(1, 2)
 
 
-def reach(layer: Any) -> int:
-    """Return how many tokens before a token its convolution needs."""
-    return layer.conv_kernel_size - 1
+class StandIn:
+    """Stands for a module in the module's own forward, with other values for some attributes."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, **others: Any):
+        vars(self).update(others, module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def run(self, *args: Any) -> Any:
+        """Run the module's own forward, undecorated."""
+        return inspect.unwrap(type(self.module).forward)(self, *args)
 
 
-# Short convolutions: out_proj(c * convolution(b * v)), where in_proj gives b, c and v.
-
-
-def _short_sources(layer: Any, splits: bool) -> list[Source]:
-    if splits:
-        b, c, v = _rows(layer.in_proj, [layer.conv.in_channels] * 3)
-        return [Source(["x"], lambda x: b(x) * v(x)), Source(["c"], c)]
-
-    def whole(x: Tensor) -> list[Tensor]:
-        b, c, v = layer.in_proj(x).chunk(3, -1)
-        return [b * v, c]
-
-    return [Source(["x", "c"], whole)]
-
-
-SHORT = Mixer(
-    sources=_short_sources,
-    merge=lambda layer, y, given: layer.out_proj(given["c"] * y),
-    beside=["c"],
-    reach=reach,
-    convolve=functools.partial(convolve, "conv", ""),
-    split=["in_proj"],
-)
-
-# Mamba 2: in_proj gives the gate z; x, B and C, which are convolved; and dt.
-
-
-def _mamba2_sizes(layer: Any) -> list[int]:
-    return [layer.intermediate_size, layer.conv1d.in_channels, layer.num_heads]
-
-
-def _mamba2_sources(layer: Any, splits: bool) -> list[Source]:
-    return in_proj_parts(layer, splits, ["z", "x", "dt"], _mamba2_sizes(layer))
-
-
-def _falcon_sources(layer: Any, splits: bool) -> list[Source]:
-    """Return the projections of a Mamba 2 of Falcon-H1, which are scaled."""
-
-    def scaled(x: Tensor) -> Sequence[Tensor]:
-        y = layer.in_proj(x * layer.ssm_in_multiplier) * layer.mup_vector
-        return y.split(_mamba2_sizes(layer), -1)
-
-    return [Source(["z", "x", "dt"], scaled)]
-
-
-def _mamba2_parts(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x [b, n, h, d], B and C [b, n, groups, n_state] of the convolution's result."""
-    few = layer.n_groups * layer.ssm_state_size
-    inner, b, c = x.split([layer.intermediate_size, few, few], -1)
-    b, c = (y.unflatten(-1, (layer.n_groups, layer.ssm_state_size)) for y in (b, c))
-    return inner.unflatten(-1, (layer.num_heads, layer.head_dim)), b, c
-
-
-def _mamba2_kernel(
-    layer: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
-) -> Any:
-    """Run the kernel on some heads; ``learned`` are their decays, D, and what is added to dt."""
-    a_log, d, bias = learned
-    return names_around(layer)["mamba2_chunk_scan"](
-        x,
-        dt,
-        -torch.exp(a_log.float()),
-        b,
-        c,
-        chunk_size=layer.chunk_size,
-        D=d,
-        dt_bias=bias,
-        dt_softplus=True,
-        dt_limit=layer.time_step_limit,
-        **options,
-    )
-
-
-def _mamba2_scan(layer: Any, x: Tensor, dt: Tensor) -> tuple[Tensor, Any]:
-    inner, b, c = _mamba2_parts(layer, x)
-    learned = layer.A_log, layer.D, layer.dt_bias
-    results = _mamba2_kernel(layer, inner, dt, b, c, *learned, return_final_states=True)
-    return results if isinstance(results, tuple) else (results, None)
-
-
-def _mamba2_log_decay(layer: Any, x: Tensor, dt: Tensor) -> Tensor:
-    step = F.softplus(dt.float() + layer.dt_bias.float())
-    step = step.clamp(*layer.time_step_limit)  # guard: the step that the scan takes
-    return -torch.exp(layer.A_log.float()) * step
-
-
-def _mamba2_read(layer: Any, state: Tensor, x: Tensor, dt: Tensor) -> Tensor:
-    *_, c = _mamba2_parts(layer, x)
-    grouped = state.unflatten(1, (layer.n_groups, -1)).flatten(2, 3)
-    y = torch.einsum("bsgn,bgqn->bsgq", c.to(state.dtype), grouped)
-    return y.reshape(*y.shape[:2], layer.num_heads, layer.head_dim)
-
-
-def _mamba2_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-    z, y = given["z"], y.flatten(2)
-    y = layer.norm(y, z) if getattr(layer, "mamba_rms_norm", True) else y * F.silu(z)
-    return layer.out_proj(y.to(z.dtype))
-
-
-def _mamba2_inputs(layer: Any, given: dict[str, Tensor]) -> list[Source]:
-    """Return the source of x, with dt behind each head; of B; and of C."""
-
-    def project(x: Tensor) -> list[Tensor]:
-        inner, b, c = _mamba2_parts(layer, x)
-        return [torch.cat([inner, given["dt"].unsqueeze(-1)], -1), b, c]
-
-    return [Source("qkv", project)]
-
-
-def _mamba2_of_heads(layer: Any, x_dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor) -> Tensor:
-    x, dt = x_dt.split([layer.head_dim, 1], -1)
-    return _mamba2_kernel(layer, x, dt.squeeze(-1), b, c, *learned)
-
-
-MAMBA2 = Mixer(
-    sources=_mamba2_sources,
-    merge=_mamba2_merge,
-    beside=["dt"],
-    late=["z"],
-    reach=reach,
-    convolve=functools.partial(convolve, "conv1d", "activation"),
-    states=States(
-        _mamba2_scan, _mamba2_log_decay, _mamba2_read, lambda layer: _mamba2_sizes(layer)[1:]
-    ),
-    heads=ByHeads(
-        "scan without final states",
-        lambda layer: (layer.num_heads, layer.n_groups),
-        _mamba2_of_heads,
-        lambda layer: [(x, PER_HEAD) for x in (layer.A_log, layer.D, layer.dt_bias)],
-        _mamba2_inputs,
-    ),
-    split=["in_proj"],
-)
-FALCON = dataclasses.replace(MAMBA2, sources=_falcon_sources, split=[])
-
-# Lightning attention: the loop over blocks stands in the forward, which also returns the state.
-
-
-def _itself(x: Tensor) -> Tensor:
-    """Stand in for a module of a forward that is called for what it does between its modules."""
+def itself(x: Tensor) -> Tensor:
+    """Stand for a module, in a forward that is run for what it does between its modules."""
     return x
 
 
-def _open(x: Tensor) -> Tensor:
-    """Stand in for the projection of a gate, so that the gate is 1."""
-    return x.new_full((), float("inf"))
+class Short(Mixer):
+    """A short convolution: out_proj(c * convolution(b * v)), where in_proj gives b, c and v."""
+
+    split, beside = "in_proj", ["c"]
+
+    def sources(self, splits: bool) -> list[Source]:
+        layer = self.layer
+        if splits:
+            b, c, v = _rows(layer.in_proj, [layer.conv.in_channels] * 3)
+            return [Source(["x"], lambda x: b(x) * v(x)), Source(["c"], c)]
+        return [Source(["x", "c"], self._project)]
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        b, c, v = self.layer.in_proj(x).chunk(3, -1)
+        return [b * v, c]
+
+    def reach(self) -> int:
+        return self.layer.conv_kernel_size - 1
+
+    def convolve(self, x: Tensor) -> Tensor:
+        return convolve(self.layer, self.layer.conv, x)
+
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return self.layer.out_proj(given["c"] * y)
 
 
-def _lightning_scan(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    names = ("block_size", "head_dim", "num_attention_heads", "slope_rate", "query_decay")
-    known = {name: getattr(layer, name) for name in (*names, "key_decay", "diagonal_decay")}
-    modules = dict.fromkeys(("act_fn", "qkv_proj", "norm", "out_proj"), _itself)
-    inner = types.SimpleNamespace(**known, **modules, output_gate=_open)
-    y, state = inspect.unwrap(type(layer).forward)(inner, x, None, None)
-    return y.unflatten(-1, (layer.num_attention_heads, -1)), state
+class Mamba2(Mixer):
+    """Mamba 2: in_proj gives the gate z; x, B and C, which are convolved; and dt."""
+
+    split, beside, late = "in_proj", ["dt"], ["z"]
+    by_states, by_heads = True, "scan without final states"
+
+    def _sizes(self) -> dict[str, int]:
+        layer = self.layer
+        sizes = layer.intermediate_size, layer.conv1d.in_channels, layer.num_heads
+        return dict(zip(("z", "x", "dt"), sizes))
+
+    def sources(self, splits: bool) -> list[Source]:
+        return in_proj_parts(self.layer, splits, self._sizes())
+
+    def reach(self) -> int:
+        return self.layer.conv_kernel_size - 1
+
+    def convolve(self, x: Tensor) -> Tensor:
+        return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x [b, n, h, d], B and C [b, n, groups, n_state] of the convolution's result."""
+        layer, groups = self.layer, self.layer.n_groups
+        few = groups * layer.ssm_state_size
+        inner, b, c = x.split([layer.intermediate_size, few, few], -1)
+        inner = inner.unflatten(-1, (layer.num_heads, layer.head_dim))
+        return inner, b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
+
+    def _kernel(
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
+    ) -> Any:
+        """Run the kernel on some heads; ``learned`` are those of `parameters` for these heads."""
+        layer, (a_log, d, bias) = self.layer, learned
+        options |= dict(chunk_size=layer.chunk_size, dt_softplus=True)
+        options |= dict(D=d, dt_bias=bias, dt_limit=layer.time_step_limit)
+        scan = names_around(layer)["mamba2_chunk_scan"]
+        return scan(x, dt, -torch.exp(a_log.float()), b, c, **options)
+
+    def scan(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Any]:
+        inner, b, c = self.parts(x)
+        learned = [x for x, _ in self.parameters()]
+        results = self._kernel(inner, dt, b, c, *learned, return_final_states=True)
+        return results if isinstance(results, tuple) else (results, None)
+
+    def log_decay(self, x: Tensor, dt: Tensor) -> Tensor:
+        step = F.softplus(dt.float() + self.layer.dt_bias.float())
+        step = step.clamp(*self.layer.time_step_limit)  # guard: the step that the scan takes
+        return -torch.exp(self.layer.A_log.float()) * step
+
+    def read(self, state: Tensor, x: Tensor, dt: Tensor) -> Tensor:
+        *_, c = self.parts(x)
+        grouped = state.unflatten(1, (self.layer.n_groups, -1)).flatten(2, 3)
+        y = torch.einsum("bsgn,bgqn->bsgq", c.to(state.dtype), grouped)
+        return y.reshape(*y.shape[:2], self.layer.num_heads, self.layer.head_dim)
+
+    def widths(self) -> list[int]:
+        return [*self._sizes().values()][1:]
+
+    def counts(self) -> tuple[int, int]:
+        return self.layer.num_heads, self.layer.n_groups
+
+    def parameters(self) -> list[tuple[Tensor, Sections]]:
+        """Return the decays, D, and what is added to dt."""
+        return [(x, PER_HEAD) for x in (self.layer.A_log, self.layer.D, self.layer.dt_bias)]
+
+    def inputs(self, given: dict[str, Tensor]) -> list[Source]:
+        """Return the source of x, with dt behind each head; of B; and of C."""
+
+        def project(x: Tensor) -> list[Tensor]:
+            inner, b, c = self.parts(x)
+            return [torch.cat([inner, given["dt"].unsqueeze(-1)], -1), b, c]
+
+        return [Source("qkv", project)]
+
+    def mix(self, x_dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor) -> Tensor:
+        x, dt = x_dt.split([self.layer.head_dim, 1], -1)
+        return self._kernel(x, dt.squeeze(-1), b, c, *learned)
+
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
+        layer, z, y = self.layer, given["z"], y.flatten(2)
+        y = layer.norm(y, z) if getattr(layer, "mamba_rms_norm", True) else y * F.silu(z)
+        return layer.out_proj(y.to(z.dtype))
 
 
-def _lightning_log_decay(layer: Any, x: Tensor) -> Tensor:
-    return -layer.slope_rate.float().view(1, 1, -1).expand(*x.shape[:2], -1)
+class Falcon(Mamba2):
+    """The Mamba 2 of Falcon-H1, whose projections are scaled."""
+
+    split = ""
+
+    def sources(self, splits: bool) -> list[Source]:
+        sizes = self._sizes()
+        return [Source([*sizes], lambda x: self._project(x).split([*sizes.values()], -1))]
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self.layer.in_proj(x * self.layer.ssm_in_multiplier) * self.layer.mup_vector
 
 
-def _lightning_read(layer: Any, state: Tensor, x: Tensor) -> Tensor:
-    q = x.unflatten(-1, (layer.num_attention_heads, -1))[..., : layer.head_dim]
-    return (q.transpose(1, 2).to(state.dtype) @ state).transpose(1, 2)
+class Lightning(Mixer):
+    """Lightning attention: the loop over blocks stands in the forward, which returns the state."""
+
+    late, by_states = ["z"], True
+
+    def sources(self, splits: bool) -> list[Source]:
+        layer = self.layer
+        qkv = Source(["x"], lambda x: layer.act_fn(layer.qkv_proj(x)))
+        return [qkv, Source(["z"], layer.output_gate)]
+
+    def scan(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        modules = dict.fromkeys(("act_fn", "qkv_proj", "norm", "out_proj"), itself)
+        # The gate is 1.
+        inner = StandIn(self.layer, **modules, output_gate=lambda x: x.new_full((), float("inf")))
+        y, state = inner.run(x, None, None)
+        return y.unflatten(-1, (self.layer.num_attention_heads, -1)), state
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return -self.layer.slope_rate.float().view(1, 1, -1).expand(*x.shape[:2], -1)
+
+    def read(self, state: Tensor, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (self.layer.num_attention_heads, -1))[..., : self.layer.head_dim]
+        return (q.transpose(1, 2).to(state.dtype) @ state).transpose(1, 2)
+
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
+        y = F.sigmoid(given["z"]) * self.layer.norm(y.flatten(2))
+        return self.layer.out_proj(y), None
 
 
-def _lightning_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
-    return layer.out_proj(F.sigmoid(given["z"]) * layer.norm(y.flatten(2))), None
+class Lru(Mixer):
+    """RG-LRU: a state and a decay for each channel.
+
+    The unit's own forward runs, which starts the document anew where a position is 0. A stand-in for
+    the unit takes the state.
+    """
+
+    late, by_states, by_positions = ["z"], True, True
+
+    def sources(self, splits: bool) -> list[Source]:
+        layer = self.layer
+        return [Source("x", layer.linear_x), Source("z", lambda x: layer.act_fn(layer.linear_y(x)))]
+
+    def reach(self) -> int:
+        return self.layer.conv1d_width - 1
+
+    def convolve(self, x: Tensor) -> Tensor:
+        return self.layer.conv_1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+    def scan(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        unit = StandIn(self.layer.rg_lru, recurrent_states=None)
+        return unit.run(x, positions).unsqueeze(-1), unit.recurrent_states.unsqueeze(-1)
+
+    def log_decay(self, x: Tensor, positions: Tensor) -> Tensor:
+        # The decay that the scan is given, rounded as it is there.
+        given = {"_rnn_scan": lambda recurrent_gate, **_: (recurrent_gate, None)}
+        y = StandIn(self.layer.rg_lru, recurrent_states=None, **given).run(x, positions).float()
+        return y.clamp_min(torch.finfo(y.dtype).tiny).log()
+
+    def read(self, state: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        return state.unsqueeze(1)
+
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
+        return self.layer.linear_out(y.squeeze(-1) * given["z"]), None
 
 
-LIGHTNING = Mixer(
-    sources=lambda layer, splits: [
-        Source(["x"], lambda x: layer.act_fn(layer.qkv_proj(x))),
-        Source(["z"], layer.output_gate),
-    ],
-    merge=_lightning_merge,
-    late=["z"],
-    states=States(_lightning_scan, _lightning_log_decay, _lightning_read),
-)
+class Cca(Mixer):
+    """Zaya's compressed convolutional attention, which makes q, k and v of a few tokens.
 
-# RG-LRU: a state and a decay for each channel. The unit's own forward runs, with a stand-in for the
-# unit, for the state; it starts the document anew where a position is 0.
+    Its own forward runs on them. v has half of each head from the token before.
+    """
 
-_UNIT = (
-    "num_attention_heads", "block_width", "recurrent_param", "input_gate_weight", "input_gate_bias",
-    "recurrent_gate_weight", "recurrent_gate_bias",
-)  # fmt: skip
+    def sources(self, splits: bool) -> list[Source]:
+        return [Source("x", itself)]
 
+    def reach(self) -> int:
+        return max(1, self.layer.conv_kernel_size)
 
-def _lru(layer: Any, x: Tensor, positions: Tensor, scan: Callable[..., Any]) -> tuple[Tensor, Any]:
-    """Run the forward of the unit around ``scan``; return both of its results."""
-    unit = types.SimpleNamespace(**{name: getattr(layer.rg_lru, name) for name in _UNIT})
-    unit.recurrent_states, unit._rnn_scan = None, functools.partial(scan, unit)
-    y = inspect.unwrap(type(layer.rg_lru).forward)(unit, x, positions)
-    return y.unsqueeze(-1), unit.recurrent_states
+    def convolve(self, x: Tensor) -> Tensor:
+        return torch.cat([y.flatten(2) for y in StandIn(self.layer).run(x, None)], -1)
 
-
-def _lru_scan(layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    y, state = _lru(layer, x, positions, type(layer.rg_lru)._rnn_scan)
-    return y, state.unsqueeze(-1)
-
-
-def _lru_log_decay(layer: Any, x: Tensor, positions: Tensor) -> Tensor:
-    def decay(unit: Any, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return recurrent_gate, None
-
-    # The decay that the scan uses, rounded as it is there.
-    y = _lru(layer, x, positions, decay)[0].squeeze(-1).float()
-    return y.clamp_min(torch.finfo(y.dtype).tiny).log()
-
-
-def _lru_convolve(layer: Any, x: Tensor) -> Tensor:
-    return layer.conv_1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-
-
-LRU = Mixer(
-    sources=lambda layer, splits: [
-        Source("x", layer.linear_x),
-        Source("z", lambda x: layer.act_fn(layer.linear_y(x))),
-    ],
-    merge=lambda layer, y, given: (layer.linear_out(y.squeeze(-1) * given["z"]), None),
-    late=["z"],
-    reach=lambda layer: layer.conv1d_width - 1,
-    convolve=_lru_convolve,
-    states=States(_lru_scan, _lru_log_decay, lambda layer, state, x, positions: state.unsqueeze(1)),
-    by_positions=True,
-)
-
-# Zaya's compressed convolutional attention makes q, k and v of a few tokens: its own forward runs on
-# them. v has half of each head from the token before.
-
-
-def _cca(layer: Any, x: Tensor) -> Tensor:
-    results = inspect.unwrap(type(layer).forward)(layer, x, None)
-    return torch.cat([y.flatten(2) for y in results], -1)
-
-
-def _cca_merge(layer: Any, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return q, k and v [b, s/P, heads, d]."""
-    heads, few = layer.num_attention_heads, layer.num_key_value_heads
-    return y.unflatten(-1, (-1, layer.head_dim)).split([heads, few, few], 2)
-
-
-CCA = Mixer(
-    sources=lambda layer, splits: [Source("x", lambda x: x)],
-    merge=_cca_merge,
-    reach=lambda layer: max(1, layer.conv_kernel_size),
-    convolve=_cca,
-)
+    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return q, k and v [b, s/P, heads, d]."""
+        heads, few = self.layer.num_attention_heads, self.layer.num_key_value_heads
+        return y.unflatten(-1, (-1, self.layer.head_dim)).split([heads, few, few], 2)

@@ -24,6 +24,7 @@ from ..inspect.library import (
     defined_in,
     functions_of,
     in_registry,
+    once,
     source_of,
 )
 from ..rebinding import is_ours
@@ -57,19 +58,14 @@ def stock_for(module: Any) -> Any:
     return stock_of(attention_functions().get(implementation))
 
 
-def without_stock(module: Any) -> Callable:
-    """Return a forward for an attention layer that is not of the sequence that is split.
+def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run the own forward of an attention layer that is not of the sequence that is split.
 
-    While it runs, the function around which stock Ulysses exchanges stands in transformers' table.
+    Meanwhile the function around which stock Ulysses exchanges stands in transformers' table.
     """
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        stock = stock_for(module)
-        with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
-            return original(*args, **kwargs)
-
-    return forward
+    stock = stock_for(module)
+    with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
+        return own(*args, **kwargs)
 
 
 def off_in_eval(module: Any) -> bool:
@@ -109,9 +105,7 @@ class Watched:
     """Finds, before each forward of a model, what attends without an exchange since `enable`.
 
     Args:
-        at: The name of the model.
         model: The model.
-        functions: The layers in it that are overlapped at their attention function, by name.
         bound: The modules in it whose forward `enable` replaces, by name.
 
     Attributes:
@@ -120,38 +114,13 @@ class Watched:
             that none is kept alive by this.
     """
 
-    def __init__(
-        self,
-        at: str,
-        model: nn.Module,
-        functions: dict[str, Any],
-        bound: dict[str, nn.Module],
-    ):
-        self.at, self.model, self.functions, self.bound = at, model, functions, bound
+    def __init__(self, model: nn.Module, bound: dict[str, nn.Module]):
+        self.model, self.bound = model, bound
         self.kinds = {type(x) for x in bound.values() if not hasattr(x, "rope_type")}
         self.known = weakref.WeakSet(filter(self._needs_tokens_of_all, model.modules()))
 
-    def refuse_changed(self) -> None:
-        """Check that each layer still calls the function that overlaps it; no collective.
-
-        `Host.forward` asks before its ranks gather anything.
-
-        Raises:
-            RuntimeError: on each rank whose model was changed, if a layer calls another attention
-                function.
-        """
-        for name, layer in self.functions.items():
-            implementation = layer.config._attn_implementation
-            overlapped = getattr(attention_functions().get(implementation), "attend", ())
-            if layer not in overlapped:  # guard: a function that exchanges
-                raise RuntimeError(
-                    f'{name}: its attention is "{implementation}" since ds_sp_overlap.enable, and '
-                    "each rank would attend to its own tokens alone; call ds_sp_overlap.enable "
-                    "again"
-                )
-
     @torch._disable_dynamo
-    def foreign(self) -> dict[str, nn.Module]:
+    def suspects(self) -> dict[str, nn.Module]:
         """Return the modules, by name, that may run without an exchange.
 
         They have another forward than `enable` gave them: their own again, somebody's, or a wrapper
@@ -162,7 +131,7 @@ class Watched:
             RuntimeError: for a shallow copy, whose forward drives the module that was copied.
         """
         foreign = {name: module for name, module in self.bound.items() if not is_ours(module)}
-        for name, part in self.model.named_modules(prefix=self.at):
+        for name, part in self.model.named_modules():
             forward = vars(part).get("forward")
             if forward is not None and is_ours(part) and forward.__self__ is not part:
                 raise RuntimeError(
@@ -176,9 +145,7 @@ class Watched:
 
     def _needs_tokens_of_all(self, part: nn.Module) -> bool:
         """Return whether a module computes with tokens, or the largest position, of all ranks."""
-        kind = type(part)
-        is_rotary = "rope_type" in vars(part) or hasattr(kind, "rope_type")
-        return is_attention(part) or kind in self.kinds or (is_rotary and goes_by_length(part))
+        return is_attention(part) or type(part) in self.kinds or goes_by_length(part)
 
 
 def core_of(implementation: str) -> Any:
@@ -205,10 +172,20 @@ def unfit(implementation: str) -> str | None:
     )
 
 
-@by_class
-def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names of the parameters of a class's forward."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+@once
+def _parameters(forward: Callable) -> list[str]:
+    """Return the names of the parameters of a class's forward, without ``self``."""
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def parameters_of(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of a module's forward, as its class is now."""
+    return _parameters(type(module).forward)
+
+
+def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a module's forward by name."""
+    return {**dict(zip(parameters_of(module), args)), **kwargs}
 
 
 @by_class
@@ -226,7 +203,7 @@ def mixes(module: nn.Module) -> bool:
     """Return whether a module lets tokens meet, judged by the arguments of its forward."""
     if isinstance(module, nn.Embedding):
         return False
-    return not _SEQUENCE_ARGUMENTS.isdisjoint(_arguments(module))
+    return not _SEQUENCE_ARGUMENTS.isdisjoint(parameters_of(module))
 
 
 def pretrained() -> type:
@@ -257,13 +234,16 @@ def takes_tokens(model: nn.Module) -> bool:
 
     Models of images or sound don't: every rank runs them on the whole input.
     """
-    return not _arguments(model).isdisjoint(TOKENS)
+    return not set(TOKENS).isdisjoint(parameters_of(model))
 
 
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
+    # Of its own: a module around it may pass on its attributes.
+    if "rope_type" not in vars(module) and not hasattr(type(module), "rope_type"):
+        return False
     # A dict where layers of several kinds have a type each.
-    kinds = getattr(module, "rope_type", None)
+    kinds: Any = module.rope_type
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
@@ -303,25 +283,22 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     library = sys.modules.get("transformers.modeling_layers")
     passing_on = getattr(library, "GradientCheckpointingLayer", ()), pretrained()
     mixing: dict[str, nn.Module] = {}
+    known = (*attention, *exchanged)
     inside_exchanged = tuple(f"{name}." for name in exchanged)
     # Inner modules come first: only the innermost module that mixes is named.
     for name, module in reversed(modules.items()):
-        if name in exchanged or name.startswith(inside_exchanged):
-            continue
-        convolution = isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
-        passes_on = name in attention or isinstance(module, passing_on)
-        if not convolution and (passes_on or not mixes(module)):
-            continue
         models = models_around(name, modules)
-        if not models or not takes_tokens(models[0][1]):
+        of_tokens = models and takes_tokens(models[0][1])
+        if not of_tokens or name in exchanged or name.startswith(inside_exchanged):
             continue
-        if convolution:
+        if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
             if models[0][1] not in decoders:
                 continue
             name = name.rpartition(".")[0]
+        elif name in attention or isinstance(module, passing_on) or not mixes(module):
+            continue
         # A module around one of these takes the arguments of a sequence to pass them on.
-        explained = (*attention, *exchanged, *mixing)
-        if not any(inner.startswith(name + ".") for inner in explained):
+        if not any(inner.startswith(f"{name}.") for inner in (*known, *mixing)):
             mixing[name] = modules[name]
     if mixing:
         name, module = next(reversed(mixing.items()))
@@ -364,7 +341,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
                 "Accelerate's context parallelism (cp_size) splits the sequence around it; "
                 "give sp_size, and no cp_size"
             )
-    if models and "position_ids" not in _arguments(models[0][1]):
+    if models and "position_ids" not in parameters_of(models[0][1]):
         model = type(models[0][1]).__name__
         return f"{model} takes no position_ids and counts each rank's tokens from 0"
     return None

@@ -15,7 +15,7 @@ is transformers' own, or it could not have been read (`inspect.accounting`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ def _stood_in(driven: Any) -> Iterator[None]:
         driven.use()
 
 
-def difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) -> str:
+def difference(
+    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
+) -> str:
     """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
     All tokens are compared where the arguments can't be cut, or the first tokens differ. `Driven`
@@ -95,6 +97,7 @@ def difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) 
 
     Args:
         driven: The layer and its driver, a `Driven`.
+        own: The layer's own forward.
         arguments: The layer's arguments by name.
         options: The keywords of the block's attention that were read from the layer.
 
@@ -106,9 +109,9 @@ def difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) 
         first = {name: _cut(value, size) for name, value in arguments.items()}
         # Of any kind: an argument that was cut, and should not be, says nothing of the layer.
         with contextlib.suppress(Exception):
-            if not _difference(driven, first, options):
+            if not _difference(driven, own, first, options):
                 return ""
-    return _difference(driven, arguments, options)
+    return _difference(driven, own, arguments, options)
 
 
 def _cut(value: Any, size: int) -> Any:
@@ -120,24 +123,26 @@ def _cut(value: Any, size: int) -> Any:
     return value
 
 
-def _difference(driven: Any, arguments: dict[str, Any], options: dict[str, Any]) -> str:
+def _difference(
+    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
+) -> str:
     """Compare a layer's own forward with its block, on the tokens of the arguments."""
     x = arguments["hidden_states"]
     with unobserved(x.device, backward=not x.is_inference()), _stood_in(driven):
         leaf = x.detach().requires_grad_(torch.is_grad_enabled())
         arguments = {**arguments, "hidden_states": leaf}
-        o, own, own_options = _run_own(driven, arguments)
+        o, theirs, own_options = _run_own(driven.module, own, arguments)
         tables = arguments.get("position_embeddings")
         ours = [x.transpose(1, 2) for x in driven.block.project_locally(leaf, tables)]
         ours.append(driven.block.o_proj(o.flatten(2)))
         names = "q", "k", "v", "output"
-        for name, a, b in zip(names, own, ours):
+        for name, a, b in zip(names, theirs, ours):
             if a.requires_grad != b.requires_grad:
                 return f"{name} has a gradient in one of the two alone"
-        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [*zip(names, own, ours)]
+        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [*zip(names, theirs, ours)]
         if leaf.requires_grad:
-            dys = [torch.randn_like(y) for y in own]
-            dx, dx_of_ours = (_gradient(leaf, ys, dys) for ys in (own, ours))
+            dys = [torch.randn_like(y) for y in theirs]
+            dx, dx_of_ours = (_gradient(leaf, ys, dys) for ys in (theirs, ours))
             pairs.append(("gradient of the hidden states", dx, dx_of_ours))
         text = first_difference(pairs)
     # The layer must give its attention all that was read, with these values.
@@ -157,7 +162,9 @@ def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor | None:
     return dx
 
 
-def _run_own(driven: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+def _run_own(
+    module: Any, own: Callable, arguments: dict[str, Any]
+) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
     """Run the layer's own forward, with a made-up o in place of attention.
 
     Returns:
@@ -174,7 +181,7 @@ def _run_own(driven: Any, arguments: dict[str, Any]) -> tuple[Tensor, list[Tenso
         options.update(more)
         return o, None
 
-    with in_registry(driven.module, made_up):
-        y = driven.original(**arguments)[0]
+    with in_registry(module, made_up):
+        y = own(**arguments)[0]
     o, *heads = given
     return o, [*heads, y], options

@@ -132,10 +132,10 @@ def _complete(args: argparse.Namespace) -> None:
     if is_cluster and (None in (args.nodes, args.gpus_per_node) or of_one):
         raise ValueError("--nodes and --gpus-per-node go together, in place of --sp and --measure")
     if args.model is not None:
-        from ...integrations.transformers.layers import layer_shape, model_of
+        from ...integrations.transformers.layers import shape_and_model
 
         try:
-            known, args.made = dict(layer_shape(args.model)), model_of(args.model)
+            known, args.made = shape_and_model(args.model)
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(
                 f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"

@@ -19,7 +19,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -430,22 +429,19 @@ def _on_meta(x: Any, tokens: int, to: int) -> Any:
     return torch.empty((len(x), to, *x.shape[2:]), dtype=x.dtype, device="meta")
 
 
-def _mix(
-    recorder: Recorder, module: nn.Module, name: str, function: Callable[..., Any], _: Any, *xs: Any
-) -> Any:
+def _mix(recorder: Recorder, name: str, function: Callable[..., Any], *xs: Any) -> Any:
     """Note a call of a mixer's function; return memory for its results.
 
     Args:
         recorder: Where the call is noted.
-        module: The mixer, on the meta device.
         name: Name of the launches.
-        function: The function, which tells the shapes of its results.
-        _: The mixer that runs.
-        *xs: The other arguments.
+        function: The function of the mixer on the meta device, which tells the shapes of its
+            results.
+        *xs: Its arguments.
     """
     tokens = xs[0].shape[1]
     with _disable_current_modes():
-        found = function(module, *(_on_meta(x, tokens, FEW) for x in xs))
+        found = function(*(_on_meta(x, tokens, FEW) for x in xs))
         results = found if isinstance(found, tuple) else (found,)
         shapes = [_on_meta(each, FEW, tokens) for each in results]
     n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
@@ -455,7 +451,7 @@ def _mix(
     return ys if isinstance(found, tuple) else ys[0]
 
 
-def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder:
+def record_mixer(layer: LayerShape, module: nn.Module, kind: type[Mixer]) -> Recorder:
     """Record a mixer of the width, tokens and ranks of a layer.
 
     One launch, with the bytes of its tensors, stands for the forward of each convolution and scan,
@@ -464,24 +460,21 @@ def record_mixer(layer: LayerShape, module: nn.Module, mixer: Mixer) -> Recorder
     Args:
         layer: Gives the sizes.
         module: The mixer, on the meta device; stays there.
-        mixer: Its description.
+        kind: Describes it.
     """
     recorder = Recorder()
     sp_group, tokens = _Alone(layer.sp_size, recorder), layer.seq // layer.sp_size
     module = copy.deepcopy(module).to(torch.bfloat16)
     here = copy.deepcopy(module).to_empty(device="cpu")
-
-    if mixer.convolve is not None:
-        convolve = partial(_mix, recorder, module, "convolution", mixer.convolve)
-        mixer = replace(mixer, convolve=convolve)
-    if mixer.states is not None:
-        scan = partial(_mix, recorder, module, "scan", mixer.states.scan)
-        mixer = replace(mixer, states=replace(mixer.states, scan=scan, widths=None), heads=None)
-    elif mixer.heads is not None:
-        mix = partial(_mix, recorder, module, mixer.heads.what, mixer.heads.mix)
-        mixer = replace(mixer, heads=replace(mixer.heads, mix=mix))
+    mixer, on_meta = kind(here), kind(module)
+    if on_meta.convolve is not None:
+        mixer.convolve = partial(_mix, recorder, "convolution", on_meta.convolve)
+    if mixer.by_states:
+        mixer.scan, mixer.by_heads = partial(_mix, recorder, "scan", on_meta.scan), ""
+    elif mixer.by_heads:
+        mixer.mix = partial(_mix, recorder, mixer.by_heads, on_meta.mix)
     runtime = LayerRuntime(sp_group, SpOverlapConfig(head_groups=1), "layer")
-    run, pieces = MixerLayer(runtime, here, mixer), Pieces([tokens] * layer.sp_size)
+    run, pieces = MixerLayer(runtime, mixer), Pieces([tokens] * layer.sp_size)
     positions = torch.arange(tokens).expand(layer.batch, -1) if mixer.by_positions else None
 
     def forward(x: Tensor) -> Tensor:

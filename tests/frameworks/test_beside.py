@@ -14,7 +14,6 @@ from deepspeed.module_inject.layers import LinearAllreduce, set_autotp_mode
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -34,8 +33,9 @@ from tests.harness.models import (
     sequence_parallel,
     tiny,
 )  # fmt: skip
+from tests.harness.own_layer import WIDTH, Layer, linear
 from tests.harness.ranks import no_errors, on_ranks, refusal
-from tests.harness.reference import attention, relative_error
+from tests.harness.reference import relative_error
 
 TOLERANCE = 1e-12
 DROPS = "drops tokens that only one of them has"
@@ -119,25 +119,19 @@ def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, st
 
 def refused_beside_autotp(rank):
     """What is said to sp ranks that are tensor-parallel ranks, and to a tensor-parallel rank without heads."""
-    said = []
-    for options, registers in (({}, True), ({"heads": 4, "kv_heads": 1}, False)):
-        model = tiny(**options)
-        with forgetting():
-            mpu = sequence_parallel(model, 2) if registers else None
-            section = {"sp_overlap": {}} if registers else {}
-            config = config_of(tensor_parallel={"autotp_size": 2}, **section)
-            if registers:
-                said.append(refusal(deepspeed.initialize, model=model, config=config, mpu=mpu))
-            else:
-                deepspeed.initialize(model=model, config=config)
-                said.append(refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3))))
-            said.append(overlapped_layers(model))
-    return said
+    config, model, headless = config_of(tensor_parallel={"autotp_size": 2}), tiny(), tiny(kv_heads=1)
+    with forgetting():
+        mpu = sequence_parallel(model, 2)
+        shared = refusal(deepspeed.initialize, model=model, config={**config, "sp_overlap": {}}, mpu=mpu)
+    with forgetting():
+        deepspeed.initialize(model=headless, config=config)
+        none = refusal(ds_sp_overlap.enable, headless, {}, sp_groups((0, 2), (1, 3)))
+    assert overlapped_layers(model) == overlapped_layers(headless) == []
+    return shared, none
 
 
 def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks():
-    for rank, (shared, first, none, second) in enumerate(on_ranks(4, refused_beside_autotp)):
-        assert first == second == []
+    for rank, (shared, none) in enumerate(on_ranks(4, refused_beside_autotp)):
         pair = "[0, 1]" if rank < 2 else "[2, 3]"
         assert f"is cut by AutoTP over ranks {pair}, which hold the same tokens, but the sp group has ranks {pair}" in shared[1]
         assert "AutoTP gave 0 query and 0 KV heads to tensor-parallel rank 1 of 2: it has nothing to attend with" in none[1]
@@ -159,39 +153,7 @@ def test_a_delta_net_that_autotp_cut_is_refused():
 
 # Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.
 
-WIDTH, HEADS, HEAD_DIM, SEQ, BATCH, VOCABULARY, EXPERTS = 32, 4, 8, 12, 2, 16, 4
-ds_sp_overlap.attention_function(attention, heads_alike=True)
-
-
-def linear(width_in, width_out):
-    return nn.Linear(width_in, width_out, bias=False, dtype=torch.float64)
-
-
-class Layer(nn.Module):
-    """Attention with a residual, by ``kind``: on the whole sequence, by DeepSpeed's class, the drop-in or `SelfAttention`."""
-
-    def __init__(self, kind, group):
-        super().__init__()
-        self.kind, self.norm = kind, nn.LayerNorm(WIDTH, dtype=torch.float64)
-        layer = {f"{name}_proj": linear(WIDTH, WIDTH // (2 if name in "kv" else 1)) for name in "qkvo"}
-        for name, projection in layer.items():
-            self.add_module(name, projection)
-        if kind in ("stock", "drop-in"):
-            attend = DistributedAttention if kind == "stock" else ds_sp_overlap.DistributedAttention
-            self.attend = attend(attention, group, scatter_idx=2, gather_idx=1)
-        if kind == "block":
-            self.attend = ds_sp_overlap.SelfAttention(
-                local_attention=attention, num_heads=HEADS, num_kv_heads=HEADS // 2, head_dim=HEAD_DIM,
-                sequence_process_group=group, **layer,
-            )  # fmt: skip
-
-    def forward(self, x):
-        y = self.norm(x)
-        if self.kind == "block":
-            return x + self.attend(y)
-        q, k, v = (projection(y).unflatten(-1, (-1, HEAD_DIM)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        o = attention(q, k, v) if self.kind == "whole" else self.attend(q, k, v, 0)
-        return x + self.o_proj(o.flatten(2))
+SEQ, BATCH, VOCABULARY, EXPERTS = 12, 2, 16, 4
 
 
 def seeded(seed, make, *args):
@@ -285,8 +247,6 @@ def beside_pipeline(rank, kind, section, parts, interval):
         ("drop-in", None, "parameters", 0),
         ("block", None, "uniform", 0),
         ("stock", {"head_groups": 2}, "uniform", 0),  # both layers are in the first stage, none in the second
-        full("stock", None, "uniform", 0),
-        full("drop-in", None, "parameters", 1),
         full("block", None, "parameters", 1),
         full("stock", {}, "parameters", 1),
     ],
@@ -465,7 +425,6 @@ def beside_experts(rank, kind, section, across, by_mpu=False):
     [
         ("stock", {}, True),
         full("stock", {"head_groups": 2}, False),
-        full("stock", None, True),
         full("drop-in", None, False),
         full("block", None, True),
     ],

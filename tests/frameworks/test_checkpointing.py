@@ -285,9 +285,9 @@ def test_checkpointing_of_deepspeed_is_refused_before_it_exchanges_again(way):
 # Megatron-DeepSpeed.
 
 
-def keeping(call, x, dy):
+def keeping(call, layer, x, dy):
     body = functools.partial(checkpoint, use_reentrant=False, context_fn=ds_sp_overlap.keep_attention)
-    return megatron_layers.backward(lambda x: body(lambda x: call(x.tanh()).sin(), x), x, dy)
+    return layers.backward(lambda x: body(lambda x: call(x.tanh()).sin(), x), layer, x, dy)
 
 
 def of_megatron(rank, shape):

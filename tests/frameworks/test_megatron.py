@@ -16,13 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations.deepspeed import initialize as integration
 from ds_sp_overlap.integrations.megatron import bridge
-from tests.harness import megatron_layers
+from tests.harness import megatron_layers, uses
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
@@ -151,27 +150,9 @@ def mine(rank, shape=Shape(), change=None):
     return model, (x.chunk(torch.distributed.get_world_size())[rank].contiguous(), mask, tables)
 
 
-def without_grad(call, x, dy):
-    with torch.no_grad():
-        y = call(x)
-    assert not y.requires_grad
-    return {"output": y}
-
-
-def recomputed(call, x, dy):
-    return megatron_layers.backward(lambda x: checkpoint(call, x, use_reentrant=True), x, dy)
-
-
-def recomputed_without_reentry(call, x, dy):
-    return megatron_layers.backward(lambda x: checkpoint(call, x, use_reentrant=False), x, dy)
-
-
-def accumulated(call, x, dy):
-    call(x).backward(dy)
-    return megatron_layers.backward(call, x, dy)
-
-
-@pytest.mark.parametrize("use", [without_grad, recomputed, recomputed_without_reentry, accumulated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "use", [uses.without_grad, uses.reentrant, uses.non_reentrant, uses.accumulation], ids=lambda f: f.__name__
+)
 def test_in_every_use(use):
     no_faults(2, megatron_layers.faults_of_all, [Shape(), Shape("core", 8, 2)], use)
 

@@ -130,22 +130,13 @@ def test_observers_see_of_the_first_forward_what_they_see_of_the_second(section)
 # State.
 
 
-def spectral(projection):
-    torch.manual_seed(2)
-    nn.utils.parametrizations.spectral_norm(projection)
-
-
-def spectral_by_a_hook(projection):
-    torch.manual_seed(2)
-    nn.utils.spectral_norm(projection)
-
-
 def remembering(rank, prepare):
     """The worst error of three forwards and backwards against the whole sequence, and of the buffers behind them."""
 
     def prepared(model):
         for layer in model.model.layers:
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                torch.manual_seed(2)
                 prepare(getattr(layer.self_attn, name))
         return model.train()
 
@@ -161,7 +152,9 @@ def remembering(rank, prepare):
     return max(errors)
 
 
-@pytest.mark.parametrize("prepare", [spectral, spectral_by_a_hook], ids=lambda prepare: prepare.__name__)
+@pytest.mark.parametrize(
+    "prepare", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["parametrized", "by a hook"]
+)
 def test_norms_of_weights_that_iterate_saw_the_forwards_alone(prepare):
     no_errors(2, FP64, remembering, prepare)
 

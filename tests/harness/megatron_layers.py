@@ -25,7 +25,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.megatron import source
 from tests.harness import reference
-from tests.harness.layers import faults
+from tests.harness.layers import backward, faults
 
 NAMES = {"q": "query_linear", "k": "key_linear", "v": "value_linear"}
 
@@ -225,24 +225,18 @@ def reference_layer(shape, weights, x, mask, tables):
     return x + reference_attention(shape, weights, x, mask, tables)
 
 
-def backward(call, x, dy):
-    y = call(x)
-    y.backward(dy)
-    return {"output": y, "dx": x.grad}
-
-
 def layer_faults(rank, shape, use=backward, overlap=True, tolerance=1e-12):
     """What the layer computes on this rank that the reference on the whole sequence does not; as `layers.block_faults`."""
     group = torch.distributed.group.WORLD
     mine = layer(shape, group)
     weights = {name: p.detach().clone().requires_grad_() for name, p in mine.named_parameters()}
     x, dy, mask, tables = inputs(shape)
-    expected = use(lambda x: reference_layer(shape, weights, x, mask, tables), x.clone().requires_grad_(), dy)
+    expected = use(lambda x: reference_layer(shape, weights, x, mask, tables), None, x.clone().requires_grad_(), dy)
     if overlap:
         ds_sp_overlap.enable(mine, shape.config)
     size = torch.distributed.get_world_size()
     cut = lambda t: t.chunk(size)[rank].contiguous()  # noqa: E731
-    got = use(lambda x: mine(x, mask, tables), cut(x).requires_grad_(), cut(dy))
+    got = use(lambda x: mine(x, mask, tables), mine, cut(x).requires_grad_(), cut(dy))
     pairs = {name: (got[name].detach(), cut(expected[name].detach())) for name in expected}
     for name, parameter in mine.named_parameters():
         total = None if parameter.grad is None else parameter.grad.clone()

@@ -40,9 +40,9 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
     # While a group is attended, q, k and v of later groups and o of earlier groups travel.
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in exchanges[group]]
-        forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
+        forward += attention(group)
     for group in groups:
-        forward += [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
+        forward += merge(group)
 
     for group in reversed(groups):
         if not wgrad_last:
@@ -59,6 +59,16 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         for tensors in reversed(exchanges[group]):
             backward += [Step(Op.FINISH, tensors, True, group), *products(tensors, group)]
     return Schedule(tuple(forward), tuple(backward))
+
+
+def attention(group: int) -> list[Step]:
+    """Return the attention of a group, and the start of the exchange of its o."""
+    return [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
+
+
+def merge(group: int) -> list[Step]:
+    """Return the finish of the exchange of o, and its output projection."""
+    return [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
 
 
 def projections(tensors: Tensors, group: int) -> list[Step]:

@@ -52,8 +52,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from .by_groups import by_head_groups, products, projections
-from .steps import O, Op, Program, Schedule, Step, Tensors
+from .by_groups import attention, by_head_groups, merge, products, projections
+from .steps import O, Op, Schedule, Step, Tensors
 
 
 def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
@@ -105,26 +105,22 @@ def by_window(
     # them, q, k and v travel one by one, each under the next projection.
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
     forward: list[Step] = []
-
-    def merge(group: int) -> None:
-        forward.extend((Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)))
-
     for group in groups[:window]:
         for tensors in starts[group]:
             forward += projections(tensors, group)
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in starts[group]]
-        forward += [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
+        forward += attention(group)
         # With W = 1, o travels under the projections of the next group instead.
         if group and window > 1:
-            merge(group - 1)
+            forward += merge(group - 1)
         if group + window in groups:
             for tensors in starts[group + window]:
                 forward += projections(tensors, group + window)
         if window == 1:
-            merge(group)
+            forward += merge(group)
     if window > 1:
-        merge(groups[-1])
+        forward += merge(groups[-1])
 
     backward: list[Step] = []
     # The exchanges that are recomputed with each group, each with the group that it belongs to in
@@ -139,32 +135,33 @@ def by_window(
         if shared:
             recomputed[last_use[group]].append((("k", "v"), group))
 
-    def begin(group: int, before_project: Program = ()) -> None:
-        """Add the steps of a group before its attention, and for W = 1 the finishes among them."""
-        dgrad, wgrad = Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)
+    # For each group: what begins it; the projections that are recomputed with it; and, before its
+    # attention, the finishes of do with o and of these projections.
+    begins: dict[int, list[Step]] = {}
+    projected: dict[int, list[Step]] = {}
+    finishes: dict[int, list[Step]] = {}
+    for group in groups:
+        products_of_o = [Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)]
         start = Step(Op.START, O, True, group, beside=O)
-        # Both products come before the start, which frees the local o that the wgrad reads.
-        program = [*((dgrad, wgrad) if wgrad_last else (wgrad, dgrad)), start, *before_project]
+        # Both come before the start, which frees the local o that the wgrad reads.
+        begins[group] = [*products_of_o[:: 1 if wgrad_last else -1], start]
+        projected[group], finishes[group] = [], [start._replace(op=Op.FINISH)]
         for tensors, owner in recomputed[group]:
-            program += projections(tensors, owner)
-        backward.extend(_one_at_a_time(program) if window == 1 else program)
-
-    def finish_inputs(group: int) -> None:
-        """Add the finishes of do with o, and of the recomputed q, k and v of a group."""
-        backward.append(Step(Op.FINISH, O, True, group, beside=O))
-        for tensors, owner in recomputed[group]:
-            backward.append(Step(Op.FINISH, tensors, False, owner))
+            projected[group] += projections(tensors, owner)
+            finishes[group].append(Step(Op.FINISH, tensors, False, owner))
 
     descending = groups[::-1]
     products_at_end: list[Step] = []
     # Finishes and products of dq, dk and dv of the group before, where no further group begins
     # behind it. They wait for the attention of the next group, under which dq, dk and dv travel.
     deferred: list[Step] = []
-    for group in descending[:window]:
-        begin(group)
     if window > 1:
-        finish_inputs(descending[0])
+        for group in descending[:window]:
+            backward += begins[group] + projected[group]
+        backward += finishes[groups[-1]]
     for group in descending:
+        if window == 1:
+            backward += _one_at_a_time(begins[group] + projected[group])
         backward += [Step(Op.ATTEND, O, True, group)]
         backward += [Step(Op.START, tensors, True, group) for tensors in reversed(starts[group])]
         backward += deferred
@@ -178,13 +175,12 @@ def by_window(
             else:
                 input_gradients += products(tensors, group)
         if window > 1 and group > 0:
-            finish_inputs(group - 1)
+            backward += finishes[group - 1]
         if window == 1:
             backward += input_gradients
-            if group > 0:
-                begin(group - 1)
         elif group >= window:
-            begin(group - window, before_project=tuple(input_gradients))
+            later = group - window
+            backward += begins[later] + input_gradients + projected[later]
         else:
             deferred = input_gradients
     recompute = tuple(step for step in forward if step.op is Op.MERGE)

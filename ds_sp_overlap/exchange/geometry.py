@@ -7,12 +7,12 @@ attends with, `shares` with which queries, `relayed` how k and v travel once to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from .heads import Heads
 from .layout import HEADS, Held, Layout, Range, Side, between
-from .shares import QueryChunks, possible_shares
+from .shares import possible_shares
 
 
 @lru_cache(maxsize=4096)
@@ -29,8 +29,6 @@ def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     return even if shared.most_received <= alone.most_received else 1
 
 
-# Hashed by identity, so that looking one up in a method's cache is fast.
-@dataclass(frozen=True, eq=False)
 class Geometry(Heads):
     """Heads, tokens and ranks of one call of an attention layer.
 
@@ -53,26 +51,6 @@ class Geometry(Heads):
     Raises:
         ValueError: for counts that no exchange can satisfy.
     """
-
-    sp_size: int
-    sp_rank: int
-    seq_lens: tuple[int, ...]
-    batch: int
-    heads: int
-    kv_heads: int
-    groups: int = 1
-    batch_first: bool = False
-    shares: int = 1
-    query_chunks: QueryChunks | None = None
-    nodes: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.seq_lens) != self.sp_size:
-            raise ValueError(
-                f"sequence_lengths: {len(self.seq_lens)} lengths {self.seq_lens} for sp size "
-                f"{self.sp_size}; give the local length of every rank of the sp group"
-            )
-        self.check_heads()
 
     @lru_cache(maxsize=4096)
     def in_groups(self, groups: int) -> Geometry:

@@ -29,13 +29,10 @@ from .shares import Shares
 class Heads(Shares):
     """Tells the heads of each rank and head group; the base class of `Geometry`.
 
-    Has the attributes of `Geometry`. Ranges count the heads of the whole layer.
+    Ranges count the heads of the whole layer.
     """
 
-    kv_heads: int
-    groups: int
-
-    def check_heads(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ValueError if KV heads don't fit the query heads, or these the head groups."""
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
@@ -43,7 +40,7 @@ class Heads(Shares):
                 f"KV heads must divide the query heads, got {self.heads} query and "
                 f"{self.kv_heads} KV heads; take {', '.join(divisors)} KV heads"
             )
-        self.check_shares()
+        super().__post_init__()
         if not 1 <= self.groups <= self.max_groups:
             raise ValueError(
                 f"sp_overlap.head_groups must be between 1 and {self.max_groups} for "

@@ -18,6 +18,7 @@ heads alone, as without shares.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -32,26 +33,38 @@ def possible_shares(sp_size: int, heads: int) -> list[int]:
     return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
 
 
+# Hashed by identity, so that looking one up in a method's cache is fast.
+@dataclass(frozen=True, eq=False)
 class Shares:
     """Tells the part that each rank belongs to, and the tokens whose queries are its share.
 
-    Has the attributes of `Geometry`, which derives from it. Ranges count the tokens of the whole
-    sequence.
+    Declares the attributes of `Geometry`, which derives from it and describes them. Ranges count
+    the tokens of the whole sequence.
     """
 
     sp_size: int
     sp_rank: int
     seq_lens: tuple[int, ...]
+    batch: int
     heads: int
-    shares: int
-    query_chunks: QueryChunks | None
-    nodes: tuple[int, ...] | None
+    kv_heads: int
+    groups: int = 1
+    batch_first: bool = False
+    shares: int = 1
+    query_chunks: QueryChunks | None = None
+    nodes: tuple[int, ...] | None = None
 
-    def check_shares(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ValueError if a rank has no head, or if tokens don't belong to one share each.
 
-        Also for fewer tokens than shares, and for a share without tokens among ``query_chunks``.
+        Also for fewer tokens than shares, for a share without tokens among ``query_chunks``, and
+        for a number of local lengths that is not the sp size.
         """
+        if len(self.seq_lens) != self.sp_size:
+            raise ValueError(
+                f"sequence_lengths: {len(self.seq_lens)} lengths {self.seq_lens} for sp size "
+                f"{self.sp_size}; give the local length of every rank of the sp group"
+            )
         possible = possible_shares(self.sp_size, self.heads)
         if self.shares not in possible:
             listed = ", ".join(map(str, possible))

@@ -97,8 +97,8 @@ class Exchange:
         self, sp_group: SPGroup, layout: Layout, where: str, name: str, checked: bool = False
     ):
         self.sp_group, self.layout, self.where, self.checked = sp_group, layout, where, checked
-        self.name = f"{where} {name}"
-        self.name_of_gradient = f"{where} d{name}"
+        # In forward, and in backward.
+        self.names = f"{where} {name}", f"{where} d{name}"
 
     def start(self, x: Tensor) -> Tensor:
         """Launch the exchange and return at once.
@@ -106,8 +106,8 @@ class Exchange:
         Collective: every rank of the sp group starts the same exchanges in the same order.
 
         Args:
-            x: What is sent, in the shape of ``layout.source``; kept alive until the exchange is
-                finished.
+            x: What is sent, in the shape of the one tensor of ``layout.sources``; kept alive until
+                the exchange is finished.
 
         Returns:
             An empty tensor that autograd tracks; pass it to `finish`.
@@ -121,7 +121,7 @@ class Exchange:
         """Order the compute stream after the exchange.
 
         Returns:
-            What was received, in the shape of ``layout.target``.
+            What was received, in the shape of the one tensor of ``layout.targets``.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.
@@ -130,15 +130,13 @@ class Exchange:
 
     def launch(self, x: Tensor, gradient: bool = False) -> None:
         """Launch a transfer of ``x``, or of its gradient, without autograd. Collective."""
-        layout, name = self.layout, self.name
-        if gradient:
-            layout, name = layout.inverse, self.name_of_gradient
+        layout, name = self.layout.inverse if gradient else self.layout, self.names[gradient]
         with named(name, "start"):
             self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)
 
     def received(self, gradient: bool = False) -> Tensor:
         """Finish what `launch` launched, once; return what arrived."""
-        name, in_flight = self.name_of_gradient if gradient else self.name, self.in_flight
+        name, in_flight = self.names[gradient], self.in_flight
         if in_flight is None:
             raise never_started(name)
         self.in_flight = None

@@ -55,14 +55,14 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """Return how much the ranges hold together."""
+    """Return the number of elements in all ranges together."""
     return sum(stop - start for start, stop in ranges)
 
 
 def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     """Return what ``own`` has in common with ``others``, without empty ranges.
 
-    The result counts from the first element that is in ``own``, and no element that is not.
+    The ranges that are returned count the elements of ``own`` alone, from 0.
     """
     found, before = [], 0
     for start, stop in own:

@@ -93,9 +93,8 @@ def legs_of(
     if "k" not in kinds and "v" not in kinds or all(len(ranks) == 1 for ranks in siblings):
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
-    # For each rank, the tokens of its piece: those of every m-th rank. And the tokens of what each
-    # of this rank's siblings holds before and after the second leg, in which other ranks take no
-    # part.
+    # For each rank: the tokens of its piece, which are those of every m-th rank; and the tokens
+    # that the rank holds before and after the second leg, none unless it is a sibling of this rank.
     pieces, before, after = [], [], []
     for rank, ranks in enumerate(siblings):
         pieces.append(tokens[ranks.index(rank) :: len(ranks)])

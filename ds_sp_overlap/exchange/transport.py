@@ -85,8 +85,8 @@ class Transport(Protocol):
         Collective: every rank of the group launches the same exchanges in the same order.
 
         Args:
-            send: Contiguous, of any shape; a rank's part follows the other. Read until the handle
-                has been waited for, never written.
+            send: Contiguous, of any shape; the ranks' parts follow one another in memory. Read until
+                the handle has been waited for, never written.
             recv: As ``send``. Undefined until the handle has been waited for.
             send_sizes: Elements of ``send`` for each rank.
             recv_sizes: Elements of ``recv`` from each rank.

@@ -5,9 +5,9 @@ A plan also simulates schedules that do not pass.
 
 from __future__ import annotations
 
-from itertools import groupby, product
+from itertools import chain, groupby, product
 
-from .steps import QKV, Needs, O, Op, Part, Program, Q, Schedule, Step, section, section_of
+from .steps import QKV, Needs, O, Op, Program, Q, Schedule, Step, section, section_of
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
@@ -58,10 +58,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
 def check_starts(schedule: Schedule, kinds: tuple[str, ...]) -> None:
     """Check that q, k and v of each group are sent once; the arguments are those of `check`."""
-    sent: list[Part] = []
     # A start that is there twice is one step: `check_program` refuses the second.
-    for start in dict.fromkeys(schedule.starts):
-        sent += start.parts
+    sent = list(chain(*[start.parts for start in dict.fromkeys(schedule.starts)]))
     for (group, expected_kinds), kind in product(enumerate(kinds), QKV):
         part = kind, group
         if sent.count(part) == expected_kinds.count(kind):

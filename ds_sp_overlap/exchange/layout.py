@@ -141,17 +141,17 @@ class Sides:
 
         None for several tensors, and for a tensor that is cut along two dimensions.
         """
-        (side, *others), dims = self.each, set()
+        side, *others = self.each
+        if others:
+            return None
         if not self.elements:
-            return None if others else (HEADS, (0,), (0,))
+            return HEADS, (0,), (0,)
         ranges = list(zip(*chain(*side.parts)))  # of each dimension
-        for dim, size in enumerate(side.shape):
-            if set(ranges[dim]) != {(0, size)}:
-                dims.add(dim)
-        if others or len(dims) > 1:
+        cut = [dim for dim, size in enumerate(side.shape) if set(ranges[dim]) != {(0, size)}]
+        if len(cut) > 1:
             return None
         # Any dimension will do where each block is the whole tensor.
-        dim = dims.pop() if dims else HEADS
+        dim = cut[0] if cut else HEADS
         starts, stops = zip(*ranges[dim])
         return dim, starts, stops
 

@@ -75,17 +75,10 @@ class HostStream:
     # Whether anything is computed during an exchange, which is waited for at once otherwise.
     overlaps = True
 
-    def begin(self) -> Any:
+    def begin(self, *_: Any) -> Any:
         pass
 
-    def end(self, mark: Any) -> None:
-        pass
-
-    def before_compute(self, mark: Any) -> Any:
-        pass
-
-    def after_unpack(self, mark: Any, current: Any) -> None:
-        pass
+    end = before_compute = after_unpack = begin
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:

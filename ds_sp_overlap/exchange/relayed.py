@@ -85,8 +85,7 @@ def legs_of(
         head_dims: ``d`` of each.
 
     Returns:
-        The legs; None where there is one leg: without k and v, or where no rank
-        has siblings. All ranks find the same.
+        The legs; None without k and v, and where no rank has siblings. All ranks find the same.
     """
     # v travels to the ranks that k travels to.
     siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
@@ -130,12 +129,12 @@ class Relayed:
 
     Args:
         legs: The layouts of the legs.
-        sp_group: As for `InFlight`, as are all arguments that follow.
-        name: Of the exchange.
-        xs: What q's leg sends, if there is one, and what the first leg sends.
-        checked: As said.
-        rope: (cos, sin) by which the first leg rotates.
-        rope_back: (cos, sin) by which the second leg rotates back.
+        sp_group: The sp group.
+        name: Name of the exchange.
+        xs: The tensors that are sent: q, if it goes along, and those of the first leg.
+        checked: Whether to compare each leg with a plain exchange, as for `InFlight`.
+        rope: (cos, sin) by which the first leg rotates what it packs.
+        rope_back: (cos, sin) by which the second leg rotates back what it unpacks.
     """
 
     def __init__(

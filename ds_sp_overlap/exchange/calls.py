@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +35,8 @@ class Calls:
         self.number = self.layers = 0
         # The names of calls that are not compared yet.
         self.names: list[str] = []
-        # The names that are being compared, and a function that waits for the answer: True if all
-        # ranks have called the same layers.
-        self.asked: tuple[list[str], Callable[[], bool]] = ([], lambda: True)
+        # The comparison that is under way.
+        self.asked: _Comparison | None = None
 
     @classmethod
     def of(cls, group: Any) -> Calls:
@@ -76,20 +74,19 @@ class Calls:
     @outside_modes()
     def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Read the last comparison and begin the next; as `count`, whose arguments it shares."""
-        earlier, alike = self.asked
         # Nothing is asked any more, should what follows raise.
-        self.asked = [], lambda: True
+        asked, self.asked = self.asked, None
         names, self.names = self.names, []
         try:
-            if alike():
-                self.asked = names, _ask_whether_alike(sp_group, "\n".join(names), device)
+            if asked is None or asked.is_alike():
+                self.asked = _Comparison(sp_group, names, device)
                 return
         except RuntimeError as error:
             raise sp_group.failed(name, "the comparison of calls", error) from error
         # The hash only tells that calls differ; the names tell which.
-        every = sp_group.gather(earlier, name)
+        every = sp_group.gather(asked.names, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
-        number = self.number - len(earlier + names) + differs + 1
+        number = self.number - len(asked.names + names) + differs + 1
         seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
         raise RuntimeError(
             f"sp_overlap: the ranks of the sp group have called different layers, first in call "
@@ -99,30 +96,30 @@ class Calls:
         )
 
 
-def _ask_whether_alike(sp_group: Any, text: str, device: torch.device) -> Callable[[], bool]:
-    """Begin to compare ``text`` over the ranks; return a function that waits for the answer.
+class _Comparison:
+    """Compares ``names`` over the ranks, by a hash, while other work goes on. Collective."""
 
-    Collective. The returned function blocks the host.
-    """
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    side = sp_group.streams(device)
-    mark = side.begin()
-    try:
-        # One reduction by MAX gives the largest hash, and minus the smallest. They are one hash if
-        # all texts are alike.
-        edges = torch.full((2,), number, dtype=torch.int64, device=device)
-        edges[1].neg_()
-        work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=sp_group.group, async_op=True)
-        if not side.blocks:
-            work.wait()
-            edges = edges.to("cpu", non_blocking=True)
-    finally:
-        side.end(mark)
+    def __init__(self, sp_group: Any, names: list[str], device: torch.device):
+        self.names, self.side = names, sp_group.streams(device)
+        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
+        self.mark = self.side.begin()
+        try:
+            # One reduction by MAX gives the largest hash, and minus the smallest. They are one hash
+            # if all names are alike.
+            edges = torch.full((2,), int.from_bytes(digest, "big"), device=device)
+            edges[1].neg_()
+            group = sp_group.group
+            self.work = dist.all_reduce(edges, dist.ReduceOp.MAX, group=group, async_op=True)
+            if not self.side.blocks:
+                self.work.wait()
+                edges = edges.to("cpu", non_blocking=True)
+            self.edges = edges
+        finally:
+            self.side.end(self.mark)
 
-    def alike() -> bool:
-        work.wait() if side.blocks else mark[0].synchronize()
-        side.before_compute(mark)
-        largest, smallest = edges.tolist()
+    def is_alike(self) -> bool:
+        """Return whether all ranks have the same names; blocks the host until it is known."""
+        self.work.wait() if self.side.blocks else self.mark[0].synchronize()
+        self.side.before_compute(self.mark)
+        largest, smallest = self.edges.tolist()
         return largest == -smallest
-
-    return alike

@@ -101,27 +101,29 @@ class Mixer:
             `mixer_layer`.
         by_heads: What meets in whole sequences of some heads, in words; empty if nothing does.
             Channels count as heads. Beside ``by_states`` only where the kernel gives no state.
-        sources: Whether ``split`` may be computed in parts -> the projections. Their results are
-            "x", what the convolution or scan runs on, [b, s/P, width], or "q", "k" and "v" of
-            ``mix``; and those that ``beside`` and ``late`` name.
-        merge: y, and the results of ``beside`` and ``late`` by name -> the output.
-        convolve: x [b, n, width] of one document -> y [b, n, ..]; None for no convolution.
+        sources: Takes whether ``split`` may be computed in parts; returns the projections. Their
+            results are "x", what the convolution or scan runs on, [b, s/P, width], or "q", "k" and
+            "v" of ``mix``; and those that ``beside`` and ``late`` name.
+        merge: Takes y, and the results of ``beside`` and ``late`` by name; returns the output.
+        convolve: Takes x [b, n, width] of one document; returns y [b, n, ..]. None for no
+            convolution.
         scan: Mixes one document from a zero state. Like ``log_decay`` it takes tensors [b, s/P,
             ..]: x behind the convolution, then those of ``beside``, or position_ids. Returns y [b,
             s/P, h, ..] and the final state [b, h, ..]; None for a state that its kernel doesn't
             give.
-        log_decay: Gives the logarithm of each token's decay [b, s/P, h], in fp32.
-        read: Takes H, shaped as a state, and the tensors of ``scan``. Gives what each token reads
+        log_decay: Returns the logarithm of each token's decay [b, s/P, h], in fp32.
+        read: Takes H, shaped as a state, and the tensors of ``scan``; returns what each token reads
             of H, of a shape that broadcasts to that of y.
-        widths: Gives the numbers a token of each tensor that ``scan`` takes. For ``by_states``
-            beside ``by_heads``.
-        counts: Gives the heads of q and o, ``h``, and of k and v, ``h_kv``, which divides ``h``.
-        parameters: Gives the parameters that are cut by heads, or None for one that the layer
-            hasn't, each with what its rows are.
-        inputs: The results of ``beside`` by name -> the projections of what was convolved to q, k
-            and v [b, s/P, heads, ..], where the layer convolves its own tokens first.
-        mix: q, k and v [b, s, heads, ..] of one document with this rank's heads of a group, and its
-            slices of the parameters -> o [b, s, heads of q, ..].
+        widths: Returns the last dim of each tensor that ``scan`` takes. Needed where a mixer has
+            both ``by_states`` and ``by_heads``.
+        counts: Returns the heads of q and o, ``h``, and of k and v, ``h_kv``, which divides ``h``.
+        parameters: Returns the parameters that are cut by heads (None for one that the layer
+            hasn't), each with what its rows are.
+        inputs: Takes the results of ``beside`` by name; returns the projections of what was
+            convolved to q, k and v [b, s/P, heads, ..], where the layer convolves its own tokens
+            first.
+        mix: Takes q, k and v [b, s, heads, ..] of one document, with this rank's heads of a group,
+            and its slices of the parameters; returns o [b, s, heads of q, ..].
     """
 
     split = by_heads = ""

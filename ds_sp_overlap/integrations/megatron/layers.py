@@ -32,7 +32,7 @@ from ...attention.self_attention import SelfAttention
 from ...exchange.sp_group import SPGroup
 from ...rotary import Rotary
 from ..distributed_attention import OWN, found_drop_in, has_own_forward, is_stock, settings_for
-from ..inspect.library import MISSING, defined_in, digest
+from ..inspect.library import MISSING, defined_in, digest, replaced
 from ..inspect.tokenwise import has_own_call
 from ..layers import FoundLayer, OverlapSettings
 from ..rebinding import rebind
@@ -79,12 +79,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
         return local(q, k, v)
     # Core attention flattens o to this width, that of all heads of a rank. q may hold only the
     # heads of one head group, so the width of q is set for the call.
-    width = local.hidden_size_per_partition
-    local.hidden_size_per_partition = q.shape[2] * q.shape[3]
-    try:
+    with replaced(vars(local), "hidden_size_per_partition", q.shape[2] * q.shape[3]):
         return local(q, k, v, mask.tensor)
-    finally:
-        local.hidden_size_per_partition = width
 
 
 def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ...]:

@@ -109,9 +109,12 @@ def attention_of(name: str, module: Any) -> Callable | str:
     return f"{name}: {why}" if why else local_attention
 
 
-def for_all_queries(attend: Callable) -> Callable:
-    """Return an attention without the parameter ``queries``, by which `shares_of` goes."""
-    return lambda *args, **kwargs: attend(*args, **kwargs)
+def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an attention, without the parameter ``queries`` if the layer's function can't take it.
+
+    `shares_of` goes by the parameter.
+    """
+    return (lambda *args, **kwargs: attend(*args, **kwargs)) if why_no_share(module) else attend
 
 
 @functools.cache
@@ -405,42 +408,31 @@ class FunctionLayer(Layer):
             running.note(self.name, self.module)
         return own(*args, **kwargs)
 
-    def attend(
-        self,
-        stock: Callable,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, stock: Callable, mask: Any, options: dict[str, Any], *qkv: Tensor) -> Tensor:
         """Attend over the global sequence. Collective.
 
         Args:
             stock: The attention function in which stock Ulysses may exchange.
-            query: [b, h, s/P, d].
-            key: [b, h_kv, s/P, d]; the latents where these travel.
-            value: [b, h_kv, s/P, d]; the rotated key where latents travel.
             mask: The attention mask that the layer is given.
             options: The keywords of the attention function.
+            *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. Where latents travel, these take the
+                place of k, and the rotated key that of v.
 
         Returns:
             o [b, s/P, h, d].
         """
         module, overlap, options_of_stock = self.module, self.overlap, dict(options)
         # Under autocast, norms and rotations may have returned fp32.
-        q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        q, k, v = autocast(*[x.transpose(1, 2) for x in qkv])
         sequence, pattern = self.forwards.of(self.name, module, q, mask=mask, kwargs=options)
         self.refuse_unhonoured(options, sequence, pattern)
         per_head = {}
         if options.get("s_aux") is not None:
             per_head["s_aux"] = PerHead(options.pop("s_aux"))
         q = _scaled_by_position(module, q, sequence, rank=overlap.sp_group.rank)
-        attention: Callable[..., Tensor] = functools.partial(
-            local_attention, module, sequence=sequence, pattern=pattern, **options
-        )
-        if why_no_share(module):
-            attention = for_all_queries(attention)
+        options |= {"sequence": sequence, "pattern": pattern}
+        local = functools.partial(local_attention, module, **options)
+        attention = with_queries_if_taken(module, local)
         heads, baseline = (q.shape[2], k.shape[2]), None
         if self.has_baseline(q, heads, sequence, pattern, options_of_stock):
             baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
@@ -495,8 +487,7 @@ class Dispatch:
 
     def __init__(self, before: Callable):
         self.before = before
-        self.layers: weakref.WeakKeyDictionary[nn.Module, FunctionLayer]
-        self.layers = weakref.WeakKeyDictionary()
+        self.layers = weakref.WeakKeyDictionary[nn.Module, FunctionLayer]()
 
     @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
@@ -509,4 +500,4 @@ class Dispatch:
         if args:
             kwargs |= _named(function_of(module)[0], args)
         layer = self.layers[module]
-        return layer.attend(self.before, query, key, value, attention_mask, kwargs), None
+        return layer.attend(self.before, attention_mask, kwargs, query, key, value), None

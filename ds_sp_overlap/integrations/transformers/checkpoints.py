@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ...attention.memory.checkpoint_cache import keep_attention
 from ...config import SpOverlapConfig
 from ...warn import warn_once
+from ..inspect.library import replaced
 
 # Attributes that transformers gives to each module that it can checkpoint: whether it does now, and
 # by which function.
@@ -57,8 +58,10 @@ class Checkpoints:
         self.around = {at: switches[at] for at in around}
 
     def checkpointed(self) -> list[str]:
-        """Return the names of all modules whose forward, if it runs now, backward runs again; with
-        the reason why their checkpoint can't save attention. `Positions.gather` compares the ranks.
+        """Return the names of the modules that are checkpointed now.
+
+        A name is followed by the reason why the module's checkpoint can't save attention, if there
+        is one. `Positions.gather` compares the names of the ranks.
         """
         if not torch.is_grad_enabled():
             return []
@@ -85,8 +88,8 @@ class Checkpoints:
                     moves = getattr(function, "func", function) is not checkpoint
                     offloads = self.config.keeps_where_possible and moves
                     saving = functools.partial(keep_attention, offloads)
-                    originals.callback(setattr, module, FUNCTION, function)
-                    setattr(module, FUNCTION, functools.partial(function, context_fn=saving))
+                    keeping = functools.partial(function, context_fn=saving)
+                    originals.enter_context(replaced(vars(module), FUNCTION, keeping))
             yield
 
     def _can_save(self, at: str, module: nn.Module, function: Callable) -> bool:

@@ -25,9 +25,8 @@ from ..layers import OverlapSettings
 from .attention_function import (
     Layer,
     attention_of,
-    for_all_queries,
     local_attention,
-    why_no_share,
+    with_queries_if_taken,
 )
 from .forward import Forwards
 from .modules import by_name, off_in_eval
@@ -77,9 +76,8 @@ class Driven(Layer):
         for source in reading.sources.values():
             if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
                 pure.add(type(norm).forward)
-        attend: Callable = functools.partial(_attend, module)
         self.block = SelfAttention(
-            local_attention=for_all_queries(attend) if why_no_share(module) else attend,
+            local_attention=with_queries_if_taken(module, functools.partial(_attend, module)),
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=reading.head_dim,

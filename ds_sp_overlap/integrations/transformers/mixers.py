@@ -30,8 +30,8 @@ from . import mixers_by_states as states
 from .forward import Forwards
 from .modules import by_name, off_in_eval, parameters_of
 
-# By the digest of the forward and of the method of the class that it calls; then of the unit inside
-# that a stand-in takes the place of.
+# The kinds of mixers. A key is the digest of a layer's forward and of the method that it calls. It is
+# followed by the digest of the unit in the layer for which there is a stand-in.
 KNOWN = {
     "09cbb1628e8d0160": states.Short,  # LFM2, LFM2-MoE, LFM3, transformers 5.24
     "d3d92e71dc093a41": states.Mamba2,  # Nemotron-H, Granite 4 hybrid, Bamba, Zamba 2, Mamba 2, 5.24

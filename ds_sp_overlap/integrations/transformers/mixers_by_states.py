@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...attention.mixer import Mixer, Sections, Source
 from ..inspect.library import names_around
 
-# Of a parameter with a row for each head.
+# The sections of a parameter that has one row for each head.
 PER_HEAD: Sections = (("q", 1),)
 
 

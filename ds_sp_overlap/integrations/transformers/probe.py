@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import without_hooks
 from ...attention.unobserved import unobserved
-from ..inspect.library import MISSING, in_registry, own_class
+from ..inspect.library import MISSING, in_registry, own_class, replaced
 from ..inspect.probe import first_difference
 from ..inspect.tensor_parallel import out_features
 
@@ -78,12 +78,11 @@ def _stood_in(driven: Any) -> Iterator[None]:
         # Others do nothing: identities, and dropouts that drop nothing.
         elif child is not None:
             stand_ins[name] = without_hooks(child)
-    held["_modules"] = stand_ins
     try:
-        driven.use()
-        yield
+        with replaced(held, "_modules", stand_ins):
+            driven.use()
+            yield
     finally:
-        held["_modules"] = children
         driven.use()
 
 

@@ -31,10 +31,12 @@ class _DeltaNet(Mixer):
     So v, with the input of rate b and decay a behind it, travels in place of q, and q in place of v.
 
     Attributes:
+        rule: The name of the function that computes the delta rule.
         norm_and_out: The names of the gated norm and the output projection.
     """
 
     late, by_heads = ["z"], "delta rule"
+    rule = "torch_chunk_gated_delta_rule"
     norm_and_out = "norm", "out_proj"
 
     def counts(self) -> tuple[int, int]:
@@ -88,8 +90,6 @@ class _DeltaNet(Mixer):
             use_qk_l2norm_in_kernel=True,
         )
         return output
-
-    rule = "torch_chunk_gated_delta_rule"
 
     def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         """Return the logarithm of each token's decay, [b, s, h']."""

@@ -108,8 +108,10 @@ class OverlapSettings(NamedTuple):
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
         groups = self.config.groups_for(heads, max(1, size // shares), windowed)
         # Thrown away: only the checks in its constructor are wanted, which need no tokens.
-        lengths = (0,) * size
-        Geometry(size, self.sp_group.rank, lengths, 0, heads, kv_heads, groups, shares=shares)
+        rank, none = self.sp_group.rank, (0,) * size
+        Geometry(
+            size, rank, none, batch=0, heads=heads, kv_heads=kv_heads, groups=groups, shares=shares
+        )
         return groups
 
     def describe(
@@ -204,6 +206,6 @@ class OverlapSettings(NamedTuple):
             else:
                 whole.append(f"{name} ({kind_of(child)})")
         reason = f"called whole: {', '.join(whole)}" if whole else ""
-        groups, lacks = self.describe((block.heads, block.kv_heads), attend, reason, block)
+        groups, lacks = self.describe((block.heads, block.kv_heads), attend, reason, block=block)
         under = f", {', '.join(overlapped)} under them" if overlapped else ""
         return f"all eight exchanges, {groups}{under}", lacks

@@ -323,7 +323,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
         if reason and can_drop_in:
             dist_attn = f"{name}.dist_attn", module.dist_attn
-            layers.append(found_drop_in(*dist_attn, settings, reason, inside))
+            layers.append(found_drop_in(*dist_attn, settings, reason=reason, inside=inside))
             continue
         if reason:
             layers.append(FoundLayer(name, module, lacks=reason, inside=inside))

@@ -434,7 +434,7 @@ class FunctionLayer(Layer):
         local = functools.partial(local_attention, module, **options)
         attention = with_queries_if_taken(module, local)
         heads, baseline = (q.shape[2], k.shape[2]), None
-        if self.has_baseline(q, heads, sequence, pattern, options_of_stock):
+        if self.has_baseline(q, heads, sequence, pattern=pattern, keywords=options_of_stock):
             baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
         return self.attention(
             attention,

@@ -152,7 +152,7 @@ class Driven(Layer):
         if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
             self._refuse_difference(own, arguments)
         per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
-        timed = self.has_baseline(x, self.heads, sequence, pattern, arguments)
+        timed = self.has_baseline(x, self.heads, sequence, pattern=pattern, keywords=arguments)
         # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
         # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
         y = self.block(

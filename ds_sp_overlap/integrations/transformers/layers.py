@@ -290,10 +290,13 @@ class _Search:
         whole = type(self.model).__name__
         checkpoints = Checkpoints(whole, self.model, self.saving, self.overlap.config)
         watched = modules.Watched(self.model, bound)
+        host_of = functools.partial(
+            Host, forwards=self.forwards, checkpoints=checkpoints, watched=watched
+        )
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
-            model, forwards = self.named[at], self.forwards
-            host = Host(at or whole, model, forwards, layer, inside, checkpoints, watched=watched)
+            model = self.named[at]
+            host = host_of(at or whole, model, layer=layer, own_code=inside)
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )

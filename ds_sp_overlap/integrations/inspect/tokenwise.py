@@ -166,7 +166,9 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         plain = all(type(x) in (nn.Parameter, nn.Buffer, Tensor) for x in own)
         is_linear = own_class(type(part)) is nn.Linear and has_plain_parameters(part)
-        if own and not is_linear and not (_is_transformers(part) and plain):
+        # Modules of transformers may have any parameters and buffers.
+        is_plain = plain and own_class(type(part)).__module__.startswith("transformers.")
+        if own and not is_linear and not is_plain:
             raise Unknown(f"{where} is no plain linear layer, and no activation")
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             raise Unknown(f"{where} drops out")
@@ -208,11 +210,6 @@ def is_library_code(part: nn.Module) -> bool:
             if isinstance(function, types.FunctionType) and not is_library_function(function):
                 return False
     return True
-
-
-def _is_transformers(part: nn.Module) -> bool:
-    """Return whether a module is transformers', which may have any parameters and buffers."""
-    return own_class(type(part)).__module__.startswith("transformers.")
 
 
 def _run(where: str, copy: nn.Module, x: Tensor) -> list[Tensor]:

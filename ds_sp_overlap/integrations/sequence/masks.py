@@ -8,9 +8,11 @@ hands the model a placeholder; see Note [Placeholder masks].
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,48 +55,37 @@ def read(function: Callable) -> Pattern:
     Called when a model makes its masks, once for each; no mask is computed. Layers and models that
     say themselves that they are not causal are refused before (`modules.why_not`, `refuse_unhonoured`).
 
+    transformers makes mask functions by nesting closures. Each is known by the name of the function
+    that made it, and its variables give the numbers.
+
     Raises:
         ValueError: for a mask function with a part that is not known here, or without a causal one.
     """
-    clauses: dict[str, Any] = {}
-    _read_into(clauses, function)
-    if not clauses.pop("causal", False):
+    is_causal, pattern, left = False, Pattern(), [function]
+    while left:
+        part = left.pop()
+        maker, variables = repr(part), dict[str, Any]()
+        if isinstance(part, FunctionType) and part.__module__ == "transformers.masking_utils":
+            maker = part.__qualname__.split(".")[0]
+            contents = [cell.cell_contents for cell in part.__closure__ or ()]
+            variables.update(zip(part.__code__.co_freevars, contents))
+        if maker == "causal_mask_function":
+            is_causal = True
+        elif maker == "and_masks":
+            left += variables["mask_functions"]
+        elif maker == "sliding_window_overlay":
+            window = min(variables["sliding_window"], pattern.window or math.inf)
+            pattern = replace(pattern, window=window)  # guard: windows are read
+        elif maker == "chunked_overlay" and pattern.chunk in (None, variables["chunk_size"]):
+            pattern = replace(pattern, chunk=variables["chunk_size"])
+        elif maker == "remap_positions_for_packed_sequence":
+            left.append(variables["mask_function"])
+        # The documents are known from the position_ids of all ranks.
+        elif maker != "packed_sequence_mask_function":
+            raise ValueError(f"a mask with {maker}")
+    if not is_causal:
         raise ValueError("attention that is not causal")
-    return Pattern(**clauses)
-
-
-def _read_into(clauses: dict[str, Any], function: Callable) -> None:
-    """Add to ``clauses`` the restrictions that a mask function and its parts make.
-
-    transformers makes mask functions by nesting closures. Each is known by the name of the function
-    that made it, and its variables give the numbers. The keys are "causal" and the fields of
-    `Pattern`.
-
-    Raises:
-        ValueError: for a function that is not known.
-    """
-    maker, variables = repr(function), {}
-    if getattr(function, "__module__", "") == "transformers.masking_utils":
-        maker = getattr(function, "__qualname__", maker).split(".")[0]
-        cells = getattr(function, "__closure__", None) or ()
-        contents = [cell.cell_contents for cell in cells]
-        variables = dict(zip(function.__code__.co_freevars, contents))
-    if maker == "causal_mask_function":
-        clauses["causal"] = True
-    elif maker == "and_masks":
-        for part in variables["mask_functions"]:
-            _read_into(clauses, part)
-    elif maker == "sliding_window_overlay":
-        window = variables["sliding_window"]
-        clauses["window"] = min(window, clauses.get("window", window))  # guard: windows are read
-    elif maker == "chunked_overlay" and clauses.get("chunk") in (None, variables["chunk_size"]):
-        clauses["chunk"] = variables["chunk_size"]
-    elif maker == "remap_positions_for_packed_sequence":
-        _read_into(clauses, variables["mask_function"])
-    elif maker == "packed_sequence_mask_function":
-        pass  # the documents are known from the position_ids of all ranks
-    else:
-        raise ValueError(f"a mask with {maker}")
+    return pattern
 
 
 # Names of functions in transformers: documents by position_ids, and masks of recurrent layers.

@@ -173,20 +173,20 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
             exchange.exposed += without(_span(event), busy)
 
 
+def _ms(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
 def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
     """Return what exchanges cost together that have the same attributes ``of``.
 
     Returns:
         By those attributes: the number of exchanges, ms of transfer, ms exposed.
     """
-
-    def ms(spans: Iterable[Span]) -> float:
-        return sum(end - begin for begin, end in spans)
-
     table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:
         row = table[operator.attrgetter(*of)(each)]
-        row[:] = row[0] + 1, row[1] + ms(each.transfers), row[2] + ms(each.exposed)
+        row[:] = row[0] + 1, row[1] + _ms(each.transfers), row[2] + _ms(each.exposed)
     return table
 
 

@@ -92,6 +92,7 @@ class Size(int):
         return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
 
+# Operators that every object has, and a number has of its own.
 _OF_OBJECTS = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __str__ __repr__ __format__"
 for _name in {*dir(int)} - {*dir(object), "__index__"} | {*_OF_OBJECTS.split()}:
     setattr(Size, _name, Size.refuse if _name.startswith("__") else property(Size.refuse))

@@ -130,14 +130,14 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
         whole = _run(where, copy, x)
-        # A part of an MLP's has no tokens.
+        # For an MLP, one of the parts has no tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         for index, expected in enumerate(whole):
             of_parts = [part[index] for part in parts]
-            # Of all tokens the outputs and their gradients come first.
+            # The first tensor has a row for each token; the others are sums over tokens.
             actual: Any = sum(of_parts) if index else torch.cat(of_parts, 1)
             # The module may compute in fp32, and vector units round by position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():

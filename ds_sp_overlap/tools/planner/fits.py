@@ -55,11 +55,11 @@ class Model(NamedTuple):
 
 
 def _held(layer: LayerShape, way: Way) -> tuple[int, int, int]:
-    """Return the most bytes that the attention layer has in memory, and those in backward, and what
-    it saves for backward; without x, dy and weights.
+    """Return three numbers of bytes of the attention layer, without x, dy and weights.
 
-    After each change, memory grows by the same amount with every token. So two short sequences tell
-    of longer ones, for which there may be no memory here.
+    The most that it has in memory; the most in backward; and what it saves for backward. All grow by
+    the same amount with every token, so that two short sequences tell of longer ones, for which
+    there may be no memory here.
     """
     each = layer.seq // layer.sp_size / SHORT
     seqs = SHORT * layer.sp_size, 2 * SHORT * layer.sp_size

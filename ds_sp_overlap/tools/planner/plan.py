@@ -93,9 +93,13 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         change: Callable[[Sequence[Launch]], Sequence[Launch]] = list,
         whole: bool = True,
     ) -> Row:
-        """Play the launches of an attention layer as changed, and with ``whole`` of whole layers.
+        """Play a variant of the attention layer.
 
-        A way of ours has no other name.
+        Args:
+            way: How the layer runs.
+            variant: The name of a variant that is not ours; ours are named by their way.
+            change: Returns the launches to play for the launches that were recorded.
+            whole: Whether whole layers are played as well.
         """
         kernels = None if variant else gpu["kernel_share"]
         on = gpu.given("our kernels", permute_share=kernels)

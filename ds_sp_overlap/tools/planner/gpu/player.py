@@ -162,21 +162,20 @@ class Played:
         kernel.left -= count
         # Where all tiles are taken, blocks that have no SM yet wait no longer.
         kernel.waiting = min(kernel.waiting, kernel.left)
+        self._at(self.now + kernel.grid.tile_us, partial(self._turned, kernel, count))
 
-        def over() -> None:
-            """End the tiles: blocks take the next ones, or give their SMs back."""
-            staying = min(count, kernel.left)
-            if staying:
-                self._turn(kernel, staying)
-            kernel.placed -= count - staying
-            self.free += count - staying
-            if kernel.placed == 0:
-                self._end(kernel)
-            else:
-                self._place()
-                self._pump()
-
-        self._at(self.now + kernel.grid.tile_us, over)
+    def _turned(self, kernel: _Running, count: int) -> None:
+        """End ``count`` tiles: their blocks take the next ones, or give their SMs back."""
+        staying = min(count, kernel.left)
+        if staying:
+            self._turn(kernel, staying)
+        kernel.placed -= count - staying
+        self.free += count - staying
+        if kernel.placed == 0:
+            self._end(kernel)
+        else:
+            self._place()
+            self._pump()
 
     def _end(self, running: _Running) -> None:
         """End a kernel or an exchange."""

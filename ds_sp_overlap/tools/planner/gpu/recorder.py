@@ -87,7 +87,9 @@ class _Stream:
 
 
 class Recorder(TorchDispatchMode):
-    """The part of `Accelerator` that `SideStream` uses, a transport, and a list of launches.
+    """Stands for the accelerator and the transport, and lists what is launched.
+
+    It has the part of `Accelerator` that `SideStream` uses.
 
     Attributes:
         launches: What was launched, in the order of the host, and what the host did in between.
@@ -113,7 +115,8 @@ class Recorder(TorchDispatchMode):
         self.held = [0]
         # What the host did since the last launch, and how often.
         self.before: Counter[str] = Counter()
-        # Of memory that was taken since; without its reference, nothing tells of its end.
+        # Weak references to the memory that was taken, each with a function that is called when the
+        # memory is freed.
         self._memory: set[weakref.ref[Any]] = set()
 
     def end(self) -> None:
@@ -124,14 +127,12 @@ class Recorder(TorchDispatchMode):
     def hold(self, x: Tensor) -> None:
         """Count the memory of ``x``, which is new, until nobody holds it any more."""
         storage = x.untyped_storage()
-        n_bytes = storage.nbytes()
+        self._memory.add(weakref.ref(storage, partial(self._free, storage.nbytes())))
+        self.held.append(self.held[-1] + storage.nbytes())
 
-        def free(memory: weakref.ref[Any]) -> None:
-            self._memory.remove(memory)
-            self.held.append(self.held[-1] - n_bytes)
-
-        self._memory.add(weakref.ref(storage, free))
-        self.held.append(self.held[-1] + n_bytes)
+    def _free(self, n_bytes: int, memory: weakref.ref[Any]) -> None:
+        self._memory.remove(memory)
+        self.held.append(self.held[-1] - n_bytes)
 
     def note(self, *launches: Launch) -> None:
         """Add a launch, behind what the host did before it."""

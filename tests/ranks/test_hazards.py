@@ -4,6 +4,7 @@ Each test names the guard it watches; at the end the guards are taken out, one b
 """
 
 import contextlib
+import functools
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -209,14 +210,6 @@ def test_repeated_calls_and_backwards_do_not_depend_on_it_either():
     no_faults(2, spoiled_uses, Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": 2}))
 
 
-def late_delivery(rank):
-    return spoiled(rank, transports.Late, SHAPES[:2], CASES[:6])
-
-
-def late_delivery_of_replicas(rank):
-    return spoiled(rank, transports.Late, [Shape(kv_heads=1)], [Case(heads=6, kv_heads=3, config={"head_groups": 1})])
-
-
 def one_position_a_rank(rank):
     """Local sequences of one token, attention whose output has other strides: sources that travel as they lie."""
     found = []
@@ -243,6 +236,10 @@ def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_trave
 
 # Guards.
 
+late_delivery = functools.partial(spoiled, transport=transports.Late, shapes=SHAPES[:2], cases=CASES[:6])
+late_delivery_of_replicas = functools.partial(
+    spoiled, transport=transports.Late, shapes=[Shape(kv_heads=1)], cases=[Case(heads=6, kv_heads=3, config={"head_groups": 1})]
+)
 WATCHED = [
     Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
     Watched(Guard("what is sent is kept", without="side.end(mark)\nself.send = None"), late_delivery),

@@ -1,6 +1,7 @@
 """Several of q, k and v in one exchange: any of them, for any heads, lengths and layouts, and what is frozen among them."""
 
 import contextlib
+import functools
 import itertools
 from unittest import mock
 
@@ -145,13 +146,13 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 # Guards.
 
 
-def some_frozen(rank):
-    found, _, _ = frozen(rank, "k", of_a_frozen_input)
-    return found
-
-
 WATCHED = [
-    Watched(Guard("to those that need it", without="needed = step.parts"), some_frozen, raises=True),
+    Watched(
+        Guard("to those that need it", without="needed = step.parts"),
+        functools.partial(frozen, kinds="k", use=of_a_frozen_input),
+        raises=True,
+        says="([], ",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ fp64: 1e-12 where a layer's rounding is 1e-15 to 1e-14, and the smallest mistake
 import functools
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,33 +98,30 @@ USES = [
 ]  # fmt: skip
 
 
-def faults_of_uses(rank, section, local, shape, change=None):
-    faults = []
+def faults_of_uses(rank, local, shape):
+    faults, local = [], layers.laid_out(LOCAL[local], shape.batch_first)
     for use in USES:
         transport = Late()
-        made = Shape(**shape, config=section)
         with spoiled_buffers():
-            found = layers.block_faults(
-                rank, made, use, transport, change=change, local_attention=layers.laid_out(LOCAL[local], made.batch_first)
-            )
+            found = layers.block_faults(rank, shape, use, transport, local_attention=local)
         faults += [f"{use.__name__}: {fault}" for fault in found + transport.faults]
     return faults
 
 
 CASES = [
-    (SECTIONS[0], "flash", dict(kv_heads=2)),
-    full(SECTIONS[0], "math", dict(kv_heads=1, lengths=(7, 5))),
-    full(SECTIONS[1], "flash", dict(heads=8, kv_heads=2, bias=True)),
-    (SECTIONS[1], "math", dict(heads=8, kv_heads=8, fused=True, batch_first=False)),
-    (SECTIONS[2], "flash", dict(heads=8, kv_heads=4, batch_first=False)),
-    (SECTIONS[3], "flash", dict(heads=8, kv_heads=2, lengths=(4, 8))),
-    full(SECTIONS[3], "math", dict(heads=8, kv_heads=2)),
+    ("flash", Shape(kv_heads=2, config=SECTIONS[0])),
+    full("math", Shape(kv_heads=1, lengths=(7, 5), config=SECTIONS[0])),
+    full("flash", Shape(heads=8, kv_heads=2, bias=True, config=SECTIONS[1])),
+    ("math", Shape(heads=8, kv_heads=8, fused=True, batch_first=False, config=SECTIONS[1])),
+    ("flash", Shape(heads=8, kv_heads=4, batch_first=False, config=SECTIONS[2])),
+    ("flash", Shape(heads=8, kv_heads=2, lengths=(4, 8), config=SECTIONS[3])),
+    full("math", Shape(heads=8, kv_heads=2, config=SECTIONS[3])),
 ]
 
 
-@pytest.mark.parametrize(("section", "local", "shape"), CASES, ids=str)
-def test_gradients_are_those_of_the_whole_sequence(section, local, shape):
-    no_faults(2, faults_of_uses, section, local, shape)
+@pytest.mark.parametrize(("local", "shape"), CASES, ids=str)
+def test_gradients_are_those_of_the_whole_sequence(local, shape):
+    no_faults(2, faults_of_uses, local, shape)
 
 
 def faults_of_changes(rank, section):
@@ -143,25 +141,26 @@ def test_what_does_not_train_may_be_kept_too(section):
 # What runs.
 
 
+EIGHT_HEADS = Shape(heads=8, kv_heads=2, rope=False)
+
+
 class Traced:
     """A layer that writes down its exchanges, the calls of its attention, and where else the program is.
 
     log   ``>q0``, ``<q0`` of exchanges, "attention", and what the program adds
     """
 
-    def __init__(self, section, local=reference.fused, shape=Shape(heads=8, kv_heads=2), name="layer", transport=None):
-        self.shape, self.transport = shape, transport or Recording()
+    def __init__(self, section, local=reference.fused, name="layer", transport=None):
+        self.transport = transport or Recording()
         self.log = self.transport.log
-        self.modules = layers.projections(shape)
+        self.modules = layers.projections(EIGHT_HEADS)
 
         def attention(q, k, v, *rest):
             self.log.append("attention")
             return local(q, k, v, *rest)
 
-        shape = Shape(heads=shape.heads, kv_heads=shape.kv_heads, rope=False, config=section)
-        self.block = layers.block(
-            shape, self.modules, torch.distributed.group.WORLD, self.transport, local_attention=attention, heads_alike=True
-        )
+        shape = replace(EIGHT_HEADS, config=section)
+        self.block = layers.block(shape, self.modules, torch.distributed.group.WORLD, self.transport, attention)
         self.block.layer.where = name
 
     def __call__(self, x, *args):
@@ -177,8 +176,8 @@ class Traced:
         return {name: p.grad.clone() for name, p in self.modules.named_parameters()}
 
 
-def tokens(rank, shape=Shape(heads=8, kv_heads=2)):
-    return layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
+def tokens(rank):
+    return layers.my_slice(EIGHT_HEADS, rank, layers.whole_inputs(EIGHT_HEADS)[0]).requires_grad_()
 
 
 def logs(rank, section, local, how):
@@ -395,23 +394,21 @@ def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_befo
 # Guards.
 
 
-def faults_of_a_backward_within(rank):
-    return layers.block_faults(rank, Shape(kv_heads=2, config=SECTIONS[0]), a_backward_within, local_attention=reference.fused)
-
-
-def what_is_left(rank):
-    return ["left"] * any(held(rank, *ENDS[-1])[2])
-
-
 GUARDS = [
     Watched(Guard("the same random numbers", without="pass"), faults_of_draws),
     Watched(Guard("what is drawn behind attention is as before", without="pass"), faults_of_draws),
     Watched(
         Guard("a checkpoint or offload around is not asked", without="hooks = torch.enable_grad()"),
-        faults_of_a_backward_within,
+        functools.partial(
+            layers.block_faults, shape=Shape(kv_heads=2, config=SECTIONS[0]), use=a_backward_within, local_attention=reference.fused
+        ),
         raises=True,  # torch counts what is saved
     ),
-    Watched(Guard("nothing circular", without="pass"), what_is_left),
+    Watched(
+        Guard("nothing circular", without="pass"),
+        functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]),
+        says="[False, False, False]",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ the ranks. A rank that waits for another one forever is a failure of `on_ranks`,
 """
 
 import contextlib
+import functools
 import gc
 import time
 import weakref
@@ -194,12 +195,6 @@ def attacked(rank, program, steps):
     return model.faults, ran, model.chosen(), model.said
 
 
-def not_timed(rank):
-    """What is kept where no layer's input needs a gradient."""
-    chosen = attacked(rank, its_input_needs_no_gradient, 18)[2]
-    return [] if chosen == [4] else [f"kept {chosen}"]
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_two_ranks_try_and_choose_alike(program):
     every = on_ranks(2, attacked, program, 20 if program is not changing_lengths else 72)
@@ -379,20 +374,17 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 # Guards.
 
-
-def recomputes_another_candidate(rank):
-    return attacked(rank, another_optimizer_before_backward, 8)[0]
-
-
 WATCHED = [
     Watched(
         Guard("stays for its backward", without="if not self._due or self.over:"),
-        recomputes_another_candidate,
+        functools.partial(attacked, program=another_optimizer_before_backward, steps=8),
         raises=True,  # a checkpoint computes another graph than it saved
+        says="([], ",
     ),
     Watched(
         Guard("also for frozen inputs", without="if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():"),
-        not_timed,
+        functools.partial(attacked, program=its_input_needs_no_gradient, steps=18),
+        says="], [4], [",  # what is kept
     ),
 ]
 

@@ -1,5 +1,6 @@
 """The policy on several ranks: all choose the same, and trying changes nothing. Time is scripted (`harness.policies`)."""
 
+import functools
 import gc
 
 import pytest
@@ -298,10 +299,6 @@ def replicas_differ(rank, off=False, said=None):
     return found + ([] if runs[STEPS - 1] == [(8, 2)] * 2 else [f"kept {runs[STEPS - 1]}"])
 
 
-def replicas_differ_where_one_could_run_stock(rank):
-    return replicas_differ(rank, off=True)
-
-
 def differing(rank):
     said = []
     return replicas_differ(rank, said=said), said
@@ -317,7 +314,7 @@ def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_
 
 def test_beside_replicas_stock_is_no_candidate():
     """Guard: "off" only in one sp group."""
-    assert on_ranks(4, replicas_differ_where_one_could_run_stock) == [[]] * 4
+    assert on_ranks(4, replicas_differ, True) == [[]] * 4
 
 
 def met_later(replica, step):
@@ -366,7 +363,7 @@ WATCHED = [
     Watched(Guard("replicas choose together", without="if False:"), replicas_differ, 4),
     Watched(Guard("their lengths differ", without="if True:"), replicas_differ, 4),
     Watched(
-        Guard("no stock", without="candidates = candidates_for(most, off, least)"), replicas_differ_where_one_could_run_stock, 4
+        Guard("no stock", without="candidates = candidates_for(most, off, least)"), functools.partial(replicas_differ, off=True), 4
     ),
 ]
 

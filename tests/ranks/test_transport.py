@@ -324,8 +324,9 @@ def test_doctor_says_whether_communicators_launch_in_one_order(monkeypatch, valu
 # Copy engines.
 
 
-def chosen(rank, ulysses=True, **nccl):
-    hosts = nccl.pop("hosts", None)
+def chosen(rank, options):
+    nccl = dict(options)
+    ulysses, hosts = nccl.pop("ulysses", True), nccl.pop("hosts", None)
     there = ulysses if isinstance(ulysses, bool) else rank in ulysses
     with Nccl(**nccl)(hosts), fast_ulysses(there):
         sp_group = SPGroup(dist.group.WORLD, "copy_engine")
@@ -352,15 +353,11 @@ def chosen(rank, ulysses=True, **nccl):
     ],
 )
 def test_the_first_engine_that_every_rank_has_is_taken_or_all_reasons_are_named(options, expected):
-    assert on_ranks(2, chosen_with, options) == [expected] * 2
-
-
-def chosen_with(rank, options):
-    return chosen(rank, **options)
+    assert on_ranks(2, chosen, options) == [expected] * 2
 
 
 def test_torch_without_the_policy_is_refused():
-    for said in on_ranks(2, chosen_with, {"ulysses": False, "cta_policy": False}):
+    for said in on_ranks(2, chosen, {"ulysses": False, "cta_policy": False}):
         assert f"torch {torch.__version__} has no zero-CTA policy of NCCL" in said
 
 

@@ -46,6 +46,15 @@ def test_a_product_of_slices_is_that_of_their_copy(part, bias, transposed, dtype
     assert got.is_contiguous() and is_near(got, expected)
 
 
+def added(a, b, part, onto):
+    """``onto`` with the product of ``a`` and the columns of ``b`` added at the slices, one after another."""
+    place = 0
+    for start, stop in part:
+        onto[:, start:stop] += a @ b[:, place : place + stop - start]
+        place += stop - start
+    return onto
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("add", [False, True])
@@ -56,12 +65,10 @@ def test_a_product_into_slices_leaves_the_rest_alone(part, add, transposed, dtyp
     b = random(7, sum(stop - start for start, stop in part), dtype=dtype)
     whole = before.t().contiguous().t() if transposed else before.clone()
     mm_to_slices(a, b, whole, part, add=add)
-    expected, place = before.clone(), 0
-    for start, stop in part:
-        product = a @ b[:, place : place + stop - start]
-        expected[:, start:stop] = product + before[:, start:stop] if add else product
-        place += stop - start
-    assert is_near(whole, expected)
+    onto = before.clone()
+    for start, stop in part if not add else ():
+        onto[:, start:stop] = 0
+    assert is_near(whole, added(a, b, part, onto))
     outside = [column for column in range(24) if not any(start <= column < stop for start, stop in part)]
     assert torch.equal(whole[:, outside], before[:, outside])
 
@@ -79,17 +86,10 @@ def test_slices_of_one_size_that_are_evenly_spaced_are_one_product(part, product
 def test_slices_that_overlap_are_added_up_one_product_after_the_other(part):
     part = OVERLAPPING[part]
     assert all(run.slices == 1 for run in _runs(part))  # a batched product that writes a number twice races
-    a, b, whole = (
-        random(5, 7, dtype=torch.float64),
-        random(7, sum(e - s for s, e in part), dtype=torch.float64),
-        torch.zeros(5, 24).double(),
-    )
+    a, b = random(5, 7, dtype=torch.float64), random(7, sum(e - s for s, e in part), dtype=torch.float64)
+    whole = torch.zeros(5, 24).double()
     mm_to_slices(a, b, whole, part, add=True)
-    expected, place = torch.zeros(5, 24).double(), 0
-    for start, stop in part:
-        expected[:, start:stop] += a @ b[:, place : place + stop - start]
-        place += stop - start
-    assert is_near(whole, expected)
+    assert is_near(whole, added(a, b, part, torch.zeros(5, 24).double()))
     assert torch.equal(cut_ranges(whole, 1, part), torch.cat([whole[:, start:stop] for start, stop in part], 1))
 
 

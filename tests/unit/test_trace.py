@@ -16,16 +16,7 @@ COMPUTE, TRANSFER, OF_NCCL = 7, 20, 24  # streams
 
 def event(category, name, begin, end, thread=HOST, **args):
     """An event of a trace; times in ms."""
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 1,
-        "tid": thread,
-        "ts": begin * 1e3,
-        "dur": (end - begin) * 1e3,
-        "args": args,
-    }
+    return dict(ph="X", cat=category, name=name, pid=1, tid=thread, ts=begin * 1e3, dur=(end - begin) * 1e3, args=args)
 
 
 def written(path, events, rank=0):

@@ -10,8 +10,8 @@ VOCABULARY, HEADS, HEAD_DIM, HIDDEN, WINDOW = 64, 4, 8, 32, 5
 # What a config calls its sizes. Two heads a KV head, a head dim that isn't hidden / heads where the family has one.
 SIZES = [
     (VOCABULARY, "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
-    (2, "num_key_value_heads num_kv_heads num_query_groups multi_query_group_num n_group num_expert_group num_experts_per_tok "
-    "num_experts_per_token moe_topk moe_k top_k_experts topk_group n_groups linear_num_key_heads num_nextn_predict_layers_ "
+    (2, "num_key_value_heads num_kv_heads num_query_groups n_group num_expert_group num_experts_per_tok "
+    "num_experts_per_token moe_topk moe_k top_k_experts topk_group n_groups linear_num_key_heads "
     "mamba_n_groups mamba_ngroups num_hidden_layers decoder_layers n_layer n_layers num_layers num_decoder_layers "
     "encoder_layers num_encoder_layers swa_num_key_value_heads"),
     (HEADS, "num_attention_heads decoder_attention_heads n_head n_heads num_heads num_decoder_attention_heads encoder_attention_heads "
@@ -30,7 +30,7 @@ SIZES = [
     (24, "q_lora_rank kv_lora_rank o_lora_rank"),
     (WINDOW, "sliding_window sliding_window_size window_size local_attention attention_window_size local_attention_window_len"),
     (128, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
-    (1, "n_shared_experts num_shared_experts moe_num_shared_experts vocab_size_ first_k_dense_replace num_dense_layers max_window_layers_"),
+    (1, "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers"),
     (0, "pad_token_id bos_token_id eos_token_id decoder_start_token_id "),
     (True, "attention_bias use_qkv_bias qkv_bias use_sliding_window is_decoder use_qk_norm qk_layernorm attn_temperature_tuning"),
 ]  # fmt: skip
@@ -39,20 +39,15 @@ SIZES = {name: size for size, names in SIZES for name in names.split()}
 # What a family needs besides: else it can't be built, or what it is known for would not act. `sizes` of a config within: by its name.
 CHUNK = 12  # local sequences of 16 tokens end within one
 MORE: dict[str, dict] = {
-    "aria_text": dict(moe_num_shared_experts=1),
     "bamba": dict(mamba_n_heads=8, mamba_chunk_size=8, attn_layer_indices=[1]),
-    "bert-generation": dict(is_decoder=True),
     "big_bird": dict(attention_type="original_full"),
     "bigbird_pegasus": dict(attention_type="original_full"),
     "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0)),
     "deepseek_v4": dict(o_groups=2),
     "doge": dict(keep_window_size=8),
-    "dots3_note": dict(num_key_value_heads=HEADS),
-    "dots3_note_text": dict(num_key_value_heads=HEADS),
     "dory": dict(initializer_range=1.0),  # else its scales make one-hot weights of attention, which no fault moves
     "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_chunk_size=8),
     "gemma3n_text": dict(num_kv_shared_layers=0, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
-    "gemma4_assistant": dict(hidden_size_per_layer_input=0),
     "gemma4_unified_assistant": dict(num_kv_shared_layers=0),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(mamba_n_heads=8, mamba_chunk_size=8, layer_types=["mamba", "attention"]),
@@ -68,7 +63,6 @@ MORE: dict[str, dict] = {
     "qwen2_moe": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3": dict(layer_types=["sliding_attention", "full_attention"]),
     "qwen3_moe": dict(layer_types=["sliding_attention", "full_attention"]),
-    "kimi_linear": dict(layer_types=["linear_attention", "full_attention"]),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "qwen4_exp": dict(text_config=dict(indexer_kv_heads=1, indexer_budget=8, indexer_compress_ratio=2)),

@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 import ds_sp_overlap
+from ds_sp_overlap.schedule import by_head_groups
 from tests.harness import reference
 
 HEADS = [(4, 4), (8, 8), (8, 4), (8, 2), (4, 1), (6, 3), (7, 7)]
@@ -32,6 +34,7 @@ class Shape:
     dtype: torch.dtype = torch.float64
     attends: dict = field(default_factory=dict, hash=False)  # options of `reference.attention`
     config: dict = field(default_factory=dict, hash=False)
+    schedule: Callable = field(default=by_head_groups, hash=False, repr=False)
 
     @property
     def width(self):
@@ -100,7 +103,7 @@ def block(shape, layer, group, transport=None, local_attention=None, heads_alike
         num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group,
         **({} if shape.batch_first else {"batch_first": False}),  # the default is the other
-        config=shape.config, transport=transport, name="layer", heads_alike=heads_alike, **layer,
+        config=shape.config, schedule=shape.schedule, transport=transport, name="layer", heads_alike=heads_alike, **layer,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -30,27 +31,22 @@ SHAPES = [
 
 
 @contextlib.contextmanager
-def sending(sent):
-    """Blocks run by a schedule in which those of ``sent`` travel together; yields how many exchanges moved several tensors."""
-    block, start, joined = layers.block, InFlight.__init__, []
-
-    def made(*args, **kwargs):
-        attend = block(*args, **kwargs)
-        attend.layer.schedule = travelling(*sent)
-        return attend
+def counting():
+    """Yield the names of exchanges that moved several tensors meanwhile."""
+    start, joined = InFlight.__init__, []
 
     def started(self, layout, sp_group, name, xs, *more):
         joined.extend([name] * (len(xs) > 1 and " d" not in name))
         start(self, layout, sp_group, name, xs, *more)
 
-    with mock.patch.object(layers, "block", made), mock.patch.object(InFlight, "__init__", started):
+    with mock.patch.object(InFlight, "__init__", started):
         yield joined
 
 
 def faults(rank, sent, shapes, **kwargs):
     found = []
-    with sending(sent) as joined:
-        for shape in shapes:
+    with counting() as joined:
+        for shape in (replace(shape, schedule=travelling(*sent)) for shape in shapes):
             before = len(joined)
             found += [f"{shape}: {fault}" for fault in layers.block_faults(rank, shape, **kwargs)]
             found += [f"{shape}: BLIND, nothing travelled together"] * (len(joined) == before)

@@ -1,7 +1,5 @@
 """A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
 
-from unittest import mock
-
 import pytest
 
 from ds_sp_overlap.schedule import Schedule, by_head_groups, by_window, draw, order, simulate
@@ -14,16 +12,8 @@ from tests.harness.transports import Recording
 
 def run_by(rank, function, groups, kv_heads):
     """Faults of a layer that runs by it, on this rank; and what it recorded, forward and backward."""
-    shape = Shape(kv_heads=kv_heads, config={"head_groups": groups})
-    mover, block = Recording(), layers.block
-
-    def of_ours(*args, **kwargs):
-        made = block(*args, **kwargs)
-        made.layer.schedule = function
-        return made
-
-    with mock.patch.object(layers, "block", of_ours):
-        return layers.block_faults(rank, shape, transport=mover), mover.log
+    shape, mover = Shape(kv_heads=kv_heads, config={"head_groups": groups}, schedule=function), Recording()
+    return layers.block_faults(rank, shape, transport=mover), mover.log
 
 
 @pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
@@ -50,9 +40,9 @@ WRONG = {
 
 
 def by_a_wrong_one(rank, what):
-    _, attend, x, _ = layers.mine(rank, Shape())
-    attend.layer.schedule = lambda kinds, wgrad_last: WRONG[what][0](kinds)
-    return refusal(layers.call_block, Shape(), attend, rank, x)
+    shape = Shape(schedule=lambda kinds, wgrad_last: WRONG[what][0](kinds))
+    _, attend, x, _ = layers.mine(rank, shape)
+    return refusal(layers.call_block, shape, attend, rank, x)
 
 
 @pytest.mark.parametrize("what", WRONG)

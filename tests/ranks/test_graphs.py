@@ -16,24 +16,15 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.runtime import plan
 from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.copy_engines import CopyEngine
-from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import dropin, layers, models
 from tests.harness.dropin import Case
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
-from tests.harness.streams import Backend, Stream, device_thread
+from tests.harness.streams import Backend, Stream, device_thread, on_streams
 from tests.harness.syncs import waits
 
-CPU = torch.device("cpu")
 CASE = Case(heads=4, kv_heads=2, head_dim=4, value_dim=4, batch=1, lengths=(4, 4))
-
-
-def on_streams(layer, backend=None):
-    """Have a layer exchange on streams; return their stand-in."""
-    backend = backend or Backend()
-    layer.sp_group.sides[CPU] = SideStream(backend, CPU)
-    return backend
 
 
 def self_attention(rank, **config):
@@ -65,7 +56,7 @@ def drop_in(rank, **config):
 def captured_step(rank, make, groups):
     """Steps in and behind a capture are as before it, and in it there are no waits of the host and no collectives beside exchanges."""
     step, layer = make(rank, head_groups=groups)
-    backend = on_streams(layer)
+    backend = on_streams(layer.sp_group)
     refused = mock.Mock(side_effect=AssertionError("a collective of ours"))
     with device_thread(backend):
         expected = step()
@@ -97,7 +88,7 @@ def forward_and_backward_apart(rank):
     """As ``make_graphed_callables`` captures them."""
     shape = Shape(config={"head_groups": 2})
     modules, attend, x, dy = layers.mine(rank, shape)
-    backend, found = on_streams(attend.layer), []
+    backend, found = on_streams(attend.layer.sp_group), []
     with device_thread(backend):
         for capture in (contextlib.nullcontext, backend.captured):
             with capture():
@@ -124,7 +115,7 @@ def outcome(rank, config, warm, streams):
     transport = CopyEngine() if config.pop("transport", None) else None
     shape = Shape(config={"head_groups": 1, **config})
     modules, attend, x, dy = layers.mine(rank, shape, transport)
-    backend = on_streams(attend.layer) if streams else Backend()
+    backend = on_streams(attend.layer.sp_group) if streams else Backend()
 
     def forward():
         return layers.call_block(shape, attend, rank, x.requires_grad_())

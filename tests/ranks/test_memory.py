@@ -13,13 +13,12 @@ from ds_sp_overlap.attention.runtime.execution import Call
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
-from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.recorder import record
 from tests.harness import uses
 from tests.harness.cases import full
 from tests.harness.guards import Guard, Watched, notices
-from tests.harness.streams import Backend
+from tests.harness.streams import on_streams
 
 
 def peak(shape, make, size=2):
@@ -39,11 +38,6 @@ def peaks(shape, groups):
     return peak(shape, lambda layer: layer.ours(head_groups=groups)), stock_peak(shape)
 
 
-def on_streams(layer):
-    """Have the exchanges of ``layer`` carried by streams, as on an accelerator; their stand-in."""
-    layer.sp_group.sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
-
-
 @pytest.mark.singles
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("config", [{}, {"wgrad": False}, {"projections": False}], ids=str)
@@ -52,7 +46,7 @@ def test_a_step_peaks_no_higher_on_an_accelerator_than_on_cpu(config, groups):
 
     def ours(layer, streams):
         if streams:
-            on_streams(layer)
+            on_streams(layer.sp_group)
         return layer.ours(head_groups=groups, **config)
 
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=4, batch=2)
@@ -87,7 +81,7 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     layout = Geometry(2, 0, (30, 30), 2, 4, 4, 1, batch_first).exchange(kind, 0, (8,))
     sp_group = Emulated(2, Kept())
     if streams:
-        sp_group.sides[torch.device("cpu")] = SideStream(Backend(), torch.device("cpu"))
+        on_streams(sp_group)
     exchange = Exchange(sp_group, layout, "layer", kind)
     token = exchange.start(torch.randn(layout.sources.shapes[0]))
     size = layout.sources.elements * 4

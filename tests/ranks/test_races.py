@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated
@@ -25,17 +24,17 @@ from tests.harness.guards import Guard, Watched, notices
 from tests.harness.moving import moving
 from tests.harness.races import watched
 from tests.harness.relayout import REFERENCE
-from tests.harness.streams import Backend, Stream, order
-from tests.harness.uses import Deliberate, RaisesInBackward
+from tests.harness.streams import Backend, Stream, on_streams, order
+from tests.harness.uses import Deliberate, RaisesInBackward, non_reentrant, reentrant, second_backward
 
-SIZE, CPU = 2, torch.device("cpu")
+SIZE = 2
 SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
 
 
 def over(wire, size=SIZE):
     """A sp_group of its own, as every layer has that is made by itself; the streams are shared."""
     sp_group = Emulated(size, wire)
-    sp_group.sides[CPU] = SideStream(wire.races.backend, CPU)
+    on_streams(sp_group, wire.races.backend)
     return sp_group
 
 
@@ -74,18 +73,10 @@ def several_layers_accumulate(wire, **config):
         read(*(p.grad for layer, _ in made for p in layer.projections.parameters()))
 
 
-def checkpointed(wire, **config):
-    layer, attend = block(wire, head_groups=2, **config)
-    for reentrant in (True, False):
-        read(*layer.step(lambda x: checkpoint(attend, x, use_reentrant=reentrant)))  # noqa: B023
-
-
-def twice_backward(wire, **config):
+def used(wire, use, **config):
     layer, attend = block(wire, head_groups=2, **config)
     x = layer.x.detach().requires_grad_()
-    y = attend(x)
-    y.backward(layer.dy, retain_graph=True)
-    y.backward(layer.dy)
+    use(attend, layer.projections, x, layer.dy)
     read(x.grad)
 
 
@@ -208,13 +199,13 @@ def backward_called_elsewhere(wire, **config):
         del x, y
 
 
+IN_USE = reentrant, non_reentrant, second_backward
 SCENES = {
     **{f"a layer, G = {groups}": functools.partial(whole_layer, groups=groups) for groups in (1, 2, 4)},
     "send buffers are written by the GEMM": buffers_written_by_the_gemm,
     "wgrad first": functools.partial(whole_layer, groups=2, wgrad=False),
     "several layers accumulate": several_layers_accumulate,
-    "checkpointed": checkpointed,
-    "twice backward": twice_backward,
+    **{f"used: {use.__name__}": functools.partial(used, use=use) for use in IN_USE},
     "no gradient": no_gradient,
     "drop-in": drop_in,
     "abandoned": abandoned,
@@ -231,7 +222,12 @@ SCENES = {
     },
     **{
         f"a window of {window}: {scene.__name__}": functools.partial(scene, window=window)
-        for scene in (several_layers_accumulate, checkpointed, twice_backward, no_gradient, abandoned, run_again)
+        for scene in (several_layers_accumulate, no_gradient, abandoned, run_again)
+        for window in (1, 2)
+    },
+    **{
+        f"a window of {window}, used: {use.__name__}": functools.partial(used, use=use, window=window)
+        for use in IN_USE
         for window in (1, 2)
     },
 }

@@ -136,15 +136,11 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
     decided = SpOverlapConfig.parse(section or {}).of_sp_group
     sp_groups = [SPGroup(dist.group.WORLD, name, **decided) for _ in range(2)]
-    with nccl(), listening() as messages:
-        if reversed_ranks:
-            stack = mock.patch.object(dist, "get_process_group_ranks", lambda group: [1, 0])
-        else:
-            stack = contextlib.nullcontext()
-        with stack:
-            for sp_group in sp_groups:
-                sp_group.prepare()
-                sp_group.prepare()
+    ranks = [1, 0] if reversed_ranks else [0, 1]
+    with nccl(), listening() as messages, mock.patch.object(dist, "get_process_group_ranks", lambda group: ranks):
+        for sp_group in sp_groups:
+            sp_group.prepare()
+            sp_group.prepare()
     made = [
         (ranks, o["backend"], o["use_local_synchronization"], o["pg_options"].is_high_priority_stream, vars(o["pg_options"].config))
         for ranks, o in nccl.made

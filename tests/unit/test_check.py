@@ -10,13 +10,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def compared(got, expected, rotated):
-    compare(
-        SPGroup(None),
-        got,
-        Expected(expected, torch.zeros(expected.shape)),
-        "layer dq0",
-        rotated,
-    )
+    compare(SPGroup(None), got, Expected(expected, torch.zeros(expected.shape)), "layer dq0", rotated)
 
 
 def numbers(dtype, size):

@@ -24,7 +24,7 @@ from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools import doctor
 from tests.harness.guards import Guard, Watched, notices
 from tests.harness.relayout import REFERENCE
-from tests.harness.streams import Backend, Stream
+from tests.harness.streams import Backend, Stream, on_streams
 
 
 class LoggingTransport(OneRank):
@@ -65,7 +65,7 @@ def backend():
 def q_exchange(backend):
     """An exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
     sp_group = SPGroup(None, LoggingTransport(backend))
-    sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    on_streams(sp_group, backend)
     parts = [(((0, 2), (0, 3), half, (0, 8)),) for half in ((0, 2), (2, 4))]
     halves = Side((2, 3, 4, 8), tuple(parts))
     return Exchange(sp_group, Layout.of([(halves, halves)]), "layer", "q")
@@ -177,7 +177,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     """Guard: `SideStream.end`; waiting for the whole side stream would leave nothing for head groups to hide."""
     compute_waits = []
     sp_group = SPGroup(None, LoggingTransport(backend))
-    sp_group.sides[torch.device("cpu")] = SideStream(backend, torch.device("cpu"))
+    on_streams(sp_group, backend)
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
     call = Call(sp_group, geometry, by_head_groups(geometry.kinds), "layer")
 

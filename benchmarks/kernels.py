@@ -41,7 +41,7 @@ if importlib.util.find_spec("deepspeed") is None:
     sys.modules["ds_sp_overlap"] = package
 from benchmarks.record import Rows  # noqa: E402
 from ds_sp_overlap.attention.runtime.products import by_rank  # noqa: E402
-from ds_sp_overlap.attention.runtime.slices import batched, cut_ranges  # noqa: E402
+from ds_sp_overlap.attention.runtime.slices import Run, cut_ranges  # noqa: E402
 from ds_sp_overlap.relayout import kernels  # noqa: E402
 from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
 from tests.harness import relayout  # noqa: E402
@@ -233,7 +233,7 @@ class Row:
                     return torch.nn.functional.linear(x[i], w) if dim == 0 else x[i] @ w
 
                 def batch(i, dim=dim, weight=weight, part=part):
-                    return by_rank(x[i], batched(weight, dim, part, self.P))
+                    return by_rank(x[i], Run.dealt(part, self.P).view(weight, dim))
 
                 def gemm_and_pack(i, plain=plain, heads=heads, parts=parts):
                     y = plain(i).view(self.tokens, heads, self.d)

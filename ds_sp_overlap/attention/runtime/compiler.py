@@ -35,7 +35,7 @@ from . import operations
 from .execution import Call
 from .flat import Name, Operation
 from .pieces import Pieces
-from .slices import Parts, Ranges, cover_of
+from .slices import Parts, Ranges, Run
 
 # The shape and the dtype of a tensor.
 Kind = tuple[torch.Size, torch.dtype]
@@ -189,13 +189,10 @@ class Compiler:
         linear: list[Name] = [("parameter", 2 * module), ("parameter", 2 * module + 1)]
         linear = [name for name in linear if self.shapes[name] is not None]
         form = self._form(rows, ranks, self.projections.head_dim)
-        some = self._some(rows, linear[0])
-        function = (
-            partial(operations.project_by_rank, rows, ranks)
-            if ranks
-            else partial(operations.project, some)
-        )
-        self.add(partial(function, form), [self._rows(), *linear], [heads])
+        function = partial(operations.project, self._some(rows, linear[0]), form)
+        if ranks:
+            function = partial(operations.project_by_rank, Run.dealt(rows, ranks), form)
+        self.add(function, [self._rows(), *linear], [heads])
         if is_shaped:
             # In forward the norms are being called, and have their parameters in place.
             tables, norms = self._tables(), self._norms() if self.is_backward else []
@@ -266,18 +263,16 @@ class Compiler:
             if "o" in self.by_rank:
                 ranks = self.geometry.parts
             form = self._form(columns, ranks, self.shapes["weight",][1] // self.geometry.heads)
-            some = columns if ranks else self._some(columns, ("weight",), dim=1)
-            function = partial(operations.dgrad_of_output, some, ranks, form)
+            some = self._some(columns, ("weight",), dim=1)
+            function = partial(operations.dgrad_of_output, some, form)
+            if ranks:
+                function = partial(operations.dgrad_by_rank, Run.dealt(columns, ranks), form)
             self.add(function, [self._dy(), ("weight",)], [("d", "value", *part)])
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("parameter", 2 * module)
-            some, reads = self._some(rows, weight), [("d heads", *part), weight]
-            if dx not in self.writers:
-                self.add(partial(operations.begin_dx, some, self.dtypes[0]), reads, [dx])
-            else:
-                rounds = self.geometry.groups == 1
-                self.add(partial(operations.add_to_dx, some, rounds), [*reads, dx], [dx])
+            how = self._some(rows, weight), self.dtypes[0], self.geometry.groups == 1
+            self.add(partial(operations.add_to_dx, *how), [("d heads", *part), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:
         """Compute a group's columns of dWo, or a part's rows of weight and bias gradients."""
@@ -304,10 +299,8 @@ class Compiler:
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
             return
-        if pieces not in self.writers:
-            make = partial(Pieces, shape, dim, cover_of(parts, shape[dim]), self.is_window)
-            self.add(partial(operations.begin_pieces, make), (), [pieces])
-        self.add(partial(operations.put, part, compute), [pieces, *operands], [pieces])
+        make = partial(Pieces, shape, dim, parts, self.is_window)
+        self.add(partial(operations.put, make, part, compute), [pieces, *operands], [pieces])
 
     # The output projection.
 
@@ -315,17 +308,10 @@ class Compiler:
         """Add the product of a group to y, and note the o that was multiplied."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
         o, y = ("value", "o", step.group), ("y",)
-        reads: list[Name] = [o, ("weight",)]
         if self.is_autocast:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
-        function: Any = operations.merge
-        if y in self.writers:
-            reads.append(y)
-        else:
-            function = operations.begin_merge
-            if self.shapes["bias",] is not None:
-                reads.append(("bias",))
-        self.add(partial(function, columns), reads, [y, ("merged", step.group)])
+        reads: list[Name] = [o, ("weight",), ("bias",), y]
+        self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])
 
     def _columns(self) -> Parts:
         """Return for each head group the columns of the weight that its heads are multiplied with."""

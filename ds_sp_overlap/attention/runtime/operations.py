@@ -22,7 +22,7 @@ from ..memory.recompute import Attended, attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .pieces import Pieces
 from .products import autocast, by_rank, matrix
-from .slices import Ranges, batched, cut_ranges, mm_of_slices
+from .slices import Ranges, Run, cut_ranges, mm_of_slices
 
 
 def in_range(label: str, function: Callable[..., Any], call: Call, *values: Any) -> Any:
@@ -91,10 +91,10 @@ def project(
 
 
 def project_by_rank(
-    rows: Ranges, ranks: int, form: tuple[int, ...], call: Call, x: Tensor, *parameters: Tensor
+    rows: Run, form: tuple[int, ...], call: Call, x: Tensor, *parameters: Tensor
 ) -> Tensor:
     # The product writes the send buffer.
-    return by_rank(x, *[batched(each, 0, rows, ranks) for each in parameters]).view(*form)
+    return by_rank(x, *[rows.view(each, 0) for each in parameters]).view(*form)
 
 
 def norm_and_rotate(
@@ -154,18 +154,20 @@ def norm_back(
     return _one((matrix(dx), *sums))
 
 
-def begin_dx(
-    rows: Ranges | None, dtype: torch.dtype, call: Call, dy: Tensor, weight: Tensor
-) -> Tensor:
-    product = dy @ (weight if rows is None else cut_ranges(weight, 0, rows))
-    # Without autocast both are alike, and a cast that changes nothing costs the host time.
-    return product if product.dtype == dtype else product.to(dtype)
-
-
 def add_to_dx(
-    rows: Ranges | None, rounds: bool, call: Call, dy: Tensor, weight: Tensor, dx: Tensor
+    rows: Ranges | None,
+    dtype: torch.dtype,
+    rounds: bool,
+    call: Call,
+    dy: Tensor,
+    weight: Tensor,
+    dx: Tensor | None,
 ) -> Tensor:
     part = weight if rows is None else cut_ranges(weight, 0, rows)
+    if dx is None:
+        product = dy @ part
+        # Without autocast both are alike, and a cast that changes nothing costs the host time.
+        return product if product.dtype == dtype else product.to(dtype)
     if rounds or dx.dtype != dy.dtype:
         dx += dy @ part  # rounds each product, as the layer that is replaced does
         return dx
@@ -185,13 +187,16 @@ def gradient_of_whole(compute: Any, call: Call, dy: Tensor, *rest: Tensor) -> Te
     return compute(dy.t(), *rest)
 
 
-def begin_pieces(make: Callable[[], Pieces], call: Call) -> Pieces:
-    return make()
-
-
 def put(
-    part: Ranges, compute: Any, call: Call, pieces: Pieces, dy: Tensor, *rest: Tensor
+    make: Callable[[], Pieces],
+    part: Ranges,
+    compute: Any,
+    call: Call,
+    pieces: Pieces | None,
+    dy: Tensor,
+    *rest: Tensor,
 ) -> Pieces:
+    pieces = pieces or make()
     pieces.put(part, compute, dy.t(), *rest)
     return pieces
 
@@ -203,37 +208,36 @@ def whole(call: Call, pieces: Pieces) -> Tensor | None:
 # The output projection.
 
 
-def begin_merge(
-    columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, *bias: Tensor
+def merge(
+    columns: Ranges | None,
+    call: Call,
+    o: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows, some = matrix(o), weight if columns is None else cut_ranges(weight, 1, columns)
-    y = F.linear(rows, some, *bias)
-    # No view: autograd forbids to update in place a view that a node returns.
-    return _unsafe_view(y, (*o.shape[:2], y.shape[1])), rows
-
-
-def merge(
-    columns: Ranges | None, call: Call, o: Tensor, weight: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor]:
-    rows = matrix(o)
-    matrix(y).addmm_(rows, weight.t() if columns is None else cut_ranges(weight.t(), 0, columns))
+    if y is None:
+        y = F.linear(rows, some, bias)
+        # No view: autograd forbids to update in place a view that a node returns.
+        return _unsafe_view(y, (*o.shape[:2], y.shape[1])), rows
+    matrix(y).addmm_(rows, some.t())
     return y, rows
 
 
-def dgrad_of_output(
-    columns: Ranges | None,
-    ranks: int,
-    form: tuple[int, ...],
-    call: Call,
-    dy: Tensor,
-    weight: Tensor,
+def dgrad_by_rank(
+    columns: Run, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
 ) -> Tensor:
-    # do = dy w_g, with the weight read as views. It may be the very tensor that is sent. Three
-    # ways: into the send buffer, of several slices, of one slice.
+    # The product writes the send buffer.
+    return by_rank(dy, columns.view(weight)).view(*form)
+
+
+def dgrad_of_output(
+    columns: Ranges | None, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
+) -> Tensor:
+    # do = dy w_g, with the weight read as views. It may be the very tensor that is sent.
     if columns is None:
         return torch.mm(dy, weight).view(*form)
-    if ranks:
-        return by_rank(dy, batched(weight, 1, columns, ranks)).view(*form)
     if len(columns) > 1:
         return mm_of_slices(dy, weight, columns).view(*form)
     return torch.mm(dy, cut_ranges(weight, 1, columns)).view(*form)

@@ -16,7 +16,7 @@ from ...exchange.exchange import Node
 from ...schedule import Part
 from .execution import Call
 from .pieces import Pieces, copied
-from .slices import Ranges, cover_of, cut_ranges
+from .slices import Ranges, cut_ranges
 
 
 def _joined(
@@ -27,7 +27,7 @@ def _joined(
     # Empty pieces are left out. Where one piece is the whole, it is returned itself, and writing an
     # empty one into it would count as a change.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
-    joined = Pieces(shape, dim, cover_of(tuple([part for part, _ in present]), shape[dim]))
+    joined = Pieces(shape, dim, tuple([part for part, _ in present]))
     for part, piece in present:
         joined.put(part, copied, piece)
     return joined.whole()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slices import Cover, Ranges, cutter, mm_to_slices, put_ranges
+from .slices import Parts, Ranges, cut_ranges, mm_to_slices, put_ranges, tile
 
 
 class Pieces:
@@ -20,7 +20,7 @@ class Pieces:
     Args:
         shape: Of the tensor.
         dim: The dimension of the parts.
-        cover: How the parts of all pieces, which will come, cover ``dim``.
+        parts: The parts of all pieces, which will come.
         late: Whether to join the pieces at the end only, where other memory is freed meanwhile.
     """
 
@@ -28,14 +28,13 @@ class Pieces:
         self,
         shape: Sequence[int],
         dim: int,
-        cover: Cover,
+        parts: Parts,
         late: bool = False,
     ):
         self.shape, self.dim, self.late = shape, dim, late
+        self._once = tile(parts, shape[dim])
         self._whole: Tensor | None = None
-        self._cut: Callable[[Ranges], Tensor] | None = None
         self._waiting: list[tuple[Ranges, Tensor]] = []
-        self.cover = cover
 
     def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
         """Put the piece of a part in its place.
@@ -51,18 +50,17 @@ class Pieces:
             return
         if self._whole is None:
             # A single piece is the tensor, without a copy.
-            if self.cover.once and part == ((0, self.shape[self.dim]),):
+            if self._once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return
             make = (  # guard: zero without a gradient
-                operands[0].new_empty if self.cover.once else operands[0].new_zeros
+                operands[0].new_empty if self._once else operands[0].new_zeros
             )
             self._whole = make(*self.shape)
-        add = not self.cover.once  # guard: shared rows are summed
+        add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
             # Also where an empty part follows a part that was the whole tensor.
-            self._cut = self._cut or cutter(self._whole, self.dim, self.cover)
-            compute(*operands, out=self._cut(part))
+            compute(*operands, out=cut_ranges(self._whole, self.dim, part))
         elif compute is torch.mm:
             a, b = operands
             # Slices are of columns. Rows are the columns of the transpose, (a b)^T = b^T a^T.

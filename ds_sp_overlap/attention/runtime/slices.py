@@ -35,8 +35,7 @@ Adding in place would also round half precision once a slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -51,34 +50,6 @@ Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
 
 
-class Cover(NamedTuple):
-    """Tells how parts cover a dimension.
-
-    Attributes:
-        once: Whether they cover all of it, and don't overlap.
-        order: The parts in order, if they do, and each is one range; else empty.
-        sizes: The size of each of those.
-    """
-
-    once: bool
-    order: Sequence[Ranges] = ()
-    sizes: Sequence[int] = ()
-
-
-def _slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor | None:
-    """Return slices of ``x`` as one view, [.., slices, size, ..] in place of ``dim``.
-
-    Returns None unless the slices are one `_Run`.
-    """
-    runs = _runs(ranges)
-    if len(runs) > 1:
-        return None
-    (run,), shape, strides = runs, x.shape, x.stride()
-    wide = (*shape[:dim], run.slices, run.size, *shape[dim + 1 :])
-    steps = (*strides[:dim], run.step * strides[dim], *strides[dim:])
-    return x.as_strided(wide, steps, x.storage_offset() + run.start * strides[dim])
-
-
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """Return the slices of ``parameter`` along ``dim``, one after another.
 
@@ -90,69 +61,70 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
             return parameter
         # Costs the host less than `narrow`.
         return parameter[(slice(None),) * dim + (slice(start, stop),)]
-    # One copy instead of one for each slice.
-    slices = _slices(parameter, dim, ranges)
-    if slices is not None:
-        return slices.flatten(dim, dim + 1)
+    runs = _runs(ranges)
+    if len(runs) == 1:
+        # One copy instead of one for each slice.
+        slices = runs[0][0].view(parameter, dim)
+        return slices.movedim((0, -1), (dim, dim + 1)).flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Slices of one size that ascend, evenly spaced, and don't overlap.
 
     Attributes:
         slices: The number of slices.
         size: The length of each.
-        start: The place of the first one in the whole dimension.
-        step: From one slice to the next in the whole dimension.
-        place: The place of the first one in the part, where the slices lie end to end.
+        start: The place of the first one.
+        step: From one slice to the next.
     """
 
     slices: int
     size: int
     start: int
     step: int
-    place: int
 
-    def view(self, x: Tensor, is_whole: bool) -> Tensor:
-        """Return the slices of the columns of ``x`` as a view [slices, n, size].
+    @classmethod
+    def dealt(cls, part: Ranges, count: int) -> Run:
+        """Return a part as ``count`` slices; those that touch may be given as one range."""
+        start, size = part[0][0], sum(stop - start for start, stop in part) // count
+        return cls(count, size, start, part[1][0] - start if len(part) > 1 else size)
 
-        ``x`` is [n, whole] if ``is_whole``, else [n, part].
-        """
-        start, step = (self.start, self.step) if is_whole else (self.place, self.size)
-        rows, columns = x.stride()
-        shape, strides = (self.slices, x.size(0), self.size), (step * columns, rows, columns)
-        return x.as_strided(shape, strides, x.storage_offset() + start * columns)
+    def view(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the slices of ``x`` along ``dim`` as one view, [slices, .., size]."""
+        length = (self.slices - 1) * self.step + self.size
+        return x.narrow(dim, self.start, length).unfold(dim, self.size, self.step).movedim(dim, 0)
 
 
 @lru_cache(maxsize=4096)
-def _runs(part: Ranges) -> tuple[_Run, ...]:
-    """Return the slices of a part as few runs; ranges that touch are one slice."""
+def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
+    """Return the slices of a part as few runs; ranges that touch are one slice.
+
+    Returns:
+        For each run, where it lies in the whole dimension, and where in the part, in which the
+        slices lie end to end.
+    """
     merged: list[Range] = []
     for start, stop in part:
         if merged and merged[-1][1] == start:
             start = merged.pop()[0]
         merged.append((start, stop))
-    runs: list[_Run] = []
-    place = 0
+    runs: list[Run] = []
     for start, stop in merged:
-        size = stop - start
-        last = runs[-1] if runs else None
+        size, last = stop - start, runs[-1] if runs else None
         # A view has no negative stride, and a batched product may not add to a number twice.
-        if last is not None and start - last.start < size:
-            last = None
+        if last is None or size != last.size or start - last.start < size:
+            runs.append(Run(1, size, start, size))
         # The second slice of a run gives its step; later ones must follow.
-        if last is not None and size == last.size and last.slices == 1:
-            runs[-1] = last._replace(slices=2, step=start - last.start)
-        elif last is not None and (size, start) == (
-            last.size,
-            last.start + last.slices * last.step,
-        ):
-            runs[-1] = last._replace(slices=last.slices + 1)
+        elif last.slices == 1 or start == last.start + last.slices * last.step:
+            runs[-1] = Run(last.slices + 1, size, last.start, (start - last.start) // last.slices)
         else:
-            runs.append(_Run(1, size, start, size, place))
-        place += size
-    return tuple(runs)
+            runs.append(Run(1, size, start, size))
+    pairs, place = [], 0
+    for run in runs:
+        pairs.append((run, run._replace(start=place, step=run.size)))
+        place += run.slices * run.size
+    return tuple(pairs)
 
 
 def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:
@@ -174,12 +146,12 @@ def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = N
         y = a @ cut_ranges(whole, 1, part)
         return y if bias is None else y.add_(cut_ranges(bias, 0, part))
     y = a.new_empty(a.size(0), sum(stop - start for start, stop in part))
-    for run in _runs(part):
-        operands = a.expand(run.slices, *a.shape), run.view(whole, True)
+    for run, own in _runs(part):
+        batch, weights, out = a.expand(run.slices, *a.shape), run.view(whole), own.view(y)
         if bias is None:
-            torch.bmm(*operands, out=run.view(y, False))
+            torch.bmm(batch, weights, out=out)
         else:
-            torch.baddbmm(run.view(bias[None], True), *operands, out=run.view(y, False))
+            torch.baddbmm(run.view(bias[None]), batch, weights, out=out)
     return y
 
 
@@ -195,12 +167,12 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
     """
     if batched_is_slow(a):
         return put_ranges(whole, 1, part, a @ b, add)
-    for run in _runs(part):
-        operands = a.expand(run.slices, *a.shape), run.view(b, False)
+    for run, own in _runs(part):
+        batch, columns, out = a.expand(run.slices, *a.shape), own.view(b), run.view(whole)
         if add:
-            run.view(whole, True).baddbmm_(*operands)
+            out.baddbmm_(batch, columns)
         else:
-            torch.bmm(*operands, out=run.view(whole, True))
+            torch.bmm(batch, columns, out=out)
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:
@@ -215,9 +187,11 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
     """
     # One copy for all slices, where they are one view. Not for a sum: slices may overlap, and an
     # overlapping view would lose terms.
-    slices = _slices(whole, dim, ranges) if len(ranges) > 1 and not add else None
-    if slices is not None:
-        slices.copy_(piece.unflatten(dim, slices.shape[dim : dim + 2]))
+    runs = _runs(ranges)
+    if len(runs) == 1 and not add:
+        run = runs[0][0]
+        pieces = piece.unflatten(dim, (run.slices, run.size))
+        run.view(whole, dim).copy_(pieces.movedim((dim, dim + 1), (0, -1)))
         return
     place = 0
     for start, stop in ranges:
@@ -228,49 +202,11 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
 
 
 @lru_cache(maxsize=4096)
-def cover_of(parts: Parts, size: int) -> Cover:
-    """Return how parts cover a dimension of ``size``."""
+def tile(parts: Parts, size: int) -> bool:
+    """Return whether parts cover all of a dimension of ``size``, and don't overlap."""
     covered = 0
     for start, stop in sorted(chain.from_iterable(parts)):
         if start != covered:
-            return Cover(once=False)
+            return False
         covered = stop
-    if covered != size or any(len(part) != 1 for part in parts):
-        return Cover(once=covered == size)
-    order = sorted(parts)
-    return Cover(True, order, [stop - start for ((start, stop),) in order])
-
-
-def cutter(parameter: Tensor, dim: int, cover: Cover) -> Callable[[Ranges], Tensor]:
-    """Return a function that does for each of the parts what `cut_ranges` does.
-
-    Where each part is one range and the parts tile ``dim``, all views are made now, at once.
-    """
-    order, sizes = cover.order, cover.sizes
-    if not order:
-        return partial(cut_ranges, parameter, dim)
-    views = parameter.split_with_sizes(sizes, dim) if len(sizes) > 1 else (parameter,)
-    return dict(zip(order, views)).__getitem__
-
-
-def batched(parameter: Tensor, dim: int, part: Ranges, count: int) -> Tensor:
-    """Return the slices of a part as one view, [count, .., slice], with ``dim`` last.
-
-    Args:
-        parameter: The tensor.
-        dim: The dimension of the slices.
-        part: Slices of one size, evenly spaced; slices that touch may be given as one range.
-        count: The number of slices, one for each part of the ranks.
-    """
-    first, size, step = _spacing(part, count)
-    shape, strides, start = parameter.shape, parameter.stride(), parameter.storage_offset()
-    wide = (count, *shape[:dim], *shape[dim + 1 :], size)
-    steps = (step * strides[dim], *strides[:dim], *strides[dim + 1 :], strides[dim])
-    return parameter.as_strided(wide, steps, start + first * strides[dim])
-
-
-@lru_cache(maxsize=4096)
-def _spacing(part: Ranges, count: int) -> tuple[int, int, int]:
-    """Return the begin of the slices of `batched`, their size, and their distance."""
-    first, size = part[0][0], sum(stop - start for start, stop in part) // count
-    return first, size, part[1][0] - first if len(part) > 1 else size
+    return covered == size

@@ -14,13 +14,14 @@ for GQA, a mask that attention made), or if it changes q, k or v in place. Backw
 attention, with the same random numbers.
 
 The graph holds both hooks. They must not lead back to the graph, since such a circle would keep
-tensors alive until the garbage collector runs. So `unpack` belongs to a `SavedViews` and not to the
+tensors alive until the garbage collector runs. So both belong to a `SavedViews` and not to the
 `Attended`, and the list that `pack` fills is emptied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from .forward_state import Random, autocast_of, drawing_again, in_modes
-from .saved_views import MAX_SAVED, SavedViews, note_views, storage_of
+from .forward_state import Random, drawing_again, in_modes
+from .saved_views import SavedViews
 
 # q, k, v -> o of successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
@@ -64,11 +65,16 @@ class LocalAttention:
 
     def __post_init__(self) -> None:
         self._begun = _versions(self.tensors)
+        self._training = [module.training for module in self.modules]
 
     def is_as_begun(self) -> bool:
         """Return whether attention reads the same tensors as at the begin, none of them changed."""
         # ``tensors`` keeps those of the begin alive, so that none made since has the id of one.
         return _versions(self.read()) == self._begun
+
+    def in_modes_of_forward(self) -> AbstractContextManager:
+        """Return a context in which each module is in the mode that it had at the begin."""
+        return in_modes(self.modules, self._training)
 
 
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
@@ -103,31 +109,26 @@ class Attended:
     """Holds what the backward of one head group's attention needs, beside tensors.
 
     Attributes:
-        reads_o: Whether backward reads o.
         edges: The gradient edge of o, and those of q, k and v, None for one that needs no gradient.
             None where backward recomputes attention.
+        views: What the graph holds in place of saved tensors.
         foreign: A tensor that attention learns without being called with it, in words; empty for
             none.
         before: The states of the generators before attention, if it drew random numbers.
         changes: Whether attention itself changes or replaces tensors that it reads; not asked where
             ``edges`` are given.
-        training: For each of its modules, whether attention ran in training mode.
-        autocast: The state of autocast, as keywords of ``torch.autocast``.
-        saved: What the graph holds in place of saved tensors.
-        strides: Of q, k and v in forward.
-        pieces: Length and strides of each range of o.
     """
 
-    reads_o: bool
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None
+    views: SavedViews
     foreign: str
     before: Random | None
     changes: bool
-    training: list[bool]
-    autocast: dict[str, Any]
-    saved: SavedViews
-    strides: dict[str, tuple[int, ...]]
-    pieces: list[tuple[int, tuple[int, ...]]]
+
+    @property
+    def reads_o(self) -> bool:
+        """Whether backward reads o."""
+        return self.edges is not None and self.views.read_o
 
     def backward(
         self,
@@ -139,11 +140,10 @@ class Attended:
         saved: Sequence[Tensor],
         local: LocalAttention,
     ) -> list[Tensor | None]:
-        """Run the backward of attention.
+        """Run the backward of attention, in the autocast state of forward.
 
         It goes through the graph that `attend_once` recorded. Attention is computed again where
-        there is none, where q, k or v have other strides than in forward, or where the graph reads
-        o and ``o`` is missing or of another dtype (that of autocast).
+        there is none, or where the tensors don't fit it (`SavedViews.put`).
 
         Args:
             attend: As for `attend_once`.
@@ -161,29 +161,14 @@ class Attended:
             RuntimeError: if attention is computed again, and a tensor that it reads beside q, k and
                 v was changed in place or replaced since forward.
         """
-        # The graph holds views of q, k and v, which are taken again by these strides.
-        has_strides = all(self.strides[kind] == x.stride() for kind, x in zip("qkv", heads))
-        lacks_o = self.reads_o and (o is None or o.dtype != do.dtype)
-        if self.edges is None or not has_strides or lacks_o:
+        if self.edges is None or not self.views.put(heads, o, saved, do):
             return self._recompute(attend, heads, needs_grad, do=do, local=local)
-        if self.reads_o and o is not None:
-            first = 0
-            for index, (length, strides) in enumerate(self.pieces):
-                piece = o.narrow(local.seq_dim, first, length) if len(self.pieces) > 1 else o
-                # The graph holds views of o too.
-                if piece.stride() != strides:
-                    options: Any = dict(dtype=o.dtype, device=o.device)
-                    piece = torch.empty_strided(piece.shape, strides, **options).copy_(piece)
-                self.saved.tensors[f"o{index}"] = piece
-                first += length
-        self.saved.tensors.update(zip("qkv", heads))
-        self.saved.tensors.update(enumerate(saved))
         o_edge, edges = self.edges
         # The graph holds names and no tensors: it costs nothing to keep for one more backward.
         try:
             return _gradients(o_edge, edges, do, learned=local.learned, retain_graph=True)
         finally:
-            self.saved.tensors.clear()
+            self.views.tensors.clear()
 
     def _recompute(
         self,
@@ -206,8 +191,8 @@ class Attended:
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
-        modes, autocast = in_modes(local.modules, self.training), torch.autocast(**self.autocast)
-        with drawing_again(self.before), modes, autocast, torch.enable_grad(), hooks:
+        modes = local.in_modes_of_forward()
+        with drawing_again(self.before), modes, torch.enable_grad(), hooks:
             o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads
         if not o.requires_grad:
@@ -285,53 +270,23 @@ def attend_once(
         o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
         and o, none if it will recompute attention.
     """
-    device = heads[0].device
-    views = SavedViews()
+    device, views = heads[0].device, SavedViews(heads, local.tensors, local.seq_dim)
     sources, edges = _sources(heads, needs_grad)
-    kinds = {storage_of(x): kind for kind, x in zip("qkv", heads)}
-    # To save what lives on anyhow costs no memory.
-    free = {storage_of(x) for x in local.tensors}
-    saved: list[Tensor] = []
-    q, _, v = heads
-    # The most for o, whose storage is not known yet, and for the tensors beside it.
-    max_bytes = (1 + MAX_SAVED) * q.numel() // q.shape[-1] * v.shape[-1] * q.element_size()
-    saved_bytes, versions = 0.0, [x._version for x in sources]
-
-    def pack(x: Tensor) -> int:
-        """Collect a tensor that autograd saves; return its number, which the graph holds."""
-        nonlocal saved_bytes
-        if storage_of(x) not in kinds and storage_of(x) not in free:
-            saved_bytes += x.numel() * x.element_size()
-        if saved_bytes > max_bytes:
-            # Backward recomputes attention: free the tensors at once.
-            saved.clear()
-        else:
-            saved.append(x)
-        return len(saved) - 1
-
-    before = Random.now(device)
-    with torch.enable_grad(), saved_tensors_hooks(pack, views.unpack):
+    versions, before = [x._version for x in sources], Random.now(device)
+    with torch.enable_grad(), saved_tensors_hooks(views.pack, views.unpack):
         pieces = attend(*sources)
         o = join_pieces(pieces, local.seq_dim)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
     beside = None
-    if o.requires_grad and not changed and saved_bytes <= max_bytes:
-        starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
-        beside = note_views(views, saved, kinds, free=free, pieces=pieces, starts=starts)
-    saved.clear()  # guard: the graph holds `pack`
-    # Where backward recomputes attention, it reads none of the views.
-    names = [] if beside is None else [str(view.source) for view in views.views]
+    if o.requires_grad and not changed:
+        beside = views.settle(pieces)
+    views.saved.clear()  # guard: the graph holds `pack`
     attended = Attended(
-        reads_o=any(name.startswith("o") for name in names),
         edges=None if beside is None else (get_gradient_edge(o), edges),
+        views=views,
         foreign=_foreign(o, edges, local.learned),
         before=None if Random.now(device) == before else before,
         changes=beside is None and not local.is_as_begun(),
-        training=[module.training for module in local.modules],
-        autocast=autocast_of(device),
-        saved=views,
-        strides={kind: x.stride() for kind, x in zip("qkv", heads)},
-        pieces=[(piece.shape[local.seq_dim], piece.stride()) for piece in pieces],
     )
     return o.detach(), attended, beside or []
 

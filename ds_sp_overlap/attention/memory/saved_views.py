@@ -6,9 +6,9 @@ See Note [Saved tensors by name] in `recompute`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 # The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
@@ -38,61 +38,117 @@ class _View(NamedTuple):
     offset: int
 
 
-@dataclass
 class SavedViews:
     """Stands in the graph for saved tensors, see Note [Saved tensors by name].
 
+    Args:
+        heads: q, k and v.
+        free: Tensors that live on anyhow, so that saving them costs nothing.
+        seq_dim: The dimension of the sequence in q, k, v and o.
+
     Attributes:
-        views: The saved tensors.
+        saved: The tensors that autograd saves, until `settle`; none if they are too large.
+        views: For each saved tensor, the view that it is.
         tensors: Each source with its tensor, while a backward runs.
     """
 
-    views: list[_View] = field(default_factory=list)
-    tensors: dict[str | int, Tensor] = field(default_factory=dict)
+    def __init__(self, heads: Sequence[Tensor], free: Sequence[Tensor], seq_dim: int):
+        q, _, v = heads
+        self._seq_dim = seq_dim
+        self._names = {storage_of(x): kind for kind, x in zip("qkv", heads)}
+        self._starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
+        self._strides = [x.stride() for x in heads]
+        self._free = set(map(storage_of, free))
+        # For o, whose storage is not known yet, and for the tensors beside it.
+        self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
+        # Length and strides of each range of o.
+        self._pieces: list[tuple[int, tuple[int, ...]]] = []
+        self.saved: list[Tensor] = []
+        self.views: list[_View] = []
+        self.tensors: dict[str | int, Tensor] = {}
+
+    def pack(self, x: Tensor) -> int:
+        """Collect a tensor that autograd saves; return its number, which the graph holds."""
+        if storage_of(x) not in self._names and storage_of(x) not in self._free:
+            self._bytes_left -= x.nbytes
+        if self._bytes_left < 0:
+            # Backward recomputes attention: free the tensors at once.
+            self.saved.clear()
+        else:
+            self.saved.append(x)
+        return len(self.saved) - 1
 
     def unpack(self, index: int) -> Tensor:
-        """Return a saved tensor to autograd, by the number that ``pack`` returned for it."""
+        """Return a saved tensor to autograd, by the number that `pack` returned for it."""
         source, size, strides, offset = self.views[index]
         x = self.tensors[source]
         if isinstance(source, int):
             return x
         return x.as_strided(size, strides, x.storage_offset() + offset)
 
+    def settle(self, pieces: Sequence[Tensor]) -> list[Tensor] | None:
+        """Note for each saved tensor the view of q, k, v or o that it is.
 
-def note_views(
-    views: SavedViews,
-    saved: list[Tensor],
-    kinds: dict[int, str],
-    free: set[int],
-    pieces: Sequence[Tensor],
-    starts: dict[str, int],
-) -> list[Tensor] | None:
-    """Note for each saved tensor the view of q, k, v or o that it is.
+        Args:
+            pieces: The output, in successive ranges of tokens.
 
-    Args:
-        views: Takes the views.
-        saved: The saved tensors.
-        kinds: For each storage of q, k and v, its name.
-        free: Storages that live on anyhow, so that saving them costs nothing.
-        pieces: The output, in successive ranges of tokens.
-        starts: The storage offset of each of q, k and v.
+        Returns:
+            The tensors that are to be saved, which are no such views; None if they are too large.
+        """
+        if self._bytes_left < 0:
+            return None
+        beside: list[Tensor] = []
+        size, names, starts = 0, {}, self._starts.copy()
+        # Not by the storage alone: attention may cut o out of a larger tensor.
+        for index, x in enumerate(pieces):
+            names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
+            starts[f"o{index}"] = int(x.storage_offset())
+            self._pieces.append((x.shape[self._seq_dim], x.stride()))
+        for x in self.saved:
+            place = storage_of(x), x.numel(), int(x.storage_offset())
+            source: str | int | None = self._names.get(place[0]) or names.get(place)
+            if source is None or x.dtype != pieces[0].dtype:
+                source = len(beside)
+                beside.append(x.detach())
+                size += 0 if storage_of(x) in self._free else x.nbytes
+            start = starts[source] if isinstance(source, str) else 0
+            self.views.append(_View(source, x.shape, x.stride(), place[2] - start))
+        return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
 
-    Returns:
-        The tensors that are to be saved, which are no such views; None if they are too large.
-    """
-    beside: list[Tensor] = []
-    size, dtype = 0, pieces[0].dtype
-    # Not by the storage alone: attention may cut o out of a larger tensor.
-    places = [(storage_of(x), x.numel(), int(x.storage_offset())) for x in pieces]
-    names = {place: f"o{index}" for index, place in enumerate(places)}
-    starts |= {name: start for (*_, start), name in names.items()}
-    for x in saved:
-        place = storage_of(x), x.numel(), int(x.storage_offset())
-        source: str | int | None = kinds.get(place[0]) or names.get(place)
-        if source is None or x.dtype != dtype:
-            source = len(beside)
-            beside.append(x.detach())
-            size += 0 if storage_of(x) in free else x.numel() * x.element_size()
-        start = starts[source] if isinstance(source, str) else 0
-        views.views.append(_View(source, x.shape, x.stride(), place[2] - start))
-    return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
+    @property
+    def read_o(self) -> bool:
+        """Whether the backward reads o."""
+        return any(str(view.source).startswith("o") for view in self.views)
+
+    def put(
+        self, heads: Sequence[Tensor], o: Tensor | None, beside: Sequence[Tensor], do: Tensor
+    ) -> bool:
+        """Put tensors under the names that the graph holds, for one backward.
+
+        Args:
+            heads: q, k and v.
+            o: The output; None if it is not read.
+            beside: The tensors that `settle` returned.
+            do: The gradient of o.
+
+        Returns:
+            Whether they fit. They don't where q, k or v have other strides than in forward, since
+            the graph holds views, or o is missing or of another dtype (that of autocast).
+        """
+        if self._strides != [x.stride() for x in heads]:
+            return False
+        if self.read_o:
+            if o is None or o.dtype != do.dtype:
+                return False
+            lengths = [length for length, _ in self._pieces]
+            for index, piece in enumerate(o.split(lengths, self._seq_dim)):
+                strides = self._pieces[index][1]
+                # The graph holds views of o too.
+                if piece.stride() != strides:
+                    piece = torch.empty_strided(
+                        piece.shape, strides, dtype=o.dtype, device=o.device
+                    ).copy_(piece)
+                self.tensors[f"o{index}"] = piece
+        self.tensors.update(zip("qkv", heads))
+        self.tensors.update(enumerate(beside))
+        return True

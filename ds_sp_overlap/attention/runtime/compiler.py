@@ -12,7 +12,8 @@ The names, for group g:
     ("weight",)           of the output projection; ("bias",) its bias
     ("y",)                the layer's output
     ("learned", i)        as in `LocalAttention.learned`
-    ("attended", g)       what the backward of local attention needs; ("kept", g) its tensors
+    ("kept", g)           the tensors that the backward of local attention needs
+    ("received", g)       o that travels beside do
     ("d", ..)             the gradient of what has this name
     ("d rows",)           dy as a matrix
     ("d heads", "q", g)   the gradient of q as projected, with a row for each token
@@ -30,7 +31,7 @@ import torch
 
 from ...exchange.in_flight import InFlight
 from ...exchange.relayed import Relayed, legs_of
-from ...schedule import O, Part, Program, Step
+from ...schedule import O, Op, Part, Program, Step
 from . import operations
 from .execution import Call
 from .flat import Name, Operation
@@ -113,10 +114,7 @@ class Compiler:
             of_step = step.exchange, launch, f" {name}"
             start: partial = partial(operations.start, *of_step)
             if step.beside:
-                start, sent = (
-                    partial(operations.start_beside, *of_step),
-                    [("merged", step.group), sent[-1]],
-                )
+                start = partial(operations.start_beside, *of_step)
             elif self.folds and step.tensors in (("q",), ("k",)):
                 start = partial(operations.start_rotated, step.grad, *of_step)
             self.add(self._on_wire(launch, f"{name} start", start), sent)
@@ -140,7 +138,8 @@ class Compiler:
         """Return the names of what a step sends or receives: o beside do, values, or gradients."""
         values = _values(step.parts)
         if step.beside:
-            return [*values, *map(_gradient, values)]
+            sent = "merged" if step.op is Op.START else "received"
+            return [(sent, step.group), *map(_gradient, values)]
         if not step.grad:
             return values
         needed = self._needed(step)  # guard: to those that need it
@@ -331,23 +330,19 @@ class Compiler:
         group, pieces = step.group, self.geometry.kv_pieces(step.group)
         keys = [(kind, sent) for kind in "kv" for sent, *_ in pieces]
         heads = _values([("q", group), *keys])
-        o, attended, kept = ("value", "o", group), ("attended", group), ("kept", group)
+        o, kept = ("value", "o", group), ("kept", group)
         needs = [self.needs["value", kind, 0] for kind in "qkv"]
-        if not self.is_backward:
-            if any(self.needs.values()):
-                self.add(partial(operations.attend, group, keys, needs), heads, [o, attended, kept])
-            else:
-                self.add(partial(operations.attend_alone, group, keys), heads, [o])
-            return
-        received = [o] if self.schedule.beside else []
-        learned = [_gradient(name) for name in self.shapes if name[0] == "learned"]
-        # q, k and v of each kind that needs a gradient, with how often theirs was added to so far.
-        wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
-        sums = [_gradient(value) for value in _values(wanted)]
-        counts = {part: self.writers.get(total, 0) for part, total in zip(wanted, sums)}
-        function = partial(operations.attend_backward, group, keys, needs, counts, len(received))
-        reads = [*heads, attended, kept, _gradient(o), *received, *sums, *learned]
-        self.add(function, reads, [*sums, *learned])
+        if self.is_backward:
+            # Parts of each kind that needs a gradient, and what attention learns.
+            wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
+            learned = [name for name in self.shapes if name[0] == "learned"]
+            sums = list(map(_gradient, [*_values(wanted), *learned]))
+            function = partial(operations.attend_backward, group, keys, needs, wanted)
+            self.add(function, [*heads, kept, _gradient(o), ("received", group), *sums], sums)
+        elif any(self.needs.values()):
+            self.add(partial(operations.attend, group, keys, needs), heads, [o, kept])
+        else:
+            self.add(partial(operations.attend_alone, group, keys), heads, [o])
 
     def _end(self) -> None:
         """Add what comes behind the last step of backward."""

@@ -14,7 +14,7 @@ from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule
 from ..memory.forward_state import autocast_of
-from ..memory.recompute import LocalAttention, join_pieces
+from ..memory.recompute import Attended, LocalAttention, join_pieces
 from .slices import cut_ranges
 
 # The number of a head group, and its q, k, v [.., .., heads, d] -> its o, [.., .., heads, d_v] or
@@ -42,6 +42,7 @@ class Call:
             alone; None if those kernels rotate nothing.
         projections: Those of q, k and v, where they are computed part by part; else None.
         local: The local attention of a call that runs by a window.
+        attended: What the backward of local attention needs, by head group, in such a call.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor without a gradient.
         is_flat: Whether local attention returned o with heads and head dim flattened.
@@ -70,6 +71,7 @@ class Call:
         self.schedule = schedule
         self.groups = range(geometry.groups)
         self.in_flight: dict[Exchanged, Any] = {}
+        self.attended: dict[int, Attended] = {}
 
     def begin(self, x: Tensor) -> None:
         """Note what all pieces of the call ask for; ``x`` is any tensor of the layer."""

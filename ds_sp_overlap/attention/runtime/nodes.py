@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,45 +77,40 @@ class _Window(Node):
     def forward(ctx, piece, call, names, checkpoint, offload, recorded, *given):
         """Walk the forward program, or only its merges where a checkpoint has saved attention."""
         needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[6:]))
-        variant, device = piece.variant(call, names, needs, given), given[0].device
-        if checkpoint is not None and checkpoint.is_recompute:
+        device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
+        if is_recompute:
+            kept, after, call.schedule = checkpoint.take(call.where)
+        variant = piece.variant(call, names, needs, given)
+        if is_recompute:
             # The checkpoint has saved what attention made: only the merges run again. This node has
             # no backward. It saves tensors for the checkpoint, which hands them to the node of the
             # first run, whose backward runs.
-            kept, after = checkpoint.take(call.where)
             merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
-            values = dict(zip(variant.held, made))
-            values.update((name, x) for name, x in kept.items() if name[0] != "merged")
+            values = dict(zip(variant.held, made)) | kept
             if after is not None:
                 after.set()  # guard: what is drawn behind attention is as before
         else:
             before = Random.now(device) if checkpoint is not None else None
             y, *made = variant.forward(call, [*given])
             values = dict(zip(variant.held, made))
+            if attended := call.attended.values():
+                reads_o = any(record.reads_o for record in attended)
+                foreign = next((record.foreign for record in attended if record.foreign), "")
+                # Collective in the first call of a kind.
+                if not call.local.agree(reads_o, foreign):
+                    call.schedule = without_o(call.schedule)
+                    variant = piece.variant(call, names, needs, given)
             if checkpoint is not None:
                 after = Random.now(device)
-                kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
-                for name, x in kept.items():
-                    # The checkpoint saves no graphs, which may lead to the checkpoint itself.
-                    # Backward uses the graphs of this node.
-                    if name[0] == "attended":
-                        kept[name] = replace(x, edges=None)  # guard: nothing circular
                 moved = None if after == before else after
-                checkpoint.put(call.where, (kept, moved), offload, call.local.tensors)
-        attended = [x for name, x in values.items() if name[0] == "attended" and x is not None]
-        if attended:
-            reads_o = any(record.reads_o for record in attended)
-            foreign = next((record.foreign for record in attended if record.foreign), "")
-            # Collective in the first call of a kind.
-            if not call.local.agree(reads_o, foreign):
-                call.schedule = without_o(call.schedule)
-                variant = piece.variant(call, names, needs, given)
+                # No graphs, which may lead to the checkpoint itself: those stay with this node.
+                kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
+                saved = kept, moved, call.schedule
+                checkpoint.put(call.where, saved, offload, call.local.tensors)
         ctx.call, ctx.variant = call, variant
-        leaves, ctx.spec = tree_flatten([values[name] for name in variant.saved])
-        tensors = [x if isinstance(x, Tensor) else None for x in leaves]
-        ctx.rest = [x if tensor is None else None for x, tensor in zip(leaves, tensors)]
+        tensors, ctx.spec = tree_flatten([values[name] for name in variant.saved])
         ctx.save_for_backward(*tensors)
         return y
 
@@ -124,12 +119,9 @@ class _Window(Node):
         """Walk the backward program in the autocast state of forward."""
         call = ctx.call
         refuse_second_derivatives(call.where)
-        saved = zip(ctx.saved_tensors, ctx.rest)
-        leaves = [x if tensor is None else tensor for tensor, x in saved]
-        del saved
-        given = [*tree_unflatten(leaves, ctx.spec), dy]
+        given = [*tree_unflatten(ctx.saved_tensors, ctx.spec), dy]
         ctx.maybe_clear_saved_tensors()
-        del leaves, dy
+        del dy
         with torch.autocast(**call.autocast):  # guard: q, k and v are made as before
             results = ctx.variant.backward(call, given)
         return None, None, None, None, None, None, *results

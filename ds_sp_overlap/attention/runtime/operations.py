@@ -18,7 +18,7 @@ from ...exchange.exchange import never_started
 from ...profiling.ranges import named
 from ...relayout.ops import sum_dtype
 from ...schedule import Exchanged, Part
-from ..memory.recompute import Attended, attend_once
+from ..memory.recompute import attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .pieces import Pieces
 from .products import autocast, by_rank, matrix
@@ -256,9 +256,11 @@ def _heads(
 
 def attend(
     group: int, keys: list[Part], needs: list[bool], call: Call, q: Tensor, *received: Tensor
-) -> tuple[Tensor, Attended, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     attend = partial(attend_in_pieces, call, call.local.attend, group)
-    return attend_once(attend, _heads(group, keys, call, q, received), needs, call.local)
+    heads = _heads(group, keys, call, q, received)
+    o, call.attended[group], kept = attend_once(attend, heads, needs, call.local)
+    return o, kept
 
 
 def attend_alone(group: int, keys: list[Part], call: Call, q: Tensor, *received: Tensor) -> Tensor:
@@ -269,8 +271,7 @@ def attend_backward(
     group: int,
     keys: list[Part],
     needs: list[bool],
-    counts: dict[Part, int],
-    reads_o: int,
+    wanted: list[Part],
     call: Call,
     q: Tensor,
     *rest: Any,
@@ -279,44 +280,41 @@ def attend_backward(
 
     Args:
         group: The head group.
-        keys: The received k and v that it attends to, which ``rest`` begins with. What `attend`
-            returned behind o follows, then do, then o if ``reads_o``, the sums of the gradients of
-            ``counts`` so far, and those of what attention learns.
+        keys: The received k and v that it attends to, which ``rest`` begins with. The tensors that
+            `attend` returned follow, then do, then o (None if it did not travel again), then the
+            sums of gradients so far: of ``wanted``, and of what attention learns.
         needs: For each of q, k and v, whether it needs a gradient.
-        counts: For each part whose gradient is needed, how often it was added to so far.
-        reads_o: As said; 0 or 1.
+        wanted: The parts whose gradients are needed, in the order of q, k and v.
         call: The call.
         q: q of the group.
         *rest: As said.
 
     Returns:
-        The sums.
+        The sums, None for those without a gradient so far.
     """
-    received, (attended, kept, do, *more) = rest[: len(keys)], rest[len(keys) :]
-    o, sums, learned = more[0] if reads_o else None, more[reads_o:][: len(counts)], []
-    heads = _heads(group, keys, call, q, received)
+    received, (kept, do, o, *sums) = rest[: len(keys)], rest[len(keys) :]
+    heads, values = _heads(group, keys, call, q, received), dict(zip(keys, received))
     attend = partial(attend_in_pieces, call, call.local.attend, group)
-    gradients = attended.backward(attend, heads, needs, o, do, kept, call.local)
-    for so_far, gradient in zip(more[reads_o + len(counts) :], gradients[3:]):
-        both = so_far is not None and gradient is not None
-        learned.append(so_far + gradient if both else gradient if so_far is None else so_far)
-    totals, values = dict(zip(counts, sums)), dict(zip(keys, received))
+    gradients = call.attended[group].backward(attend, heads, needs, o, do, kept, call.local)
+    terms: list[Tensor | None] = []
     for kind, dx, x in zip("qkv", gradients, heads):
-        parts = [part for part in counts if part[0] == kind]
-        if parts and dx is None:
+        parts = [part for part in wanted if part[0] == kind]
+        if not parts:
+            continue
+        if dx is None:
             # Attention does not give it: zero, since the other ranks exchange theirs.
             dx = torch.zeros_like(x)  # guard: others may exchange one
-        if kind == "q" and parts:
-            totals["q", group] = dx
-        elif parts:
+        if kind == "q":
+            terms.append(dx)
+        else:
             pieces = {part: values[part].detach().requires_grad_() for part in parts}
-            for part, gradient in zip(parts, _of_pieces(kind, group, dx, pieces, call)):
-                if counts[part] > 1:  # guard: others may read it
-                    totals[part] += gradient
-                else:
-                    # The first gradient is attention's own, which may be a view of a larger one.
-                    totals[part] = totals[part] + gradient if counts[part] else gradient
-    return _one((*totals.values(), *learned))
+            terms += _of_pieces(kind, group, dx, pieces, call)
+    totals = []
+    for so_far, term in zip(sums, terms + gradients[3:]):
+        # Not in place: attention may return one tensor for two of them.
+        both = so_far is not None and term is not None
+        totals.append(so_far + term if both else term if so_far is None else so_far)
+    return _one(totals)
 
 
 def _of_pieces(

@@ -41,9 +41,9 @@ from .execution import Call
 from .flat import Flat, Name, Operation, flat
 
 # The first words of the names that backward alone writes.
-_OF_BACKWARD = ("d", "d rows", "d heads", "pieces")
+_OF_BACKWARD = ("d", "d rows", "d heads", "pieces", "received")
 # Those of what a checkpoint around a window takes.
-OF_CHECKPOINT = ("merged", "kept", "attended")
+OF_CHECKPOINT = ("merged", "kept")
 
 
 @dataclass(eq=False)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from ..exchange.geometry import Geometry
 from ..exchange.sp_group import SPGroup
 from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import Part
+from .runtime.cuts import Cuts, OfKinds, cuts_of
 from .runtime.execution import Call
-from .runtime.linear import Plain, Pure, can_recompute, can_split
+from .runtime.linear import Plain, Pure, can_recompute, can_split, products_of, without_hooks
 from .runtime.parts import cut
-from .runtime.projections import Cuts, Projections, Rows
 
 # What `rope` must be, for errors.
 ROPE = (
@@ -28,14 +27,23 @@ ROPE = (
 class InputModules:
     """Makes q, k and v from hidden states, with the modules that `use` gives.
 
-    Either in parts, by rows of the weights (`split`), or with projections that are called whole
-    (`whole`), see Note [Called whole] in `self_attention`. The arguments are those of
-    `SelfAttention`; ``heads`` and ``kv_heads`` are ``h`` and ``h_kv``.
+    A linear layer makes each, a norm and a rotation follow for q and k. Either in parts, by rows of
+    the weights, inside of nodes (`of_call`); or with projections that are called whole (`whole`),
+    see Note [Called whole] in `self_attention`. The arguments are those of `SelfAttention`;
+    ``heads`` and ``kv_heads`` are ``h`` and ``h_kv``.
 
     Attributes:
         projections: The projections of q, k and v, or the fused one.
-        norms: The norms of q and k, of those that have one.
+        norms: The norms of q and k, of those that have one. Backward recomputes them, so that
+            nothing but their input is saved.
+        cuts: In a call: how the projections are cut into parts.
+        folded: In a call: the parts that are rotated by the kernels that pack them.
+        cast: In a call: the autocast state, see `linear.products_of`.
     """
+
+    cuts: Cuts
+    folded: frozenset[Part]
+    cast: dict[str, Any]
 
     def __init__(
         self,
@@ -50,7 +58,8 @@ class InputModules:
         pure: Pure,
     ):
         self.where, self.heads, self.kv_heads, self.head_dim = where, heads, kv_heads, head_dim
-        self.first_rows, self.norm_last, self.rope = first_rows, norm_last, rope
+        self.first_rows, self.norm_last = first_rows, norm_last
+        self.rope: Any = rope
         self.plain, self.pure = plain, pure
 
     def use(
@@ -78,19 +87,19 @@ class InputModules:
         first_heads = (0, 0, 0)
         if qkv_proj is not None:
             first_heads = (0, self.heads, self.heads + self.kv_heads)
-        # For each of q, k and v: the index of its projection, and the first row of head 0, or of
-        # each head.
-        self.of_kinds: dict[str, tuple[int, int | tuple[int, ...]]] = {}
+        rows: list[tuple[str, tuple[int, int | tuple[int, ...]]]] = []
         for kind, module, head in zip("qkv", of_kinds, first_heads):
-            rows = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
-            self.of_kinds[kind] = self.projections.index(module), rows
-        # What `_cuts` was asked for last, and its answer.
-        self._last_cuts: tuple[tuple, Any] | None = None
+            first = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
+            rows.append((kind, (self.projections.index(module), first)))
+        self.of_kinds: OfKinds = tuple(rows)
+        # A norm may be a plain function, which has no parameters.
+        counts = [(kind, len(_parameters(norm))) for kind, norm in self.norms.items()]
+        self._norm_counts = tuple(counts)
 
     @property
     def modules(self) -> list[Any]:
-        """The projections and the norms."""
-        return [*self.projections, *self.norms.values()]
+        """The projections and the norms, each once."""
+        return list(dict.fromkeys((*self.projections, *self.norms.values())))
 
     def can_split(self) -> bool:
         """Return whether q, k and v can be made in parts, as the modules are now."""
@@ -101,19 +110,12 @@ class InputModules:
             and all(can_split(module, self.plain) for module in self.projections)
         )
 
-    def split(self, call: Call) -> Projections:
-        """Make what computes q, k and v of a call part by part; nothing is computed yet."""
-        return Projections(
-            modules=self.projections,
-            cuts=self._cuts(call),
-            norms=self.norms,
-            rope=self.rope,
-            norm_last=self.norm_last,
-            folded=call.folded,
-            head_dim=self.head_dim,
-            plain=self.plain,
-            cast=call.autocast,
-        )
+    def of_call(self, call: Call) -> InputModules:
+        """Return these modules, whatever `use` gives later, to make q, k and v of a call in parts."""
+        own = object.__new__(InputModules)
+        cuts = self._cuts(call)
+        vars(own).update(vars(self), cuts=cuts, folded=call.folded, cast=call.autocast)
+        return own
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
         """Return the rotation of q and k if the kernels that pack them are to do it; else None."""
@@ -166,26 +168,73 @@ class InputModules:
 
     def _cuts(self, call: Call) -> Cuts:
         """Return how the projections are cut into parts of q, k and v."""
-        asked, last = (call.geometry, call.schedule, call.by_rank), self._last_cuts
-        # Mostly it is as in the call before.
-        if last is not None and last[0] == asked:
-            return last[1]
-        norms = []
-        for kind, norm in self.norms.items():
-            is_module = isinstance(norm, nn.Module)
-            norms.append((kind, len(list(norm.parameters())) if is_module else 0))
-        schedule, count = call.schedule, len(self.projections)
-        of_layer = tuple(self.of_kinds.items()), count, self.head_dim, tuple(norms)
-        cuts = _cuts_of(call.geometry, schedule.parts, schedule.alone, call.by_rank, *of_layer)
-        self._last_cuts = asked, cuts
-        return cuts
+        of_layer = self.of_kinds, self.head_dim, self._norm_counts
+        return cuts_of(call.geometry, call.schedule, call.by_rank, *of_layer)
+
+    def parameters(self) -> list[Tensor | None]:
+        """Return weight and bias of each linear layer, as autocast casts them, then the parameters
+        of the norms.
+
+        `operations` counts on two places for each linear layer, see `products_of`.
+        """
+        parameters = products_of(self.projections, self.plain, self.cast)
+        for norm in self.norms.values():
+            parameters += norm.parameters()
+        return parameters
+
+    def is_needed(self, part: Part, needs: dict[tuple[Any, ...], bool]) -> bool:
+        """Return whether dq, dk or dv of a group is needed: by x, its projection, or its norm.
+
+        Args:
+            part: The kind and the group.
+            needs: By name of register, whether x and each of the parameters need a gradient.
+        """
+        linear = 2 * self.cuts.rows[part].module
+        places = (linear, linear + 1, *self.cuts.norm_places.get(part[0], ()))
+        return needs["x",] or any(needs["parameter", index] for index in places)
+
+    def turns(self, part: Part) -> bool:
+        """Return whether `shape` rotates a part, if there are tables."""
+        return part[0] != "v" and part not in self.folded
+
+    def shape(
+        self,
+        part: Part,
+        heads: Tensor,
+        tables: tuple[Tensor, ...],
+        norm_parameters: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Apply the norm and the rotation to a projected part; its memory order stays as it is.
+
+        Args:
+            part: The kind and the group.
+            heads: What the linear layer made.
+            tables: (cos, sin), [.., 1, d_rot] each, that q and k are rotated by; they need no
+                gradient. Empty if nothing is rotated.
+            norm_parameters: In backward, the saved parameters of the norms. None in forward, where
+                the norms are being called and have their parameters in place.
+
+        Returns:
+            A tensor of the shape of ``heads``.
+        """
+        module = self.norms.get(part[0])
+        # Not the call: hooks run around all parts, once.
+        norm: Callable[..., Tensor] | None = None if module is None else module.forward
+        if module is not None and norm_parameters is not None:
+            norm = _with(module, self.cuts.of_norm(part[0], norm_parameters))
+        ranks = self.cuts.rows[part].ranks
+        # The ranks are the first dimension in memory: moved there, heads and result are contiguous.
+        heads = heads.movedim(2, 0) if ranks else heads
+        heads = heads if norm is None or self.norm_last else norm(heads)
+        heads = self.rope.rotate(heads, *tables) if tables and self.turns(part) else heads
+        heads = norm(heads) if norm is not None and self.norm_last else heads
+        return heads.movedim(0, 2) if ranks else heads
 
     def whole(
         self,
         call: Call,
         x: Tensor,
         rotate: Callable[[Tensor], Tensor] | None,
-        called: Callable[[Any], Any] = lambda module: module,
     ) -> Callable[[str, int], Tensor]:
         """Return a function that gives q, k or v of a group, of projections that are called whole.
 
@@ -196,8 +245,6 @@ class InputModules:
             call: The call.
             x: Hidden states, [b, s/P, m] or [s/P, b, m].
             rotate: Rotates q or k; None for no rotation.
-            called: Gives the function to call in place of a projection or a norm; by default the
-                module itself.
         """
         cuts = self._cuts(call)
         rows, parts = cuts.rows, cuts.parts
@@ -207,7 +254,7 @@ class InputModules:
             """Return heads [.., .., h_g, d], after the norm and the rotation."""
             module = rows[kind, group].module
             if (kind, group) not in pieces:
-                y = called(self.projections[module])(x)
+                y = self.projections[module](x)
                 # A bias beside y is for the caller to add, and no caller adds one to q, k and v.
                 y = y[0] if isinstance(y, tuple) else y
                 of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
@@ -216,7 +263,7 @@ class InputModules:
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
-            norm = called(self.norms[kind]) if kind in self.norms else None
+            norm = self.norms.get(kind)
             if norm is not None and not self.norm_last:
                 heads = norm(heads)
             if rotate is not None and (kind, group) not in call.folded:
@@ -229,49 +276,30 @@ class InputModules:
         """Return for each of q, k and v whether its projection or its norm requires a gradient.
 
         The ranks compare this in a first call. Which gradients are computed is decided elsewhere
-        (`Projections.is_needed`).
+        (`is_needed`).
         """
         learning = []
-        for kind, (index, _) in self.of_kinds.items():
-            # A norm may be a plain function, which has no parameters.
-            parameters: list[Tensor] = []
-            for module in (self.projections[index], self.norms.get(kind)):
-                parameters += module.parameters() if isinstance(module, nn.Module) else ()
+        for kind, (index, _) in self.of_kinds:
+            parameters = _parameters(self.projections[index], self.norms.get(kind))
             learning.append(any(p.requires_grad for p in parameters))
         return learning
 
 
-@lru_cache(maxsize=1024)
-def _cuts_of(
-    geometry: Geometry,
-    parts: tuple[Part, ...],
-    alone: frozenset[Part],
-    by_rank: frozenset[str],
-    of_kinds: tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...],
-    count: int,
-    head_dim: int,
-    norms: tuple[tuple[str, int], ...],
-) -> Cuts:
-    """Return how projections are cut; layers that are alike share one answer.
+def _parameters(*modules: Any) -> list[nn.Parameter]:
+    """Return the parameters of those that are modules."""
+    parameters: list[nn.Parameter] = []
+    for module in modules:
+        parameters += module.parameters() if isinstance(module, nn.Module) else ()
+    return parameters
 
-    Args:
-        geometry: Of the call.
-        parts: q, k and v of groups, as `Schedule.parts`.
-        alone: As `Schedule.alone`.
-        by_rank: As in `Call`.
-        of_kinds: As in `InputModules`.
-        count: The number of projections.
-        head_dim: ``d``.
-        norms: As in `Cuts`.
-    """
-    rows, modules = {}, dict(of_kinds)
-    for part in parts:
-        kind, group = part
-        module, first = modules[kind]
-        elements = geometry.rows_of(kind, group, first, head_dim)
-        is_by_rank = kind in by_rank and part in alone
-        rows[part] = Rows(module, elements, ranks=geometry.parts if is_by_rank else 0)
-    of_modules = []
-    for index in range(count):
-        of_modules.append(tuple([part.rows for part in rows.values() if part.module == index]))
-    return Cuts(rows, of_modules, norms)
+
+def _with(norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
+    """Return ``norm`` with the saved tensors in the place of its parameters."""
+    own = dict(norm.named_parameters())
+    # Mostly they are the norm's own, and the call below would only cost the host time.
+    if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
+        return norm
+    # They differ where a caller's `functional_call` replaced the parameters in forward, and in an
+    # activation checkpoint, which saves tensors of its own.
+    norm = without_hooks(norm)  # hooks of ZeRO-3 expect parameters of its own
+    return lambda heads: functional_call(norm, dict(zip(own, saved)), (heads,))

@@ -273,7 +273,7 @@ class SelfAttention:
             # The host reads the states of random generators, and may hold attention.
             self.layer.refuse_graph("sp_overlap.window and checkpointing")
             call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-            call.projections = self.inputs.split(call)
+            call.projections = self.inputs.of_call(call)
             return self._windowed(call, tables, hidden_states)
         self.layer.warn_if_window_is_ignored()
         rope = self.inputs.rope_in_kernels(self.layer.sp_group)
@@ -283,7 +283,7 @@ class SelfAttention:
         call.by_rank = self._by_rank(call, hidden_states, split)
         ends, project = {}, None
         if self.inputs.projections[0] in split:
-            call.projections = self.inputs.split(call)
+            call.projections = self.inputs.of_call(call)
             ends["inputs"] = self._inputs(call, tables)
         else:
             rotate = self.inputs.rotation(position_embeddings)
@@ -301,7 +301,7 @@ class SelfAttention:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
         projections = call.projections
         names = projections.cuts.names(len(tables))
-        return End(projections.called, names, lambda: [*projections.parameters(), *tables])
+        return End(projections.modules, names, lambda: [*projections.parameters(), *tables])
 
     def _output(self, call: Call) -> End:
         """Return the output projection as an end."""
@@ -401,7 +401,7 @@ class SelfAttention:
         # Heads in an order of their own have no rows that one view could hold.
         if not sliced or inputs.first_rows is not None or batched_is_slow(x):
             return frozenset()
-        for kind, (index, _) in inputs.of_kinds.items():
+        for kind, (index, _) in inputs.of_kinds:
             # The kernel that packs q and k also rotates them.
             is_rotated = call.rope_tables is not None and kind in "qk"
             if kind in sliced and not is_rotated and inputs.projections[index] in split:

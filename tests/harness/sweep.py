@@ -20,7 +20,7 @@ from transformers.modeling_outputs import ModelOutput
 
 import ds_sp_overlap
 import ds_sp_overlap.exchange.sp_group
-from ds_sp_overlap.attention.runtime.projections import Projections
+from ds_sp_overlap.attention.input_modules import InputModules
 from ds_sp_overlap.integrations.inspect import attention
 from ds_sp_overlap.integrations.transformers.layers import OWN
 from ds_sp_overlap.rotary import Rotary
@@ -47,7 +47,7 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double():
-    shape, exact, rotary_of = Projections.shape, Rotary._exact, attention.rotary_of
+    shape, exact, rotary_of = InputModules.shape, Rotary._exact, attention.rotary_of
 
     def read(*args):  # outside of modes
         with mock.patch.object(Rotary, "_exact", exact):
@@ -64,7 +64,7 @@ def in_double():
     try:
         with (
             Double(),
-            mock.patch.object(Projections, "shape", in_backward_too),
+            mock.patch.object(InputModules, "shape", in_backward_too),
             mock.patch.object(Rotary, "_exact", in_backward),
             mock.patch.object(attention, "rotary_of", read),
         ):

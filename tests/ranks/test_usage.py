@@ -299,7 +299,7 @@ WATCHED = [
     Watched(
         Guard(
             "zero without a gradient",
-            without="make = operands[0].new_empty if self.cover.once else operands[0].new_ones",
+            without="make = operands[0].new_empty if self._once else operands[0].new_ones",
         ),
         attention_without_keys,
     ),

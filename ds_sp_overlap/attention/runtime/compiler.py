@@ -4,7 +4,7 @@ The names, for group g:
 
     ("x",)                the layer's input, then as autocast casts it
     ("rows",)             x as a matrix, with a row for each token
-    ("parameter", i)      as in `Projections.parameters`
+    ("parameter", i)      as in `InputModules.parameters`
     ("table", i)          cos and sin
     ("heads", "q", g)     q as projected, in front of norm and rotation
     ("value", "q", g)     q, k, v or o: local, then received; or received, then local
@@ -216,7 +216,7 @@ class Compiler:
 
     def _norms(self) -> list[Name]:
         """Return the names of the parameters of all norms."""
-        linear = 2 * len(self.projections.modules)
+        linear = 2 * len(self.projections.projections)
         return [name for name in self.shapes if name[0] == "parameter" and name[1] >= linear]
 
     def _rows(self) -> Name:
@@ -236,7 +236,7 @@ class Compiler:
         if part[0] in projections.norms:
             learned = [
                 index
-                for index in projections.norm_places[part[0]]
+                for index in projections.cuts.norm_places[part[0]]
                 if self.needs["parameter", index]
             ]
             sums: list[Name] = [("d", "parameter", index) for index in learned]

@@ -1,0 +1,99 @@
+"""How the projections of q, k and v are cut into parts; a part is q, k or v of one head group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...exchange.geometry import Geometry
+from ...schedule import Part, Schedule
+from .flat import Name
+from .slices import Parts, Ranges
+
+# For each of q, k and v: the index of its projection, and the first row of head 0, or of each head.
+OfKinds = tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...]
+
+
+class Rows(NamedTuple):
+    """The rows of a linear layer that project q, k or v of a head group.
+
+    Attributes:
+        module: Index of the linear layer.
+        rows: The rows of its weight.
+        ranks: The parts that heads are dealt to (`Geometry.parts`), if the heads of each are to lie
+            together in memory; else 0.
+    """
+
+    module: int
+    rows: Ranges
+    ranks: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Tells how projections are cut into parts; operations are compiled once for each object.
+
+    Attributes:
+        rows: For each part, the rows that make it.
+        parts: For each linear layer, the rows of each of its parts.
+        norms: The kind of each norm, and how many parameters it has.
+    """
+
+    rows: dict[Part, Rows]
+    parts: list[Parts]
+    norms: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def norm_places(self) -> dict[str, range]:
+        """The places of the parameters of each norm in `InputModules.parameters`."""
+        places, start = {}, 2 * len(self.parts)
+        for kind, count in self.norms:
+            places[kind] = range(start, start := start + count)
+        return places
+
+    @lru_cache(maxsize=4096)
+    def names(self, tables: int) -> tuple[Name, ...]:
+        """Return the names of x, `InputModules.parameters` and ``tables`` tables."""
+        count = 2 * len(self.parts) + sum(count for _, count in self.norms)
+        parameters = [("parameter", index) for index in range(count)]
+        return ("x",), *parameters, *(("table", index) for index in range(tables))
+
+    def of_norm(self, kind: str, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return those of the parameters of all norms that belong to the norm of q or k."""
+        place, first = self.norm_places[kind], 2 * len(self.parts)
+        return parameters[place.start - first : place.stop - first]
+
+
+@lru_cache(maxsize=1024)
+def cuts_of(
+    geometry: Geometry,
+    schedule: Schedule,
+    by_rank: frozenset[str],
+    of_kinds: OfKinds,
+    head_dim: int,
+    norms: tuple[tuple[str, int], ...],
+) -> Cuts:
+    """Return how projections are cut; layers that are alike share one answer.
+
+    Args:
+        geometry: Of the call.
+        schedule: Of the call.
+        by_rank: As in `Call`.
+        of_kinds: As in `InputModules`.
+        head_dim: ``d``.
+        norms: As in `Cuts`.
+    """
+    rows, modules = {}, dict(of_kinds)
+    of_modules: dict[int, list[Ranges]] = {module: [] for module, _ in modules.values()}
+    for part in schedule.parts:
+        kind, group = part
+        module, first = modules[kind]
+        elements = geometry.rows_of(kind, group, first, head_dim)
+        is_by_rank = kind in by_rank and part in schedule.alone
+        rows[part] = Rows(module, elements, ranks=geometry.parts if is_by_rank else 0)
+        of_modules[module].append(elements)
+    return Cuts(rows, list(map(tuple, of_modules.values())), norms)

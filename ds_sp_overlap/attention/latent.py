@@ -20,7 +20,8 @@ ranks by its exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
-from ..exchange.shares import QueryChunks
 from .arguments import bind_arguments
 from .call_geometry import geometry_of
 from .layer import LayerRuntime
-from .projected import ProjectedAttention
+from .projected import ProjectedAttention, types_of
+from .runtime.execution import Attend
 from .runtime.linear import call_through, can_split
 from .runtime.parts import cut
 from .runtime.slices import Ranges
@@ -59,7 +60,7 @@ def can_expand_rows(projection: nn.Module) -> bool:
     return can_split(projection) and projection.bias is None
 
 
-class LatentAttention:
+class LatentAttention(ProjectedAttention):
     """Ulysses attention of q, a latent and a rotated key; holds no module and no parameter.
 
     Args:
@@ -70,23 +71,19 @@ class LatentAttention:
     """
 
     def __init__(self, layer: LayerRuntime, projection: Callable[[], nn.Module], nope_dim: int):
-        self.layer, self.projection, self.nope_dim = layer, projection, nope_dim
-        self._projected = ProjectedAttention(layer)
+        super().__init__(layer)
+        self.projection, self.nope_dim = projection, nope_dim
 
     @torch._disable_dynamo
     def __call__(
         self,
         local_attention: Callable[..., Tensor],
         query: Tensor,
-        latent: Tensor,
-        rotated: Tensor,
+        key: Tensor,
+        value: Tensor,
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
-        *,
-        batch_first: bool,
-        sequence_lengths: list[int] | None,
-        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
-        query_chunks: QueryChunks | None = None,
+        **how: Any,
     ) -> Tensor:
         """Attend over the global sequence.
 
@@ -96,14 +93,12 @@ class LatentAttention:
         Args:
             local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
             query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
-            latent: As ``query``, with one head and the dim of the projection's input.
-            rotated: As ``query``, with one head of d_rot.
+            key: The latent: as ``query``, with one head and the dim of the projection's input.
+            value: The rotated key: as ``query``, with one head of d_rot.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            batch_first: Whether the batch comes before the sequence.
-            sequence_lengths: Local sequence length of every rank; None if all are the same.
-            baseline: For k and v of all heads, computes the same without overlap.
-            query_chunks: For k and v of all heads, as for `ProjectedAttention`.
+            **how: As for `ProjectedAttention`; of latents, ``batch_first`` and ``sequence_lengths``
+                alone count.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -111,46 +106,19 @@ class LatentAttention:
         Raises:
             ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
-        if latent.shape[2] == query.shape[2]:
-            return self._projected(
-                local_attention,
-                query,
-                latent,
-                rotated,
-                args=args,
-                kwargs=kwargs,
-                batch_first=batch_first,
-                sequence_lengths=sequence_lengths,
-                query_chunks=query_chunks,
-                baseline=baseline,
-            )
+        tensors, kwargs = (query, key, value), kwargs or {}
+        if key.shape[2] == query.shape[2]:
+            whole = ProjectedAttention.__call__
+            return whole(self, local_attention, *tensors, args=args, kwargs=kwargs, **how)
         projection: Any = self.projection()
 
-        def body(query: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
+        def body(*tensors: Tensor) -> Tensor:
             """Run the call as the forward of the projection; the tensors come through its hooks."""
-            inputs, weight = (query, latent, rotated), projection.weight
-
-            def geometry() -> Geometry:
-                """Return the geometry, in which the latent counts as one KV head."""
-                _check(*inputs)
-                return geometry_of(
-                    self.layer,
-                    query,
-                    query.shape[2],
-                    1,
-                    batch_first,
-                    lengths=sequence_lengths,
-                    extra=(*args, *(kwargs or {}).values()),
-                    attend="latent attention needs all queries at once",
-                )
-
-            def types() -> tuple:
-                grads = [torch.is_grad_enabled() and x.requires_grad for x in (*inputs, weight)]
-                dims = [x.shape[3] for x in inputs]
-                learned = "gradients of q, latent, rotated key and projection"
-                return str(query.dtype), *dims, learned, grads
-
-            run, call = self.layer.begin(geometry, types, inputs)
+            weight = projection.weight
+            geometry = partial(self._one_head, tensors, (*args, *kwargs.values()), how)
+            learned = "gradients of q, latent, rotated key and projection"
+            types = partial(types_of, tensors, (*tensors, weight), learned)
+            run, call = self.layer.begin(geometry, types, tensors)
             # `begin` returns no `Call` only where a baseline is to run, and latents have none.
             assert call is not None
             # Rows of the weight for each head: those of k without rotation, then those of v.
@@ -158,22 +126,46 @@ class LatentAttention:
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
             parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
             rows = cut(weight, 0, parts)  # guard: rows of its heads
-            local = bind_arguments(local_attention, call, args, kwargs or {})
-
-            def attend_group(group: int, q: Tensor, latent: Tensor, rotated: Tensor) -> Tensor:
-                # k and v of the global sequence, for the heads of this group on this rank, see
-                # Note [Gradients of parts].
-                kv = F.linear(latent.squeeze(2), rows[group]).unflatten(-1, (-1, per_head))
-                k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
-                k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
-                return local(group, q, k, v)
-
+            attend = bind_arguments(local_attention, call, args, kwargs)
+            expand = partial(self._expand, attend, rows, per_head)
             q, k, v = run.inputs
-            return run.end(self._projected.overlapped(call, q, k, v, attend_group))
+            return run.end(self.overlapped(call, q, k, v, expand))
 
         # In the projection's own call, so that ZeRO-3 has gathered its weight.
-        tensors = query, latent, rotated
         return call_through([projection], body, *tensors)  # guard: its weight is whole
+
+    def _one_head(self, tensors: Sequence[Tensor], extra: tuple, how: dict[str, Any]) -> Geometry:
+        """Return the geometry of a call, in which the latent counts as one KV head."""
+        _check(*tensors)
+        return geometry_of(
+            self.layer,
+            tensors[0],
+            tensors[0].shape[2],
+            1,
+            how["batch_first"],
+            lengths=how.get("sequence_lengths"),
+            extra=extra,
+            attend="latent attention needs all queries at once",
+        )
+
+    def _expand(
+        self,
+        attend: Attend,
+        rows: Sequence[Tensor],
+        per_head: int,
+        group: int,
+        q: Tensor,
+        latent: Tensor,
+        rotated: Tensor,
+    ) -> Tensor:
+        """Make k and v of the global sequence, for the heads of a group on this rank, and attend.
+
+        See Note [Gradients of parts].
+        """
+        kv = F.linear(latent.squeeze(2), rows[group]).unflatten(-1, (-1, per_head))
+        k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
+        k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
+        return attend(group, q, k, v)
 
 
 def _check(query: Tensor, latent: Tensor, rotated: Tensor) -> None:

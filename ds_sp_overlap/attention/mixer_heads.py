@@ -24,7 +24,6 @@ from ..schedule import Part
 from .mixer import Documents, Mixer, Projected, Sections
 from .runtime.execution import Call
 from .runtime.parts import cut, cut_heads, join_heads
-from .runtime.plan import pieces_of
 from .runtime.slices import Ranges
 from .runtime.walk import Walk
 
@@ -70,7 +69,7 @@ def mix_by_heads(
 
         return in_documents(documents, mix, q, k, v)  # guard: an empty state
 
-    walk = Walk(call, pieces_of(call.schedule, False, False), attend, project)
+    walk = Walk(call, attend, project)
     walk.run("inputs")
     meanwhile()
     walk.run("attention", "output")

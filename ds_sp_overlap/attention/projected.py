@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from .call_geometry import geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.parts import cut_heads, join_heads
-from .runtime.plan import pieces_of
 from .runtime.walk import Arrive, Walk
 
 
@@ -146,12 +146,8 @@ class ProjectedAttention:
                 query_chunks=query_chunks,
             )
 
-        def types() -> tuple:
-            grads = [torch.is_grad_enabled() and x.requires_grad for x in (query, key, value)]
-            dims = query.shape[3], value.shape[3]
-            return str(query.dtype), *dims, "gradients of q, k, v", grads
-
         inputs = query, key, value
+        types = partial(types_of, inputs, inputs, "gradients of q, k, v")
         run, call = self.layer.begin(geometry, types, inputs, has_baseline=baseline is not None)
         q, k, v = run.inputs
         # The policy has chosen the baseline.
@@ -184,14 +180,22 @@ class ProjectedAttention:
             As a call of the object.
         """
         self.layer.warn_if_window_is_ignored()
-        pieces = pieces_of(call.schedule, False, False, given=True, arrives=arrive is not None)
-        walk = Walk(call, pieces, local, arrive=arrive)
+        walk = Walk(call, local, arrive=arrive)
         for kind, x in zip("qkv", (query, key, value)):
             walk.values |= cut_heads(call, kind, x)
         walk.run("inputs", "attention", "output")
         o = join_heads(call, walk.values)
         # Exchanges want o 4-D; the caller gets it as his attention makes it.
         return o.flatten(2) if call.is_flat else o
+
+
+def types_of(inputs: Sequence[Tensor], learned: Sequence[Tensor], words: str) -> tuple:
+    """Return dtype and head dims of ``inputs``, and which of ``learned`` need a gradient.
+
+    ``words`` describe the latter to a user whose ranks differ.
+    """
+    grads = [torch.is_grad_enabled() and x.requires_grad for x in learned]
+    return str(inputs[0].dtype), [x.shape[3] for x in inputs], words, grads
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:

@@ -290,8 +290,7 @@ class SelfAttention:
             project = self.inputs.whole(call, hidden_states, rotate)
         if self.o_proj in split:
             ends["output"] = self._output(call)
-        pieces = pieces_of(call.schedule, "inputs" in ends, "output" in ends)
-        walk = Walk(call, pieces, attend, project, ends=ends)
+        walk = Walk(call, attend, project, ends=ends)
         y = walk.run("inputs", "attention", "output", x=hidden_states)
         if self.o_proj in split:
             return returned_by(self.o_proj, self.plain, y)

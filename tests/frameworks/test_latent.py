@@ -348,7 +348,7 @@ MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last i
 
 WATCHED = [
     Watched(Guard("rows of its heads", without=MIXED_UP), of_rows),
-    Watched(Guard("its weight is whole", without="return body(query, latent, rotated)"), gathered_in_its_call),
+    Watched(Guard("its weight is whole", without="return body(*tensors)"), gathered_in_its_call),
     Watched(Guard("latents are expanded as was read", without="if False:"), misses_a_patch),
     Watched(Guard("adapters are heard", without="return False"), adapted_afterwards),
     Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),

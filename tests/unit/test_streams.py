@@ -9,7 +9,6 @@ import torch
 
 import ds_sp_overlap.exchange.in_flight as in_flight
 from ds_sp_overlap.attention.runtime.execution import Call
-from ds_sp_overlap.attention.runtime.plan import pieces_of
 from ds_sp_overlap.attention.runtime.walk import Walk
 from ds_sp_overlap.exchange import sp_group as sp_group_module
 from ds_sp_overlap.exchange.exchange import Exchange
@@ -188,7 +187,7 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
 
     x = torch.randn(2, 3, 2, 8)
     call.begin(x)
-    walk = Walk(call, pieces_of(call.schedule, False, False), attend, lambda kind, group: x)
+    walk = Walk(call, attend, lambda kind, group: x)
     walk.run("inputs", "attention")
     before_attention = [f"compute waits for {sent}" for sent in ("q0", "q0 k0", "q0 k0 v0", "q0 k0 v0 qkv1")]
     assert compute_waits == before_attention

@@ -231,7 +231,7 @@ def pieces_of(
         schedule: The schedule.
         inputs: Whether the projections of q, k and v are computed part by part.
         output: Whether the output projection is.
-        given: Whether q, k and v are there before the first piece.
+        given: Whether q, k and v are there before the first piece, unless ``inputs``.
         arrives: Whether foreign code changes q, k and v on arrival.
     """
     if schedule.is_windowed:

@@ -14,7 +14,7 @@ from ...schedule import Op, Part, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .linear import call_through
 from .nodes import End, run_end, run_piece
-from .plan import Piece
+from .plan import Piece, pieces_of
 
 # Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
 # none, where q holds the whole sequence.
@@ -26,9 +26,9 @@ class Walk:
 
     Args:
         call: The call.
-        pieces: The pieces.
         attend: The local attention.
-        project: Gives q, k or v of a group where projections are called whole.
+        project: Gives q, k or v of a group where projections are called whole; None where they are
+            computed part by part, or q, k and v are there from the begin.
         arrive: Changes q, k and v on arrival; None for no change.
         ends: By section, the ends that are computed part by part.
 
@@ -39,14 +39,20 @@ class Walk:
     def __init__(
         self,
         call: Call,
-        pieces: list[Piece],
         attend: Attend,
         project: Callable[[str, int], Tensor] | None = None,
         arrive: Arrive | None = None,
         ends: dict[str, End] | None = None,
     ):
-        self.call, self.pieces, self.attend = call, pieces, attend
+        self.call, self.attend = call, attend
         self.project, self.arrive, self.ends = project, arrive, ends or {}
+        self.pieces = pieces_of(
+            call.schedule,
+            "inputs" in self.ends,
+            "output" in self.ends,
+            given=project is None,
+            arrives=arrive is not None,
+        )
         self.values: dict[Part, Tensor] = {}
         self._token: Tensor | None = None
 

@@ -72,16 +72,19 @@ def bind_arguments(
         return lambda group, q, k, v: local_attention(q, k, v, *args, **kwargs)
 
     def attend(group: int, q: Tensor, k: Tensor, v: Tensor, *queries: Range) -> Any:
-        heads = geometry.query_range(geometry.sp_rank, group)
-        own_args, own_kwargs = slice_per_head(heads, args, kwargs)
-        return local_attention(q, k, v, *own_args, **own_kwargs, **named(queries))
+        heads = slice(*geometry.query_range(geometry.sp_rank, group))
+        own_args = [_sliced(x, heads) for x in args]
+        own = {key: _sliced(x, heads) for key, x in kwargs.items()}
+        if queries:
+            own["queries"] = queries[0]
+        return local_attention(q, k, v, *own_args, **own)
 
     return attend
 
 
-def named(queries: tuple[Range, ...]) -> dict[str, Range]:
-    """Return the range of queries as local attention takes it; nothing where there is none."""
-    return {"queries": queries[0]} if queries else {}
+def _sliced(x: Any, heads: slice) -> Any:
+    """Return the slices of some query heads of a `PerHead`, or any other argument as it is."""
+    return x.tensor[heads] if isinstance(x, PerHead) else x
 
 
 def takes(local_attention: Any, name: str) -> bool:
@@ -94,17 +97,6 @@ def takes(local_attention: Any, name: str) -> bool:
         return name in inspect.signature(attend).parameters  # guard: no keyword is swallowed
     except (TypeError, ValueError):
         return False
-
-
-def slice_per_head(
-    heads: Range, args: tuple, kwargs: dict[str, Any]
-) -> tuple[list, dict[str, Any]]:
-    """Replace every `PerHead` among the arguments by its slices of the query heads ``heads``."""
-
-    def sliced(x: Any) -> Any:
-        return x.tensor[slice(*heads)] if isinstance(x, PerHead) else x
-
-    return [sliced(x) for x in args], {key: sliced(x) for key, x in kwargs.items()}
 
 
 def modules_of(attend: Any) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,16 +21,27 @@ _geometry = lru_cache(maxsize=4096)(Geometry)
 EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
+class Tokens(NamedTuple):
+    """The tokens of a call.
+
+    Attributes:
+        batch_first: Whether tensors are [b, s/P, ..] instead of [s/P, b, ..].
+        lengths: Local sequence length of every rank, in tokens; None where all are the same.
+        query_chunks: As for `Geometry`; ignored where no ranks share query heads.
+    """
+
+    batch_first: bool
+    lengths: list[int] | None = None
+    query_chunks: QueryChunks | None = None
+
+
 def geometry_of(
     layer: LayerRuntime,
     x: Tensor,
-    heads: int,
-    kv_heads: int,
-    batch_first: bool,
-    lengths: list[int] | None,
+    all_heads: tuple[int, int],
+    tokens: Tokens,
     extra: tuple,
     attend: Callable[..., Any] | str,
-    query_chunks: QueryChunks | None = None,
 ) -> Geometry:
     """Return the geometry of a call, with the default number of head groups.
 
@@ -38,27 +49,24 @@ def geometry_of(
 
     Args:
         layer: The layer that is called.
-        x: [b, s/P, ..] if ``batch_first``, else [s/P, b, ..].
-        heads: ``h``.
-        kv_heads: ``h_kv``.
-        batch_first: Whether the batch comes before the sequence.
-        lengths: Local sequence length of every rank, in tokens; None where all are that of ``x``.
+        x: A tensor of the call, [b, s/P, ..] or [s/P, b, ..].
+        all_heads: ``h`` and ``h_kv``.
+        tokens: The tokens of the call.
         extra: Arguments of the local attention beside q, k and v. If one of them may have a slice
             for each head of a rank, there is one head group.
         attend: As for `shares_of`.
-        query_chunks: As for `Geometry`; ignored where no ranks share query heads.
 
     Raises:
-        ValueError: for a `PerHead` without a slice for each head, for ``lengths`` that don't fit,
+        ValueError: for a `PerHead` without a slice for each head, for ``tokens`` that don't fit,
             and as `Geometry` and `shares_of` do.
     """
-    sp_group = layer.sp_group
-    batch, local_seq = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    sp_group, (heads, kv_heads) = layer.sp_group, all_heads
+    batch, local_seq = x.shape[:2] if tokens.batch_first else (x.shape[1], x.shape[0])
     seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
-    if lengths is not None:
-        seq_lens = tuple(int(length) for length in lengths)
+    if tokens.lengths is not None:
+        seq_lens = tuple(map(int, tokens.lengths))
     # The signature of the attention is looked at once a layer, not in every call.
-    chosen = layer.shares_and_groups.get((heads, kv_heads))
+    chosen = layer.shares_and_groups.get(all_heads)
     if chosen is None:
         # Also where the transport was given to the layer, and the section does not name it.
         if isinstance(sp_group.transport, CopyEngine):
@@ -66,25 +74,16 @@ def geometry_of(
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
         parts = max(1, sp_group.size // shares)
         groups = layer.config.groups_for(heads, parts, layer.windowed)
-        chosen = layer.shares_and_groups[heads, kv_heads] = shares, groups
+        chosen = layer.shares_and_groups[all_heads] = shares, groups
     shares, groups = chosen
     for argument in extra:
         if isinstance(argument, PerHead):
             argument.check(heads)
-    geometry = _geometry(
-        sp_group.size,
-        sp_group.rank,
-        seq_lens,
-        batch,
-        heads,
-        kv_heads,
-        groups,
-        batch_first,
-        shares,
-        # Left out where they say nothing, so that more calls share one object.
-        query_chunks if shares > 1 else None,
-        sp_group.nodes if layer.config.kv_once_per_node else None,
-    )
+    # Left out where they say nothing, so that more calls share one object.
+    query_chunks = tokens.query_chunks if shares > 1 else None
+    nodes = sp_group.nodes if layer.config.kv_once_per_node else None
+    counts, how = (batch, heads, kv_heads, groups), (tokens.batch_first, shares)
+    geometry = _geometry(sp_group.size, sp_group.rank, seq_lens, *counts, *how, query_chunks, nodes)
     if groups > 1 and extra and _may_be_per_head(geometry, extra):
         geometry = geometry.in_groups(1)
         warn_once(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..exchange.geometry import Geometry
 from .arguments import bind_arguments
-from .call_geometry import geometry_of
+from .call_geometry import Tokens, geometry_of
 from .layer import LayerRuntime
 from .projected import ProjectedAttention, types_of
 from .runtime.execution import Attend
@@ -137,16 +137,9 @@ class LatentAttention(ProjectedAttention):
     def _one_head(self, tensors: Sequence[Tensor], extra: tuple, how: dict[str, Any]) -> Geometry:
         """Return the geometry of a call, in which the latent counts as one KV head."""
         _check(*tensors)
-        return geometry_of(
-            self.layer,
-            tensors[0],
-            tensors[0].shape[2],
-            1,
-            how["batch_first"],
-            lengths=how.get("sequence_lengths"),
-            extra=extra,
-            attend="latent attention needs all queries at once",
-        )
+        query, tokens = tensors[0], Tokens(how["batch_first"], how.get("sequence_lengths"))
+        why = "latent attention needs all queries at once"
+        return geometry_of(self.layer, query, (query.shape[2], 1), tokens, extra, attend=why)
 
     def _expand(
         self,

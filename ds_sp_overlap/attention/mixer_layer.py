@@ -36,7 +36,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
 from ..exchange.layout import state_layout, tail_layout
 from ..warn import warn_once
-from .call_geometry import geometry_of
+from .call_geometry import Tokens, geometry_of
 from .layer import LayerRuntime
 from .mixer import Mixer, Pieces, Projected
 from .mixer_heads import in_documents, mix_by_heads
@@ -102,14 +102,9 @@ class MixerLayer:
             # No heads are dealt to ranks.
             size, batch = group.size, len(hidden_states)
             return Geometry(size, group.rank, tuple(lengths), batch, size, size, batch_first=True)
+        counts, why = mixer.counts(), f"its {mixer.by_heads} needs all queries at once"
         return geometry_of(
-            self.runtime,
-            hidden_states,
-            *mixer.counts(),
-            True,
-            lengths=lengths,
-            extra=(),
-            attend=f"its {mixer.by_heads} needs all queries at once",
+            self.runtime, hidden_states, counts, Tokens(True, lengths), (), attend=why
         )
 
     def _types(self, hidden_states: Tensor) -> tuple:

@@ -14,7 +14,7 @@ from ..exchange.layout import Range
 from ..exchange.shares import QueryChunks
 from ..rotary import check_tables, rotate
 from .arguments import bind_arguments
-from .call_geometry import geometry_of
+from .call_geometry import Tokens, geometry_of
 from .layer import LayerRuntime
 from .runtime.execution import Attend, Call
 from .runtime.parts import cut_heads, join_heads
@@ -67,23 +67,7 @@ class ProjectedAttention:
             check_tables(rotary_pos_emb, query.shape[-1], partial=True)
         except ValueError as error:
             self.layer.refuse(error)
-        tables = rotary_pos_emb
-
-        def arrive(kind: str, x: Tensor, queries: tuple[Range, ...]) -> Tensor:
-            """Rotate q or k on arrival; q holds the global sequence, or these ranges of it."""
-            if kind == "v":
-                return x
-            cos, sin = tables
-            if kind == "q" and queries:  # guard: rotated by its own positions
-                # The rows of the tables that belong to these queries, one range after another.
-                cos = torch.cat([cos[start:stop] for start, stop in queries])
-                sin = torch.cat([sin[start:stop] for start, stop in queries])
-            # The tables have the sequence first, as DeepSpeed's class wants them.
-            if batch_first:
-                cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
-            return rotate(x, cos, sin)
-
-        return batch_first, arrive
+        return batch_first, partial(_rotated, *rotary_pos_emb, batch_first)
 
     @torch._disable_dynamo
     def __call__(
@@ -134,17 +118,10 @@ class ProjectedAttention:
 
         def geometry() -> Geometry:
             _check(query, key, value, num_kv_heads)
-            return geometry_of(
-                self.layer,
-                query,
-                query.shape[2],
-                key.shape[2],
-                batch_first,
-                lengths=sequence_lengths,
-                extra=(*args, *kwargs.values()),
-                attend=local_attention,
-                query_chunks=query_chunks,
-            )
+            heads = query.shape[2], key.shape[2]
+            tokens = Tokens(batch_first, sequence_lengths, query_chunks)
+            extra = (*args, *kwargs.values())
+            return geometry_of(self.layer, query, heads, tokens, extra, attend=local_attention)
 
         inputs = query, key, value
         types = partial(types_of, inputs, inputs, "gradients of q, k, v")
@@ -187,6 +164,22 @@ class ProjectedAttention:
         o = join_heads(call, walk.values)
         # Exchanges want o 4-D; the caller gets it as his attention makes it.
         return o.flatten(2) if call.is_flat else o
+
+
+def _rotated(
+    cos: Tensor, sin: Tensor, batch_first: bool, kind: str, x: Tensor, queries: tuple[Range, ...]
+) -> Tensor:
+    """Rotate q or k on arrival; q holds the global sequence, or these ranges of it."""
+    if kind == "v":
+        return x
+    if kind == "q" and queries:  # guard: rotated by its own positions
+        # The rows of the tables that belong to these queries, one range after another.
+        cos = torch.cat([cos[start:stop] for start, stop in queries])
+        sin = torch.cat([sin[start:stop] for start, stop in queries])
+    # The tables have the sequence first, as DeepSpeed's class wants them.
+    if batch_first:
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+    return rotate(x, cos, sin)
 
 
 def types_of(inputs: Sequence[Tensor], learned: Sequence[Tensor], words: str) -> tuple:

@@ -28,7 +28,7 @@ from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import by_head_groups, schedule_of
 from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
-from .call_geometry import geometry_of
+from .call_geometry import Tokens, geometry_of
 from .declared import config_for
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule, kind_of
@@ -239,10 +239,10 @@ class SelfAttention:
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
-        extra = (*args, *kwargs.values())
+        tokens = Tokens(self.batch_first, sequence_lengths, query_chunks)
         run, call = self.layer.begin(
-            lambda: self._geometry(hidden_states, sequence_lengths, extra, query_chunks),
-            lambda: self._types(hidden_states, position_embeddings),
+            partial(self._geometry, hidden_states, tokens, (*args, *kwargs.values())),
+            partial(self._types, hidden_states, position_embeddings),
             (hidden_states,),
             has_baseline=baseline is not None,
         )
@@ -346,27 +346,15 @@ class SelfAttention:
             tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
                 arguments.append(tensor)
-
         # Local attention reads nothing of projections and norms.
         around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
-
-        def read() -> list[Tensor]:
-            return [*arguments, *tensors_of(self.local_attention, around)]
-
-        tensors, modules = read(), modules_of(self.local_attention)
-        # By identity, since a parameter may also be given as an argument.
-        may_learn = {id(x) for x in arguments}
-        may_learn |= {id(p) for module in modules for p in module.parameters(recurse=False)}
-        learned = {id(x): x for x in tensors if x.requires_grad and id(x) in may_learn}
-        agree = partial(self.layer.agree_on_o, kind_of(call, (x,)))
         return LocalAttention(
             attend,
-            tensors,
-            read,
-            learned=list(learned.values()),
-            agree=agree,
+            arguments,
+            partial(tensors_of, self.local_attention, around),
+            modules=modules_of(self.local_attention),
+            agree=partial(self.layer.agree_on_o, kind_of(call, (x,))),
             seq_dim=call.geometry.seq_dim,
-            modules=modules,
             where=self.layer.where,
         )
 
@@ -409,36 +397,20 @@ class SelfAttention:
             by_rank.add("o")
         return frozenset(by_rank)
 
-    def _geometry(
-        self,
-        hidden: Tensor,
-        lengths: list[int] | None,
-        extra: tuple,
-        query_chunks: QueryChunks | None,
-    ) -> Geometry:
+    def _geometry(self, hidden: Tensor, tokens: Tokens, extra: tuple) -> Geometry:
         """Return the geometry of a call, or raise ValueError for arguments that don't fit.
 
         Args:
             hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
-            lengths: Local sequence length of every rank; None if all are the same.
+            tokens: The tokens.
             extra: Arguments of the local attention beside q, k and v.
-            query_chunks: As in a call.
         """
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}"
             )
-        return geometry_of(
-            self.layer,
-            hidden,
-            self.heads,
-            self.kv_heads,
-            batch_first=self.batch_first,
-            lengths=lengths,
-            extra=extra,
-            attend=self.local_attention,
-            query_chunks=query_chunks,
-        )
+        heads, attend = (self.heads, self.kv_heads), self.local_attention
+        return geometry_of(self.layer, hidden, heads, tokens, extra, attend=attend)
 
     def _types(self, hidden: Tensor, position_embeddings: Any) -> tuple:
         """Return what else must be the same on all ranks, or raise ValueError for tables of ``rope``

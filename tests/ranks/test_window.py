@@ -523,7 +523,7 @@ def fused(q, k, v):
 def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_again):
     """The backward of a window runs under the autocast of forward, that of PyTorch under none."""
     heads = [torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    local = LocalAttention(attention, [], lambda: [], [], agree=lambda *_: False, seq_dim=1, modules=[], where="layer")
+    local = LocalAttention(attention, [], lambda: [], [], agree=lambda *_: False, seq_dim=1, where="layer")
     leaves, pieces = [x.clone().requires_grad_() for x in heads], lambda *heads: [attention(*heads)]
     with torch.autocast("cpu", torch.bfloat16):
         expected = attention(*leaves)

@@ -42,35 +42,41 @@ class LocalAttention:
 
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
-        tensors: What ``read`` returned at the begin of the call. They live on anyhow.
-        read: Returns what attention reads now beside q, k and v, as far as that is known: the
-            tensors among its other arguments, and those that it holds.
-        learned: Those of ``tensors`` that require a gradient.
+        arguments: The tensors among its arguments beside q, k and v.
+        held: Returns the tensors that it holds now, as far as they can be found.
+        modules: The modules that attention is made of, as far as they can be found.
         agree: Takes whether the backward of attention reads o on this rank, and a description of a
             tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
             on all ranks. Returns whether o must travel in backward, since some rank reads it.
         seq_dim: The dimension of the sequence in q, k, v and o.
-        modules: The modules that attention is made of, as far as they can be found.
         where: Name of the layer, for errors.
+        tensors: What attention read at the begin of the call beside q, k and v. They live on anyhow.
+        learned: Those arguments and parameters of ``modules`` that require a gradient.
     """
 
     attend: Callable[..., Any]
-    tensors: list[Tensor]
-    read: Callable[[], list[Tensor]]
-    learned: list[Tensor]
+    arguments: list[Tensor]
+    held: Callable[[], list[Tensor]]
+    modules: list[nn.Module]
     agree: Callable[[bool, str], bool]
     seq_dim: int
-    modules: list[nn.Module]
     where: str
 
     def __post_init__(self) -> None:
+        self.tensors = [*self.arguments, *self.held()]
         self._begun = _versions(self.tensors)
         self._training = [module.training for module in self.modules]
+        # By identity, since a parameter may also be given as an argument.
+        may_learn = set(map(id, self.arguments))
+        for module in self.modules:
+            may_learn.update(map(id, module.parameters(recurse=False)))
+        learned = {id(x): x for x in self.tensors if x.requires_grad and id(x) in may_learn}
+        self.learned = list(learned.values())
 
     def is_as_begun(self) -> bool:
         """Return whether attention reads the same tensors as at the begin, none of them changed."""
         # ``tensors`` keeps those of the begin alive, so that none made since has the id of one.
-        return _versions(self.read()) == self._begun
+        return _versions([*self.arguments, *self.held()]) == self._begun
 
     def in_modes_of_forward(self) -> AbstractContextManager:
         """Return a context in which each module is in the mode that it had at the begin."""

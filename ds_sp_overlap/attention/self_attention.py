@@ -36,9 +36,8 @@ from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
-from .runtime.nodes import End, run_window
+from .runtime.nodes import End
 from .runtime.parts import join_heads
-from .runtime.plan import pieces_of
 from .runtime.products import autocast, batched_is_slow
 from .runtime.walk import Walk
 
@@ -258,7 +257,7 @@ class SelfAttention:
     ) -> Tensor:
         """Run the layer in the order of a schedule, in one of three ways.
 
-        By a window, as one node of autograd (`windowed`). With inputs or output, or both, as one
+        By a window, as one node of autograd (`_windowed`). With inputs or output, or both, as one
         node each where they are computed part by part. Otherwise with projections that are called
         whole. The arguments are those of a call.
         """
@@ -268,37 +267,38 @@ class SelfAttention:
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, call, args, kwargs)
+        ends: dict[str, End] = {}
+        project = None
         if call.window is not None and self.can_window(split):
-            call.schedule = schedule_of(call.geometry, call.window, self.layer.config.wgrad)
-            # The host reads the states of random generators, and may hold attention.
-            self.layer.refuse_graph("sp_overlap.window and checkpointing")
             call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-            call.projections = self.inputs.of_call(call)
-            return self._windowed(call, tables, hidden_states)
-        self.layer.warn_if_window_is_ignored()
-        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
-        if rope is not None and not call.geometry.cuts_tokens:
-            dtype = autocast(hidden_states)[0].dtype
-            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
-        call.by_rank = self._by_rank(call, hidden_states, split)
-        ends, project = {}, None
-        if self.inputs.projections[0] in split:
-            call.projections = self.inputs.of_call(call)
-            ends["inputs"] = self._inputs(call, tables)
+            ends[""] = self._windowed(call, tables)
         else:
-            rotate = self.inputs.rotation(position_embeddings)
-            project = self.inputs.whole(call, hidden_states, rotate)
-        if self.o_proj in split:
-            ends["output"] = self._output(call)
+            self._fold(call, hidden_states, position_embeddings, split)
+            if self.inputs.projections[0] in split:
+                ends["inputs"] = self._inputs(call, tables)
+            else:
+                rotate = self.inputs.rotation(position_embeddings)
+                project = self.inputs.whole(call, hidden_states, rotate)
+            if self.o_proj in split:
+                ends["output"] = self._output(call)
         walk = Walk(call, attend, project, ends=ends)
-        y = walk.run("inputs", "attention", "output", x=hidden_states)
+        y = walk.run("", "inputs", "attention", "output", x=hidden_states)
         if self.o_proj in split:
             return returned_by(self.o_proj, self.plain, y)
         return self.o_proj(join_heads(call, walk.values).flatten(2))
 
+    def _fold(self, call: Call, x: Tensor, position_embeddings: Any, split: list) -> None:
+        """Let kernels that pack rotate, and GEMMs write send buffers, where they can."""
+        self.layer.warn_if_window_is_ignored()
+        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
+        if rope is not None and not call.geometry.cuts_tokens:
+            dtype = autocast(x)[0].dtype
+            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
+        call.by_rank = self._by_rank(call, x, split)
+
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
-        projections = call.projections
+        projections = call.projections = self.inputs.of_call(call)
         names = projections.cuts.names(len(tables))
         return End(projections.modules, names, lambda: [*projections.parameters(), *tables])
 
@@ -307,25 +307,25 @@ class SelfAttention:
         tensors = partial(products_of, [self.o_proj], self.plain, call.autocast)
         return End([self.o_proj], (("weight",), ("bias",)), tensors)
 
-    def _windowed(self, call: Call, tables: tuple[Tensor, ...], x: Tensor) -> Any:
-        """Run a call whose schedule is windowed, on hidden states ``x``.
+    def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
+        """Let a call run by a window; return all projections as one end.
 
         No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
         alone in one program and joined in the other.
         """
-        config, checkpoint = self.layer.config, None
+        config = self.layer.config
+        call.schedule = schedule_of(call.geometry, call.window, config.wgrad)
+        # The host reads the states of random generators, and may hold attention.
+        self.layer.refuse_graph("sp_overlap.window and checkpointing")
         if config.keeps_where_possible or config.checkpointing != "recompute":
-            checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
-        offload = config.checkpointing == "offload" or (
-            checkpoint is not None and checkpoint.cache.offloads
+            call.checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
+        call.offloads = config.checkpointing == "offload" or (
+            call.checkpoint is not None and call.checkpoint.cache.offloads
         )
         inputs, output, learned = self._inputs(call, tables), self._output(call), call.local.learned
         names = (*inputs.names, *output.names, *(("learned", i) for i in range(len(learned))))
         modules = [*inputs.modules, *output.modules]
-        end = End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
-        (piece,) = pieces_of(call.schedule, True, True)
-        y = run_window(piece, call, end, checkpoint, offload, x)
-        return returned_by(self.o_proj, self.plain, y)
+        return End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
 
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict

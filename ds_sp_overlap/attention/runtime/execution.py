@@ -13,6 +13,7 @@ from ...exchange.geometry import Geometry
 from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule
+from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import autocast_of
 from ..memory.recompute import Attended, LocalAttention, join_pieces
 from .slices import cut_ranges
@@ -42,6 +43,9 @@ class Call:
             alone; None if those kernels rotate nothing.
         projections: Those of q, k and v, where they are computed part by part; else None.
         local: The local attention of a call that runs by a window.
+        checkpoint: The pass through the checkpoint around such a call, if the checkpoint saves
+            attention; else None.
+        offloads: Whether the checkpoint saves attention in host memory.
         attended: What the backward of local attention needs, by head group, in such a call.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor without a gradient.
@@ -54,6 +58,8 @@ class Call:
     rope_tables: tuple[Tensor, Tensor] | None = None
     projections: Any = None
     local: LocalAttention
+    checkpoint: CheckpointPass | None = None
+    offloads = False
     autocast: dict[str, Any]
     empty: Tensor
     variant: Any = None

@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...exchange.exchange import Node, refuse_second_derivatives
 from ...schedule import without_o
-from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import Random
 from .execution import Call
 from .flat import Name
-from .linear import call_through
 from .plan import OF_CHECKPOINT, Piece
 
 
@@ -74,9 +72,10 @@ class _Window(Node):
     """
 
     @staticmethod
-    def forward(ctx, piece, call, names, checkpoint, offload, recorded, *given):
+    def forward(ctx, piece, call, names, recorded, *given):
         """Walk the forward program, or only its merges where a checkpoint has saved attention."""
-        needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[6:]))
+        needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[4:]))
+        checkpoint = call.checkpoint
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
             kept, after, call.schedule = checkpoint.take(call.where)
@@ -108,7 +107,7 @@ class _Window(Node):
                 # No graphs, which may lead to the checkpoint itself: those stay with this node.
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
                 saved = kept, moved, call.schedule
-                checkpoint.put(call.where, saved, offload, call.local.tensors)
+                checkpoint.put(call.where, saved, call.offloads, call.local.tensors)
         ctx.call, ctx.variant = call, variant
         tensors, ctx.spec = tree_flatten([values[name] for name in variant.saved])
         ctx.save_for_backward(*tensors)
@@ -124,12 +123,12 @@ class _Window(Node):
         del dy
         with torch.autocast(**call.autocast):  # guard: q, k and v are made as before
             results = ctx.variant.backward(call, given)
-        return None, None, None, None, None, None, *results
+        return None, None, None, None, *results
 
 
 @dataclass
 class End:
-    """A projection of a layer that is computed part by part: those of q, k and v, or that of o.
+    """Projections of a layer that are computed part by part: those of q, k and v, that of o, or all.
 
     Attributes:
         modules: The modules to call with `linear.call_through`, so that their weights are whole.
@@ -145,33 +144,11 @@ class End:
 def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
     """Run the piece of an end, inside of the call of its modules, which hand on ``first``.
 
-    That is x for the projections of q, k and v, else the token.
+    That is the token for the output projection, else x.
     """
-    if piece.section == "inputs":
-        return run_piece(piece, call, end.names, None, [first, *end.tensors()])
-    return run_piece(piece, call, end.names, first, end.tensors())
-
-
-def run_window(
-    piece: Piece, call: Call, end: End, checkpoint: CheckpointPass | None, offload: bool, x: Tensor
-) -> Tensor:
-    """Run the piece of a layer that has a window.
-
-    Args:
-        piece: The piece.
-        call: The call.
-        end: All modules and tensors of the layer.
-        checkpoint: The pass through the checkpoint around the layer, if the checkpoint saves
-            attention; else None.
-        offload: Whether the checkpoint saves attention in host memory.
-        x: [.., m]. The layer's input.
-
-    Returns:
-        y [.., m].
-    """
-
-    def body(x: Tensor) -> Tensor:
-        how = checkpoint, offload, torch.is_grad_enabled()
-        return _Window.apply(piece, call, end.names, *how, x, *end.tensors())
-
-    return call_through(end.modules, body, x)
+    if call.is_windowed:
+        recorded = torch.is_grad_enabled()
+        return _Window.apply(piece, call, end.names, recorded, first, *end.tensors())
+    if piece.section == "output":
+        return run_piece(piece, call, end.names, first, end.tensors())
+    return run_piece(piece, call, end.names, None, [first, *end.tensors()])

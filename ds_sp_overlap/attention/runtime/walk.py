@@ -30,7 +30,7 @@ class Walk:
         project: Gives q, k or v of a group where projections are called whole; None where they are
             computed part by part, or q, k and v are there from the begin.
         arrive: Changes q, k and v on arrival; None for no change.
-        ends: By section, the ends that are computed part by part.
+        ends: By section, the ends that are computed part by part; of a window, all as "".
 
     Attributes:
         values: Parts in the graph outside: q, k, v and o of head groups.
@@ -60,8 +60,8 @@ class Walk:
         """Run the pieces of these sections.
 
         Args:
-            *sections: The sections, in their order.
-            x: The layer's input, for the inputs.
+            *sections: The sections, in their order; "" for a layer that has a window.
+            x: The layer's input, for the inputs or a window.
 
         Returns:
             y, if the last piece returns it.
@@ -78,7 +78,7 @@ class Walk:
         """Run a piece; return y, or keep the token and what the piece gives."""
         end = self.ends.get(piece.section)
         if end is not None:
-            first = x if piece.section == "inputs" else self._token
+            first = self._token if piece.section == "output" else x
             assert first is not None
             y = call_through(end.modules, partial(run_end, piece, self.call, end), first)
         else:

@@ -40,8 +40,7 @@ if importlib.util.find_spec("deepspeed") is None:
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
     sys.modules["ds_sp_overlap"] = package
 from benchmarks.record import Rows  # noqa: E402
-from ds_sp_overlap.attention.runtime.products import by_rank  # noqa: E402
-from ds_sp_overlap.attention.runtime.slices import Run, cut_ranges  # noqa: E402
+from ds_sp_overlap.attention.runtime.slices import Run, by_rank, cut_ranges  # noqa: E402
 from ds_sp_overlap.relayout import kernels  # noqa: E402
 from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
 from tests.harness import relayout  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ ROPE = (
 )
 
 
+@dataclass(eq=False)
 class InputModules:
     """Makes q, k and v from hidden states, with the modules that `use` gives.
 
@@ -41,26 +43,18 @@ class InputModules:
         cast: In a call: the autocast state, see `linear.products_of`.
     """
 
-    cuts: Cuts
-    folded: frozenset[Part]
-    cast: dict[str, Any]
-
-    def __init__(
-        self,
-        where: str,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        first_rows: dict[str, tuple[int, ...]] | None,
-        norm_last: bool,
-        rope: Callable[[Tensor, Any], Tensor] | None,
-        plain: Plain,
-        pure: Pure,
-    ):
-        self.where, self.heads, self.kv_heads, self.head_dim = where, heads, kv_heads, head_dim
-        self.first_rows, self.norm_last = first_rows, norm_last
-        self.rope: Any = rope
-        self.plain, self.pure = plain, pure
+    where: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    first_rows: dict[str, tuple[int, ...]] | None
+    norm_last: bool
+    rope: Any
+    plain: Plain
+    pure: Pure
+    cuts: Cuts = field(init=False)
+    folded: frozenset[Part] = field(init=False)
+    cast: dict[str, Any] = field(init=False)
 
     def use(
         self, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None

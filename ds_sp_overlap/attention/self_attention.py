@@ -35,10 +35,10 @@ from .layer import LayerRuntime, MakeSchedule, kind_of
 from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
-from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
+from .runtime.linear import PLAIN, PURE, Plain, Pure, autocast, can_split, products_of, returned_by
 from .runtime.nodes import End
 from .runtime.parts import join_heads
-from .runtime.products import autocast, batched_is_slow
+from .runtime.slices import batched_is_slow
 from .runtime.walk import Walk
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_sp_overlap
 from benchmarks.one_gpu import Emulated
 from benchmarks.variants import Layer, Shape, Silent
-from ds_sp_overlap.attention.runtime import products
+from ds_sp_overlap.attention.runtime import slices
 from ds_sp_overlap.exchange.in_flight import InFlight
 
 COPIES = {"copy_", "clone", "cat"}
@@ -147,7 +147,7 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
     """What one of ``size`` ranks launches in a step of one layer, of `Shape`s in one of three forms of projections."""
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
-    with mock.patch.object(products, "unbatched", set()):  # as on a GPU
+    with mock.patch.object(slices, "unbatched", set()):  # as on a GPU
         return counted_step(layer, run, layer.projections.parameters())
 
 

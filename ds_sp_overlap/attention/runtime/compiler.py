@@ -66,10 +66,8 @@ class Compiler:
         for name, kind in kinds.items():
             self.shapes[name] = None if kind is None else kind[0]
         self.dtypes = [kind[1] for kind in kinds.values() if kind is not None]
-        self.schedule, self.projections = call.schedule, call.projections
-        self.geometry, self.by_rank, self.is_window = call.geometry, call.by_rank, call.is_windowed
-        self.folds = call.rope_tables is not None
-        self.is_autocast = call.autocast["enabled"]
+        self.call, self.schedule, self.geometry = call, call.schedule, call.geometry
+        self.projections = call.projections
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
 
     def compile(self, program: Program, backward: bool, profiled: bool) -> list[Operation]:
@@ -79,7 +77,7 @@ class Compiler:
         # How many operations of this list write each value.
         self.writers: dict[Name, int] = {}
         # Inside of the node, so that dx is a sum in the dtype that x has outside.
-        if not backward and self.is_autocast and ("x",) in self.shapes:
+        if not backward and self.call.autocast["enabled"] and ("x",) in self.shapes:
             self.add(operations.cast, [("x",)], [("x",)])
         for step in program:
             first = len(self.operations)
@@ -115,7 +113,7 @@ class Compiler:
             start: partial = partial(operations.start, *of_step)
             if step.beside:
                 start = partial(operations.start_beside, *of_step)
-            elif self.folds and step.tensors in (("q",), ("k",)):
+            elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
                 start = partial(operations.start_rotated, step.grad, *of_step)
             self.add(self._on_wire(launch, f"{name} start", start), sent)
 
@@ -163,7 +161,7 @@ class Compiler:
         if step.beside:
             # o and do are values that go to attention, as q does.
             kinds, dims = ("q", "q"), dims * 2
-        is_by_rank = len(kinds) == 1 and kinds[0] in self.by_rank
+        is_by_rank = len(kinds) == 1 and kinds[0] in self.call.by_rank
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
         legs = None
         if geometry.nodes is not None:
@@ -259,7 +257,7 @@ class Compiler:
             return
         if step.tensors == O:
             columns, ranks = self._columns()[step.group], 0
-            if "o" in self.by_rank:
+            if "o" in self.call.by_rank:
                 ranks = self.geometry.parts
             form = self._form(columns, ranks, self.shapes["weight",][1] // self.geometry.heads)
             some = self._some(columns, ("weight",), dim=1)
@@ -298,7 +296,7 @@ class Compiler:
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
             return
-        make = partial(Pieces, shape, dim, parts, self.is_window)
+        make = partial(Pieces, shape, dim, parts, self.call.is_windowed)
         self.add(partial(operations.put, make, part, compute), [pieces, *operands], [pieces])
 
     # The output projection.
@@ -307,7 +305,7 @@ class Compiler:
         """Add the product of a group to y, and note the o that was multiplied."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
         o, y = ("value", "o", step.group), ("y",)
-        if self.is_autocast:  # the weight is cast already, before the node
+        if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
         reads: list[Name] = [o, ("weight",), ("bias",), y]
         self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])

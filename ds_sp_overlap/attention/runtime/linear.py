@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import sharded
-from .products import autocast
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
 # tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None, or a function that
@@ -204,6 +204,22 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     if name in parameters and name not in module.__dict__:
         return parameters[name]
     return getattr(module, name)
+
+
+def autocast(*tensors: Any) -> Sequence[Any]:
+    """Cast tensors as autocast casts the operands of a product: all but float64, weights too.
+
+    Args:
+        *tensors: The operands, tensors or None, of which the first is not None.
+
+    Returns:
+        The operands in their order; unchanged without autocast.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 def products_of(

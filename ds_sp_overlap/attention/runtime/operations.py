@@ -6,6 +6,7 @@ It takes the call, and then the values that it reads, and returns those that it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,14 +21,19 @@ from ...relayout.ops import sum_dtype
 from ...schedule import Exchanged, Part
 from ..memory.recompute import attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
+from .linear import autocast
 from .pieces import Pieces
-from .products import autocast, by_rank, matrix
-from .slices import Ranges, Run, cut_ranges, mm_of_slices
+from .slices import Ranges, Run, by_rank, cut_ranges, mm_of_slices
 
 
 def in_range(label: str, function: Callable[..., Any], call: Call, *values: Any) -> Any:
     with named(call.where, label):
         return function(call, *values)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return ``x`` [s/P, b, ..] as a matrix with a row for each token."""
+    return x.reshape(-1, math.prod(x.shape[2:]))
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

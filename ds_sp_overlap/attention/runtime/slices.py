@@ -43,11 +43,20 @@ import torch
 from torch import Tensor
 
 from ...exchange.layout import Range
-from .products import batched_is_slow
 
 # A part.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
+# Devices without a kernel for batched products of half precision into views: they may take a hundred
+# times as long as one product. A recording for a GPU, which is made on a CPU, empties the set.
+unbatched = {"cpu"}
+
+
+def batched_is_slow(x: Tensor) -> bool:
+    """Return whether batched products with ``x`` are slow: half precision on such a device."""
+    if x.device.type not in unbatched or x.dtype == torch.float64:
+        return False
+    return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
@@ -125,6 +134,22 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
         pairs.append((run, run._replace(start=place, step=run.size)))
         place += run.slices * run.size
     return tuple(pairs)
+
+
+def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply ``x`` by the weights of each rank, and write the send buffer.
+
+    Args:
+        x: [tokens, k].
+        weights: [P, k, n].
+        bias: [P, n]; None without bias.
+
+    Returns:
+        [tokens, P, n], in the memory order of the send buffer, [P, tokens, n].
+    """
+    operands = x.expand(weights.size(0), -1, -1), weights
+    out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
+    return out.transpose(0, 1)
 
 
 def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:

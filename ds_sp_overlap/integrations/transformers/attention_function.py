@@ -24,7 +24,7 @@ from ...attention.arguments import PerHead
 from ...attention.declared import UNKNOWN, AttentionFunction, declared
 from ...attention.latent import LatentAttention
 from ...attention.projected import ProjectedAttention
-from ...attention.runtime.products import autocast
+from ...attention.runtime.linear import autocast
 from ...exchange.layout import Range
 from ..inspect.library import attention_functions, defined_in, replaced
 from ..layers import OverlapSettings

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ....attention.layer import LayerRuntime
 from ....attention.mixer import Mixer, Pieces
 from ....attention.mixer_layer import MixerLayer
-from ....attention.runtime import products
+from ....attention.runtime import slices
 from ....attention.self_attention import SelfAttention
 from ....config import SpOverlapConfig
 from ....exchange.layout import Range
@@ -405,7 +405,7 @@ def _second_step(
     recorder: Recorder, forward: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
 ) -> Recorder:
     """Record the second of two steps, since the first one probes and plans."""
-    no_device, dy = mock.patch.object(products, "unbatched", ()), torch.empty_like(x)
+    no_device, dy = mock.patch.object(slices, "unbatched", ()), torch.empty_like(x)
     try:
         with recorder, no_device, mock.patch(f"{STOCK}.dist", recorder):
             for _ in range(2):

@@ -188,7 +188,7 @@ def types_of(inputs: Sequence[Tensor], learned: Sequence[Tensor], words: str) ->
     ``words`` describe the latter to a user whose ranks differ.
     """
     grads = [torch.is_grad_enabled() and x.requires_grad for x in learned]
-    return str(inputs[0].dtype), [x.shape[3] for x in inputs], words, grads
+    return str(inputs[0].dtype), *[x.shape[3] for x in inputs], words, grads
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:

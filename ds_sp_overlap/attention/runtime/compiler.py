@@ -6,8 +6,8 @@ The names, for group g:
     ("rows",)             x as a matrix, with a row for each token
     ("parameter", i)      as in `InputModules.parameters`
     ("table", i)          cos and sin
-    ("heads", "q", g)     q as projected, in front of norm and rotation
-    ("value", "q", g)     q, k, v or o: local, then received; or received, then local
+    ("heads", ("q", g))   q as projected, in front of norm and rotation
+    ("value", ("q", g))   q, k, v or o: local, then received; or received, then local
     ("merged", g)         local o as the output projection reads it
     ("weight",)           of the output projection; ("bias",) its bias
     ("y",)                the layer's output
@@ -16,7 +16,7 @@ The names, for group g:
     ("received", g)       o that travels beside do
     ("d", ..)             the gradient of what has this name
     ("d rows",)           dy as a matrix
-    ("d heads", "q", g)   the gradient of q as projected, with a row for each token
+    ("d heads", ("q", g)) the gradient of q as projected, with a row for each token
     ("pieces", ..)        the gradient of what has this name, while its pieces are joined
 """
 
@@ -145,7 +145,7 @@ class Compiler:
 
     def _needed(self, step: Step) -> list[Part]:
         """Return the parts of an exchange whose gradients are needed."""
-        return [part for part in step.parts if self.needs.get(("value", *part))]
+        return [part for part in step.parts if self.needs.get(("value", part))]
 
     def _launch(self, step: Step) -> partial:
         """Return what launches the transfer that a step starts or finishes.
@@ -178,10 +178,10 @@ class Compiler:
     def project(self, step: Step) -> None:
         """Make a part of q, k or v; what is in front of a norm is noted for backward."""
         (part,) = step.parts
-        value = heads = ("value", *part)
+        value = heads = ("value", part)
         is_shaped = part[0] in self.projections.norms or self._is_rotated(part)
         if is_shaped:
-            heads = ("heads", *part)
+            heads = ("heads", part)
         module, rows, ranks = self.projections.cuts.rows[part]
         linear: list[Name] = [("parameter", 2 * module), ("parameter", 2 * module + 1)]
         linear = [name for name in linear if self.shapes[name] is not None]
@@ -230,17 +230,17 @@ class Compiler:
     def _arrive(self, part: Part) -> None:
         """Send the gradient of a part back through its rotation and its norm."""
         projections, tables = self.projections, self._tables()
-        dy, heads = ("d", "value", *part), ("d heads", *part)
+        dy, heads = _gradient(("value", part)), ("d heads", part)
         if part[0] in projections.norms:
             learned = [
                 index
                 for index in projections.cuts.norm_places[part[0]]
                 if self.needs["parameter", index]
             ]
-            sums: list[Name] = [("d", "parameter", index) for index in learned]
+            sums: list[Name] = [_gradient(("parameter", index)) for index in learned]
             norms = self._norms()
             places = [norms.index(("parameter", index)) for index in learned]
-            reads = [dy, ("heads", *part), *tables, *norms, *sums]
+            reads = [dy, ("heads", part), *tables, *norms, *sums]
             function = partial(operations.norm_back, part, len(tables), len(norms), places)
             self.add(function, reads, [heads, *sums])
         elif self._is_rotated(part):
@@ -252,8 +252,8 @@ class Compiler:
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group, or add the share of a part of q, k and v to dx."""
-        (part,), dx = step.parts, ("d", "x")
-        if not self.needs.get(("value", *part)):
+        (part,), dx = step.parts, _gradient(("x",))
+        if not self.needs.get(("value", part)):
             return
         if step.tensors == O:
             columns, ranks = self._columns()[step.group], 0
@@ -264,12 +264,12 @@ class Compiler:
             function = partial(operations.dgrad_of_output, some, form)
             if ranks:
                 function = partial(operations.dgrad_by_rank, Run.dealt(columns, ranks), form)
-            self.add(function, [self._dy(), ("weight",)], [("d", "value", *part)])
+            self.add(function, [self._dy(), ("weight",)], [_gradient(("value", part))])
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("parameter", 2 * module)
             how = self._some(rows, weight), self.dtypes[0], self.geometry.groups == 1
-            self.add(partial(operations.add_to_dx, *how), [("d heads", *part), weight, dx], [dx])
+            self.add(partial(operations.add_to_dx, *how), [("d heads", part), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:
         """Compute a group's columns of dWo, or a part's rows of weight and bias gradients."""
@@ -279,9 +279,9 @@ class Compiler:
                 columns = self._columns()
                 own, operands = columns[step.group], [self._dy(), ("merged", step.group)]
                 self._put(("weight",), 1, columns, own, torch.mm, operands)
-        elif self.needs.get(("value", *part)):
+        elif self.needs.get(("value", part)):
             module, rows, _ = self.projections.cuts.rows[part]
-            dy, parts = ("d heads", *part), self.projections.cuts.parts[module]
+            dy, parts = ("d heads", part), self.projections.cuts.parts[module]
             weight, bias = ("parameter", 2 * module), ("parameter", 2 * module + 1)
             if self.needs[weight]:
                 self._put(weight, 0, parts, rows, torch.mm, [dy, self._rows()])
@@ -292,7 +292,7 @@ class Compiler:
         self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
     ) -> None:
         """Add the piece of a part to the gradient of a parameter, or make all of it."""
-        shape, pieces = self.shapes[name], ("pieces", *name)
+        shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
             return
@@ -304,7 +304,7 @@ class Compiler:
     def merge(self, step: Step) -> None:
         """Add the product of a group to y, and note the o that was multiplied."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
-        o, y = ("value", "o", step.group), ("y",)
+        o, y = ("value", ("o", step.group)), ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
         reads: list[Name] = [o, ("weight",), ("bias",), y]
@@ -318,7 +318,7 @@ class Compiler:
     def _dy(self) -> Name:
         """Return the name of dy as a matrix."""
         if ("d rows",) not in self.writers:
-            self._as_rows(("d", "y"), ("d rows",), self.shapes["weight",][0])
+            self._as_rows(_gradient(("y",)), ("d rows",), self.shapes["weight",][0])
         return ("d rows",)
 
     # Local attention, in a window.
@@ -328,8 +328,8 @@ class Compiler:
         group, pieces = step.group, self.geometry.kv_pieces(step.group)
         keys = [(kind, sent) for kind in "kv" for sent, *_ in pieces]
         heads = _values([("q", group), *keys])
-        o, kept = ("value", "o", group), ("kept", group)
-        needs = [self.needs["value", kind, 0] for kind in "qkv"]
+        o, kept = ("value", ("o", group)), ("kept", group)
+        needs = [self.needs["value", (kind, 0)] for kind in "qkv"]
         if self.is_backward:
             # Parts of each kind that needs a gradient, and what attention learns.
             wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
@@ -344,22 +344,22 @@ class Compiler:
 
     def _end(self) -> None:
         """Add what comes behind the last step of backward."""
-        dx = ("d", "x")
+        dx = _gradient(("x",))
         if dx in self.writers:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
         # Those of the projections of q, k and v first, whose memory is larger.
         for name in [name for name in self.writers if name[0] == "pieces"]:
-            self.add(operations.whole, [name], [("d", *name[1:])])
+            self.add(operations.whole, [name], [_gradient(name[1])])
         if self.needs.get(("bias",)):
             whole = partial(operations.gradient_of_whole, operations.sum_rows)
-            self.add(whole, [self._dy()], [("d", "bias")])
+            self.add(whole, [self._dy()], [_gradient(("bias",))])
 
 
 def _values(parts: Sequence[Part]) -> list[Name]:
     """Return the names of parts."""
-    return [("value", *part) for part in parts]
+    return [("value", part) for part in parts]
 
 
 def _gradient(name: Name) -> Name:
     """Return the name of the gradient of what has this name."""
-    return ("d", *name)
+    return ("d", name)

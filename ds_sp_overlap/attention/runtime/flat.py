@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-# Names a value: ("value", "q", 0) is q of group 0, ("d", "value", "q", 0) its gradient.
+# Names a value: ("value", ("q", 0)) is q of group 0, ("d", ("value", ("q", 0))) its gradient.
 Name = tuple[Any, ...]
 # Takes the call and a list of values, which it empties; returns values.
 Flat = Callable[[Any, list[Any]], tuple[Any, ...]]

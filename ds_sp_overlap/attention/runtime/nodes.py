@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,12 +78,12 @@ class _Window(Node):
         checkpoint = call.checkpoint
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
-            kept, after, call.schedule = checkpoint.take(call.where)
+            kept, call.attended, after, call.schedule = checkpoint.take(call.where)
         variant = piece.variant(call, names, needs, given)
         if is_recompute:
-            # The checkpoint has saved what attention made: only the merges run again. This node has
-            # no backward. It saves tensors for the checkpoint, which hands them to the node of the
-            # first run, whose backward runs.
+            # The checkpoint has saved what attention made: only the merges run again. The checkpoint
+            # hands the tensors that this node saves to the node of the first run, whose backward
+            # runs. This node has a backward only inside of the checkpoint's function.
             merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
@@ -104,9 +104,13 @@ class _Window(Node):
             if checkpoint is not None:
                 after = Random.now(device)
                 moved = None if after == before else after
-                # No graphs, which may lead to the checkpoint itself: those stay with this node.
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
-                saved = kept, moved, call.schedule
+                # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
+                # uses the graphs of this node.
+                records = {
+                    g: replace(x, edges=None) for g, x in call.attended.items()
+                }  # guard: nothing circular
+                saved = kept, records, moved, call.schedule
                 checkpoint.put(call.where, saved, call.offloads, call.local.tensors)
         ctx.call, ctx.variant = call, variant
         tensors, ctx.spec = tree_flatten([values[name] for name in variant.saved])

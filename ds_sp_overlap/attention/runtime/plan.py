@@ -102,7 +102,7 @@ class Piece:
         # Whether it returns the layer's output, and no token.
         self.returns_y = self.is_last and not self.gives
         # The names of what it takes.
-        self.names = tuple([("value", *part) for part in self.takes])
+        self.names = tuple([("value", part) for part in self.takes])
 
     def variant(
         self, call: Call, names: tuple[Name, ...], needs: tuple[bool, ...], given: Sequence[Any]
@@ -158,7 +158,7 @@ def _compiled(
         if step.op is not Op.START:
             continue
         for part in step.parts:
-            name = ("value", *part)
+            name = ("value", part)
             if step.tensors == O:
                 of_parts[name] = needs[0] or of_inputs.get(name, False)
             elif call.projections is not None:
@@ -169,9 +169,9 @@ def _compiled(
         # Alike on all ranks: which projections and norms learn was compared in the first call.
         # Which tensors attention learns was not; no rank may learn others.
         learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
-        reaches = any(learned) or any(of_parts["value", kind, 0] for kind in "qkv")
+        reaches = any(learned) or any(of_parts["value", (kind, 0)] for kind in "qkv")
         for group in call.groups:
-            of_parts["value", "o", group] = reaches
+            of_parts["value", ("o", group)] = reaches
         if not reaches:
             # Only dWo and its bias then: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
@@ -180,16 +180,14 @@ def _compiled(
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)
     back = compiler.compile(backward, True, profiled) if any(needs) else []
-    outputs: list[Name] = (
-        [("y",)] if piece.returns_y else [("value", *part) for part in piece.gives]
-    )
+    outputs: list[Name] = [("y",)] if piece.returns_y else [("value", part) for part in piece.gives]
     token: list[Name] = [] if piece.returns_y else [("d", "token")]
     saved = _saved(back)
     held, attended = dict.fromkeys(saved), list[Name]()
     if call.is_windowed:
         written = [name for operation in forward for name in operation.writes]
         held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
-        attended = [("value", "o", group) for group in call.groups]
+        attended = [("value", ("o", group)) for group in call.groups]
     return Variant(
         needs=of_parts,
         head_dims=head_dims,
@@ -206,7 +204,7 @@ def _compiled(
 
 
 def _gradients(names: Iterable[Name]) -> list[Name]:
-    return [("d", *name) for name in names]
+    return [("d", name) for name in names]
 
 
 def _saved(operations: list[Operation]) -> list[Name]:

@@ -114,7 +114,9 @@ class DistributedAttention(nn.Module):
         Raises:
             ValueError: for arguments that can't work; on all ranks alike in the first call.
         """
-        batch_first, arrive = self._attend.translate(query, batch_dim_idx, rotary_pos_emb)
+        tokens, arrive = self._attend.translate(
+            query, batch_dim_idx, rotary_pos_emb, sequence_lengths
+        )
         return self._attend(
             self.local_attn,
             query,
@@ -122,8 +124,7 @@ class DistributedAttention(nn.Module):
             value,
             args=args,
             kwargs=kwargs,
-            batch_first=batch_first,
+            tokens=tokens,
             num_kv_heads=self.num_kv_heads,
             arrive=arrive,
-            sequence_lengths=sequence_lengths,
         )

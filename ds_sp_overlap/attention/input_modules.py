@@ -215,7 +215,8 @@ class InputModules:
         # Not the call: hooks run around all parts, once.
         norm: Callable[..., Tensor] | None = None if module is None else module.forward
         if module is not None and norm_parameters is not None:
-            norm = _with(module, self.cuts.of_norm(part[0], norm_parameters))
+            place, first = self.cuts.norm_places[part[0]], 2 * len(self.projections)
+            norm = _with(module, norm_parameters[place.start - first : place.stop - first])
         ranks = self.cuts.rows[part].ranks
         # The ranks are the first dimension in memory: moved there, heads and result are contiguous.
         heads = heads.movedim(2, 0) if ranks else heads

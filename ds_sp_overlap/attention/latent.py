@@ -83,6 +83,8 @@ class LatentAttention(ProjectedAttention):
         value: Tensor,
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
+        *,
+        tokens: Tokens,
         **how: Any,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -92,13 +94,13 @@ class LatentAttention(ProjectedAttention):
 
         Args:
             local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
-            query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
+            query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: The latent: as ``query``, with one head and the dim of the projection's input.
             value: The rotated key: as ``query``, with one head of d_rot.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            **how: As for `ProjectedAttention`; of latents, ``batch_first`` and ``sequence_lengths``
-                alone count.
+            tokens: How the tokens lie.
+            **how: As for `ProjectedAttention`, for k and v of all heads.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -108,14 +110,14 @@ class LatentAttention(ProjectedAttention):
         """
         tensors, kwargs = (query, key, value), kwargs or {}
         if key.shape[2] == query.shape[2]:
-            whole = ProjectedAttention.__call__
-            return whole(self, local_attention, *tensors, args=args, kwargs=kwargs, **how)
+            whole, of_call = ProjectedAttention.__call__, (*tensors, args, kwargs)
+            return whole(self, local_attention, *of_call, tokens=tokens, **how)
         projection: Any = self.projection()
 
         def body(*tensors: Tensor) -> Tensor:
             """Run the call as the forward of the projection; the tensors come through its hooks."""
             weight = projection.weight
-            geometry = partial(self._one_head, tensors, (*args, *kwargs.values()), how)
+            geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
             learned = "gradients of q, latent, rotated key and projection"
             types = partial(types_of, tensors, (*tensors, weight), learned)
             run, call = self.layer.begin(geometry, types, tensors)
@@ -128,17 +130,15 @@ class LatentAttention(ProjectedAttention):
             rows = cut(weight, 0, parts)  # guard: rows of its heads
             attend = bind_arguments(local_attention, call, args, kwargs)
             expand = partial(self._expand, attend, rows, per_head)
-            q, k, v = run.inputs
-            return run.end(self.overlapped(call, q, k, v, expand))
+            return run.end(self.overlapped(call, run.inputs, expand))
 
         # In the projection's own call, so that ZeRO-3 has gathered its weight.
         return call_through([projection], body, *tensors)  # guard: its weight is whole
 
-    def _one_head(self, tensors: Sequence[Tensor], extra: tuple, how: dict[str, Any]) -> Geometry:
+    def _one_head(self, tensors: Sequence[Tensor], tokens: Tokens, extra: tuple) -> Geometry:
         """Return the geometry of a call, in which the latent counts as one KV head."""
         _check(*tensors)
-        query, tokens = tensors[0], Tokens(how["batch_first"], how.get("sequence_lengths"))
-        why = "latent attention needs all queries at once"
+        query, why = tensors[0], "latent attention needs all queries at once"
         return geometry_of(self.layer, query, (query.shape[2], 1), tokens, extra, attend=why)
 
     def _expand(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
-from ..exchange.shares import QueryChunks
 from ..rotary import check_tables, rotate
 from .arguments import bind_arguments
 from .call_geometry import Tokens, geometry_of
@@ -36,17 +35,22 @@ class ProjectedAttention:
         self.layer = layer
 
     def translate(
-        self, query: Tensor, batch_dim_idx: Any, rotary_pos_emb: tuple[Tensor, Tensor] | None
-    ) -> tuple[bool, Arrive | None]:
+        self,
+        query: Tensor,
+        batch_dim_idx: Any,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        sequence_lengths: list[int] | None,
+    ) -> tuple[Tokens, Arrive | None]:
         """Translate the arguments of DeepSpeed's class; its indices are used nowhere else.
 
         Args:
             query: [s/P, b, h, d] or [b, s/P, h, d].
             batch_dim_idx: 0 or 1.
             rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot]; None without RoPE.
+            sequence_lengths: Local sequence length of every rank; None if all are the same.
 
         Returns:
-            ``batch_first`` and ``arrive`` of a call.
+            ``tokens`` and ``arrive`` of a call.
 
         Raises:
             ValueError: for arguments that can't work; on all ranks alike in the layer's first call.
@@ -60,14 +64,14 @@ class ProjectedAttention:
                     f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"
                 )
             )
-        batch_first = batch_dim_idx == 0
+        tokens = Tokens(batch_dim_idx == 0, sequence_lengths)
         if rotary_pos_emb is None:
-            return batch_first, None
+            return tokens, None
         try:
             check_tables(rotary_pos_emb, query.shape[-1], partial=True)
         except ValueError as error:
             self.layer.refuse(error)
-        return batch_first, partial(_rotated, *rotary_pos_emb, batch_first)
+        return tokens, partial(_rotated, *rotary_pos_emb, tokens.batch_first)
 
     @torch._disable_dynamo
     def __call__(
@@ -79,11 +83,9 @@ class ProjectedAttention:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
         *,
-        batch_first: bool,
+        tokens: Tokens,
         num_kv_heads: int | None = None,
         arrive: Arrive | None = None,
-        sequence_lengths: list[int] | None = None,
-        query_chunks: QueryChunks | None = None,
         baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -93,17 +95,14 @@ class ProjectedAttention:
         Args:
             local_attention: q, k, v, *args, **kwargs -> o, over the global sequence with this
                 rank's heads; called once per head group.
-            query: [b, s/P, h, d] if ``batch_first``, else [s/P, b, h, d].
+            query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: As ``query``, with h_kv heads.
             value: As ``key``; its head dim may be another one.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            batch_first: Whether the batch comes before the sequence.
+            tokens: How the tokens lie.
             num_kv_heads: h_kv, to be compared with that of ``key``; None for no comparison.
             arrive: Transforms q, k or v after its exchange (RoPE).
-            sequence_lengths: Local sequence length of every rank; None if all are the same.
-            query_chunks: Where ranks share query heads, the tokens that each share attends with;
-                None for two chunks each (`Geometry`).
             baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
                 None for no such candidate.
 
@@ -118,38 +117,27 @@ class ProjectedAttention:
 
         def geometry() -> Geometry:
             _check(query, key, value, num_kv_heads)
-            heads = query.shape[2], key.shape[2]
-            tokens = Tokens(batch_first, sequence_lengths, query_chunks)
-            extra = (*args, *kwargs.values())
+            heads, extra = (query.shape[2], key.shape[2]), (*args, *kwargs.values())
             return geometry_of(self.layer, query, heads, tokens, extra, attend=local_attention)
 
         inputs = query, key, value
         types = partial(types_of, inputs, inputs, "gradients of q, k, v")
         run, call = self.layer.begin(geometry, types, inputs, has_baseline=baseline is not None)
-        q, k, v = run.inputs
         # The policy has chosen the baseline.
         if call is None:
             assert baseline is not None
-            return run.end(baseline(q, k, v))
+            return run.end(baseline(*run.inputs))
         local = bind_arguments(local_attention, call, args, kwargs)
-        return run.end(self.overlapped(call, q, k, v, local, arrive))
+        return run.end(self.overlapped(call, run.inputs, local, arrive))
 
     def overlapped(
-        self,
-        call: Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        local: Attend,
-        arrive: Arrive | None = None,
+        self, call: Call, inputs: Sequence[Tensor], local: Attend, arrive: Arrive | None = None
     ) -> Tensor:
         """Walk the forward of the schedule of ``call``; autograd derives its backward.
 
         Args:
             call: The call.
-            query: As in a call of the object.
-            key: As ``query``, with a number of heads and a head dim of its own.
-            value: As ``key``, with a head dim of its own.
+            inputs: What travels as q, k and v, each with its own number of heads and head dim.
             local: A head group and its q, k, v -> o, with o 4-D, or 3-D with its heads flattened.
             arrive: As in a call of the object.
 
@@ -158,7 +146,7 @@ class ProjectedAttention:
         """
         self.layer.warn_if_window_is_ignored()
         walk = Walk(call, local, arrive=arrive)
-        for kind, x in zip("qkv", (query, key, value)):
+        for kind, x in zip("qkv", inputs):
             walk.values |= cut_heads(call, kind, x)
         walk.run("inputs", "attention", "output")
         o = join_heads(call, walk.values)

@@ -217,7 +217,7 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
         stock = functools.partial(_stock, own, (batch_dim_idx, rotary_pos_emb, *args), kwargs)
-        batch_first, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb)
+        tokens, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb, sequence_lengths)
         output = attend(
             module.local_attn,
             query,
@@ -225,10 +225,9 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
             value=value,
             args=args,
             kwargs=kwargs,
-            batch_first=batch_first,
+            tokens=tokens,
             num_kv_heads=module.num_kv_heads,
             arrive=arrive,
-            sequence_lengths=sequence_lengths,
             baseline=stock if comparable else None,
         )
         output_dims.add(output.dim())

@@ -190,11 +190,14 @@ def with_given_tokens(rank, chunks):
     """The tokens of each share, as for packed documents; of the whole layer and of the drop-in."""
     shape, case = Shape(2, 1, 4, 2, (4,) * 4), Case(2, 1, 4, 4, 2, (4,) * 4)
     call, attend = ds_sp_overlap.SelfAttention.__call__, ProjectedAttention.__call__
-    given = [
-        mock.patch.object(kind, "__call__", functools.partialmethod(function, query_chunks=chunks))
-        for kind, function in ((ds_sp_overlap.SelfAttention, call), (ProjectedAttention, attend))
-    ]
-    with given[0], given[1]:
+
+    def attending(self, *args, tokens, **kwargs):
+        return attend(self, *args, tokens=tokens._replace(query_chunks=chunks), **kwargs)
+
+    with (
+        mock.patch.object(ds_sp_overlap.SelfAttention, "__call__", functools.partialmethod(call, query_chunks=chunks)),
+        mock.patch.object(ProjectedAttention, "__call__", attending),
+    ):
         return layers.block_faults(rank, shape) + dropin.dropin_faults(rank, case)
 
 

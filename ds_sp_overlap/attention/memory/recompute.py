@@ -21,7 +21,6 @@ tensors alive until the garbage collector runs. So both belong to a `SavedViews`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +50,7 @@ class LocalAttention:
         seq_dim: The dimension of the sequence in q, k, v and o.
         where: Name of the layer, for errors.
         tensors: What attention read at the begin of the call beside q, k and v. They live on anyhow.
+        training: For each of ``modules``, whether it was in training mode at the begin.
         learned: Those arguments and parameters of ``modules`` that require a gradient.
     """
 
@@ -65,7 +65,7 @@ class LocalAttention:
     def __post_init__(self) -> None:
         self.tensors = [*self.arguments, *self.held()]
         self._begun = _versions(self.tensors)
-        self._training = [module.training for module in self.modules]
+        self.training = [module.training for module in self.modules]
         # By identity, since a parameter may also be given as an argument.
         may_learn = set(map(id, self.arguments))
         for module in self.modules:
@@ -77,10 +77,6 @@ class LocalAttention:
         """Return whether attention reads the same tensors as at the begin, none of them changed."""
         # ``tensors`` keeps those of the begin alive, so that none made since has the id of one.
         return _versions([*self.arguments, *self.held()]) == self._begun
-
-    def in_modes_of_forward(self) -> AbstractContextManager:
-        """Return a context in which each module is in the mode that it had at the begin."""
-        return in_modes(self.modules, self._training)
 
 
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
@@ -197,7 +193,7 @@ class Attended:
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
-        modes = local.in_modes_of_forward()
+        modes = in_modes(local.modules, local.training)
         with drawing_again(self.before), modes, torch.enable_grad(), hooks:
             o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads

@@ -296,7 +296,7 @@ class Compiler:
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
             return
-        make = partial(Pieces, shape, dim, parts, self.call.is_windowed)
+        make = partial(Pieces, shape, dim, parts, self.schedule.is_windowed)
         self.add(partial(operations.put, make, part, compute), [pieces, *operands], [pieces])
 
     # The output projection.

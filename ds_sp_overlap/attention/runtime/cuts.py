@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ...exchange.geometry import Geometry
 from ...schedule import Part, Schedule
@@ -61,11 +58,6 @@ class Cuts:
         count = 2 * len(self.parts) + sum(count for _, count in self.norms)
         parameters = [("parameter", index) for index in range(count)]
         return ("x",), *parameters, *(("table", index) for index in range(tables))
-
-    def of_norm(self, kind: str, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return those of the parameters of all norms that belong to the norm of q or k."""
-        place, first = self.norm_places[kind], 2 * len(self.parts)
-        return parameters[place.start - first : place.stop - first]
 
 
 @lru_cache(maxsize=1024)

@@ -91,11 +91,6 @@ class Call:
         return self.geometry, self.schedule, self.by_rank, folds, casts, cuts
 
     @property
-    def is_windowed(self) -> bool:
-        """Return whether the call runs by a windowed schedule."""
-        return self.schedule.is_windowed
-
-    @property
     def folded(self) -> frozenset[Part]:
         """The parts of q and k that are rotated by the kernels that pack them."""
         if self.rope_tables is None:

@@ -150,9 +150,9 @@ def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
 
     That is the token for the output projection, else x.
     """
-    if call.is_windowed:
-        recorded = torch.is_grad_enabled()
-        return _Window.apply(piece, call, end.names, recorded, first, *end.tensors())
     if piece.section == "output":
         return run_piece(piece, call, end.names, first, end.tensors())
-    return run_piece(piece, call, end.names, None, [first, *end.tensors()])
+    given = [first, *end.tensors()]
+    if piece.section == "inputs":
+        return run_piece(piece, call, end.names, None, given)
+    return _Window.apply(piece, call, end.names, torch.is_grad_enabled(), *given)

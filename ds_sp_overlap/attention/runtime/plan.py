@@ -152,7 +152,7 @@ def _compiled(
     of_parts.update(of_inputs)
     head_dims = dict(call.variant.head_dims) if call.variant else {}
     backward = piece.backward
-    if call.is_windowed:
+    if call.schedule.is_windowed:
         backward = call.schedule.backward
     for step in piece.forward:
         if step.op is not Op.START:
@@ -165,7 +165,7 @@ def _compiled(
                 of_parts[name] = call.projections.is_needed(  # guard: only what is needed
                     part, of_inputs
                 )
-    if call.is_windowed:
+    if call.schedule.is_windowed:
         # Alike on all ranks: which projections and norms learn was compared in the first call.
         # Which tensors attention learns was not; no rank may learn others.
         learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
@@ -184,7 +184,7 @@ def _compiled(
     token: list[Name] = [] if piece.returns_y else [("d", "token")]
     saved = _saved(back)
     held, attended = dict.fromkeys(saved), list[Name]()
-    if call.is_windowed:
+    if call.schedule.is_windowed:
         written = [name for operation in forward for name in operation.writes]
         held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
         attended = [("value", ("o", group)) for group in call.groups]

@@ -531,7 +531,7 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(3))
     expected.backward(do)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attended.backward(pieces, heads, [True] * 3, o, do, saved, local)
+        found = attended.backward(pieces, heads, o, do, saved, local)
     assert (attended.edges is None) == runs_again
     for dx, leaf in zip(found, leaves):
         torch.testing.assert_close(dx, leaf.grad, rtol=1e-6, atol=1e-6)  # fp32; bf16 would be off by 4e-3

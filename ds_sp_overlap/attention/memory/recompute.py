@@ -111,6 +111,7 @@ class Attended:
     """Holds what the backward of one head group's attention needs, beside tensors.
 
     Attributes:
+        needs: For each of q, k and v, whether it needs a gradient.
         edges: The gradient edge of o, and those of q, k and v, None for one that needs no gradient.
             None where backward recomputes attention.
         views: What the graph holds in place of saved tensors.
@@ -121,6 +122,7 @@ class Attended:
             ``edges`` are given.
     """
 
+    needs: Sequence[bool]
     edges: tuple[GradientEdge, list[GradientEdge | None]] | None
     views: SavedViews
     foreign: str
@@ -136,7 +138,6 @@ class Attended:
         self,
         attend: AttendGroup,
         heads: Sequence[Tensor],
-        needs_grad: Sequence[bool],
         o: Tensor | None,
         do: Tensor,
         saved: Sequence[Tensor],
@@ -150,7 +151,6 @@ class Attended:
         Args:
             attend: As for `attend_once`.
             heads: q, k and v, recomputed.
-            needs_grad: As for `attend_once`.
             o: The output, received again; None if it is not read.
             do: The gradient of o.
             saved: The tensors that `attend_once` returned.
@@ -164,7 +164,7 @@ class Attended:
                 v was changed in place or replaced since forward.
         """
         if self.edges is None or not self.views.put(heads, o, saved, do):
-            return self._recompute(attend, heads, needs_grad, do=do, local=local)
+            return self._recompute(attend, heads, do, local)
         o_edge, edges = self.edges
         # The graph holds names and no tensors: it costs nothing to keep for one more backward.
         try:
@@ -176,11 +176,10 @@ class Attended:
         self,
         attend: AttendGroup,
         heads: Sequence[Tensor],
-        needs_grad: Sequence[bool],
         do: Tensor,
         local: LocalAttention,
     ) -> list[Tensor | None]:
-        """Compute attention again, with autograd, and run its backward; otherwise as `backward`."""
+        """Compute attention again, with autograd, and run its backward; arguments as `backward`."""
         if not (self.changes or local.is_as_begun()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
@@ -188,7 +187,7 @@ class Attended:
                 "attention once more; give each forward a tensor of its own, or hold all head "
                 "groups (leave out sp_overlap.window and checkpointing)"
             )
-        sources, edges = _sources(heads, needs_grad)
+        sources, edges = _sources(heads, self.needs)
         # In place of the hooks of a checkpoint or an offload around this layer.
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
@@ -199,7 +198,7 @@ class Attended:
         del sources, heads
         if not o.requires_grad:
             # Attention computed o from nothing that needs a gradient.
-            return [None] * (len(needs_grad) + len(local.learned))
+            return [None] * (len(edges) + len(local.learned))
         return _gradients(o, edges, do, learned=local.learned)
 
 
@@ -284,6 +283,7 @@ def attend_once(
         beside = views.settle(pieces)
     views.saved.clear()  # guard: the graph holds `pack`
     attended = Attended(
+        needs_grad,
         edges=None if beside is None else (get_gradient_edge(o), edges),
         views=views,
         foreign=_foreign(o, edges, local.learned),

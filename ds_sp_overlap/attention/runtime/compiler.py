@@ -335,7 +335,7 @@ class Compiler:
             wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = list(map(_gradient, [*_values(wanted), *learned]))
-            function = partial(operations.attend_backward, group, keys, needs, wanted)
+            function = partial(operations.attend_backward, group, keys, wanted)
             self.add(function, [*heads, kept, _gradient(o), ("received", group), *sums], sums)
         elif any(self.needs.values()):
             self.add(partial(operations.attend, group, keys, needs), heads, [o, kept])

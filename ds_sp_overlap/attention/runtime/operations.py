@@ -276,7 +276,6 @@ def attend_alone(group: int, keys: list[Part], call: Call, q: Tensor, *received:
 def attend_backward(
     group: int,
     keys: list[Part],
-    needs: list[bool],
     wanted: list[Part],
     call: Call,
     q: Tensor,
@@ -289,7 +288,6 @@ def attend_backward(
         keys: The received k and v that it attends to, which ``rest`` begins with. The tensors that
             `attend` returned follow, then do, then o (None if it did not travel again), then the
             sums of gradients so far: of ``wanted``, and of what attention learns.
-        needs: For each of q, k and v, whether it needs a gradient.
         wanted: The parts whose gradients are needed, in the order of q, k and v.
         call: The call.
         q: q of the group.
@@ -301,7 +299,7 @@ def attend_backward(
     received, (kept, do, o, *sums) = rest[: len(keys)], rest[len(keys) :]
     heads, values = _heads(group, keys, call, q, received), dict(zip(keys, received))
     attend = partial(attend_in_pieces, call, call.local.attend, group)
-    gradients = call.attended[group].backward(attend, heads, needs, o, do, kept, call.local)
+    gradients = call.attended[group].backward(attend, heads, o, do, kept, call.local)
     terms: list[Tensor | None] = []
     for kind, dx, x in zip("qkv", gradients, heads):
         parts = [part for part in wanted if part[0] == kind]

@@ -55,7 +55,7 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
 # The policies of layers of one's own, which choose together over one group with one config. They
 # outlive the layers, which ranks free at different times: later layers join them on all ranks.
 _policies: dict[tuple, Policy] = {}
-# What start-up lines told of such layers.
+# What was logged for such layers.
 _told: set[str] = set()
 
 
@@ -84,7 +84,7 @@ class LayerRuntime:
             section gives the window alone.
     """
 
-    # Whether a first call tells what the layer got: one that `enable`, which reports, did not make.
+    # Whether the first call logs what the layer got. `enable` reports its own layers itself.
     tells = False
 
     def __init__(

@@ -46,7 +46,7 @@ class Compiler:
     """Compiles the steps of one piece, in forward or in backward.
 
     Args:
-        call: A call of the form that is compiled, of which nothing is kept.
+        call: A call of the form that is compiled. Operations do not refer to it.
         needs: By name, for each input of the node and each part that is exchanged, whether its
             gradient is needed.
         kinds: By name, the shape and the dtype of each input of the node; None for one that is None.
@@ -291,7 +291,7 @@ class Compiler:
     def _put(
         self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
     ) -> None:
-        """Add the piece of a part to the gradient of a parameter, or make all of it."""
+        """Compute a part's piece of the gradient of a parameter; or all of it, if the part is all."""
         shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
@@ -343,7 +343,7 @@ class Compiler:
             self.add(partial(operations.attend_alone, group, keys), heads, [o])
 
     def _end(self) -> None:
-        """Add what comes behind the last step of backward."""
+        """Add the operations that follow the last step of backward."""
         dx = _gradient(("x",))
         if dx in self.writers:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])

@@ -41,9 +41,9 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
     """Return a function that runs operations, and lets go of each value behind its last use.
 
     Args:
-        operations: The operations. What nothing has written is None for those that read it.
+        operations: The operations. They read None for a value that nobody has written.
         takes: The values that the function is given.
-        gives: The values that it returns; None for one that there is not.
+        gives: The values that the function returns; None for a value that nobody has written.
     """
     variables: dict[Name, str] = {}
 

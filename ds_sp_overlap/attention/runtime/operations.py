@@ -130,17 +130,17 @@ def norm_back(
 
     Args:
         part: The kind and the group.
-        table_count: The number of tables, which ``rest`` begins with.
-        norm_count: The number of parameters of all norms, which follow.
-        learned: The places among them of those that learn. The sums of their gradients so far
-            follow last; None for one that has none yet.
+        table_count: The number of tables.
+        norm_count: The number of parameters of all norms.
+        learned: The places of the parameters that need a gradient.
         call: The call.
         dy: The gradient of q or k.
         heads: The input of the norm.
-        *rest: As said.
+        *rest: The tables; the parameters of all norms; for each of ``learned`` the sum of its
+            gradients so far, None if there is none yet.
 
     Returns:
-        The gradient of ``heads``, a row for each token; and the sums.
+        The gradient of ``heads``, with a row for each token; and the new sums.
     """
     tables, norms = rest[:table_count], rest[table_count : table_count + norm_count]
     sums = list(rest[table_count + norm_count :])
@@ -285,16 +285,16 @@ def attend_backward(
 
     Args:
         group: The head group.
-        keys: The received k and v that it attends to, which ``rest`` begins with. The tensors that
-            `attend` returned follow, then do, then o (None if it did not travel again), then the
-            sums of gradients so far: of ``wanted``, and of what attention learns.
+        keys: The k and v that the group attends to.
         wanted: The parts whose gradients are needed, in the order of q, k and v.
         call: The call.
         q: q of the group.
-        *rest: As said.
+        *rest: The received tensors of ``keys``; the tensors that `attend` returned beside o; do; o,
+            or None if it did not travel again; for each of ``wanted`` and each tensor that
+            attention learns, the sum of its gradients so far, None if there is none yet.
 
     Returns:
-        The sums, None for those without a gradient so far.
+        The new sums.
     """
     received, (kept, do, o, *sums) = rest[: len(keys)], rest[len(keys) :]
     heads, values = _heads(group, keys, call, q, received), dict(zip(keys, received))
@@ -336,5 +336,5 @@ def _of_pieces(
     # Heads may be cut, joined or repeated. Autograd derives how dx returns to the pieces.
     with torch.enable_grad():
         joined = with_kv(call.geometry, kind, group, pieces)
-    # A leaf is the one piece itself.
+    # A leaf: nothing was concatenated, so dx is the gradient of the one piece.
     return [dx] if joined.is_leaf else torch.autograd.grad(joined, list(pieces.values()), dx)

@@ -40,9 +40,9 @@ from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat
 
-# The first words of the names that backward alone writes.
+# The first words of the names of values that backward alone makes.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces", "received")
-# Those of what a checkpoint around a window takes.
+# The first words of the names of values that a checkpoint around a window saves.
 OF_CHECKPOINT = ("merged", "kept")
 
 
@@ -51,17 +51,19 @@ class Variant:
     """The functions of a piece, for what needs a gradient.
 
     Attributes:
-        needs: By name, whether the gradient of each part that was exchanged so far is needed, and
-            of each input.
+        needs: By name, for each part that was exchanged so far and each input of the node, whether
+            its gradient is needed.
         head_dims: By name, the head dim of each part that was exchanged so far.
-        forward: Takes the inputs of the node; returns ``outputs`` values, then those of ``held``.
-        backward: Takes the values of ``saved``, then the gradients of all that the node returns;
-            returns the gradient of each input, None for one that has none.
-        again: As ``forward``, where a checkpoint has saved attention; takes o of all groups, too.
-        saved: The names of what is saved.
-        held: Those, and the names of what a checkpoint takes.
-        outputs: The number of values that the node returns, behind the token.
-        undifferentiable: The places of those whose gradients nobody needs.
+        forward: Takes the inputs of the node. Returns the outputs of the node, then the values that
+            ``held`` names.
+        backward: Takes the values that ``saved`` names, then the gradients of all that the node
+            returns. Returns the gradient of each input; None where there is none.
+        again: The forward where a checkpoint has saved attention. Takes o of all groups behind the
+            inputs of the node; returns what ``forward`` returns.
+        saved: The names of the values that the node saves for backward.
+        held: ``saved``, and the names of the values that a checkpoint saves.
+        outputs: The number of values that the node returns; the token does not count.
+        undifferentiable: The places of the outputs whose gradients nobody needs.
     """
 
     needs: dict[Name, bool]
@@ -81,12 +83,13 @@ class Piece:
 
     Attributes:
         section: The section of the schedule that the steps are from.
-        foreign: The steps that run in front of it, in the graph outside.
-        forward: Its steps in forward.
-        backward: Its steps in backward.
-        takes: What it takes from the graph outside, behind the token and in front of parameters.
-        gives: What it returns to the graph outside, behind the token.
-        is_last: Whether there is none behind it.
+        foreign: The steps that run in the graph outside, in front of the piece.
+        forward: The steps of the piece in forward.
+        backward: The steps of the piece in backward.
+        takes: The parts that the node takes from the graph outside: behind the token, and in front
+            of parameters.
+        gives: The parts that the node returns to the graph outside, behind the token.
+        is_last: Whether the piece is the last one of the layer.
     """
 
     section: str
@@ -99,9 +102,9 @@ class Piece:
 
     def __post_init__(self) -> None:
         self._variants: dict[tuple, Variant] = {}
-        # Whether it returns the layer's output, and no token.
+        # Whether the node returns the layer's output alone, without a token.
         self.returns_y = self.is_last and not self.gives
-        # The names of what it takes.
+        # The names of ``takes``.
         self.names = tuple([("value", part) for part in self.takes])
 
     def variant(

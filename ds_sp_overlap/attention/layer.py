@@ -5,7 +5,7 @@ Note [Agreement of the ranks]
 Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
 are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
 all ranks. The comparison costs a collective that the host waits for, so it is made for the first
-call of a layer only, or for the first call of a kind (`kind_of`); later calls use its outcome.
+call of a layer only, or for the first call of a kind (`agree_on_o`); later calls use its outcome.
 Whatever decides about such a comparison is therefore the same on every rank.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -208,7 +207,8 @@ class LayerRuntime:
         the first call of a kind.
 
         Args:
-            kind: The kind of the call (`kind_of`).
+            kind: The kind of the call, which is the same on every rank: the dtype, and whether
+                autocast is on. Calls of one kind need one comparison of the ranks.
             reads_o: Whether the backward of attention reads o on this rank.
             foreign: A tensor that attention learns without being called with it, in words; empty
                 for none.
@@ -319,14 +319,3 @@ class LayerRuntime:
             f"{'in an' if in_checkpoint() else 'in no'} activation checkpoint, "
             f"{self.where}, call {sp_group.calls.number + 1} over the sp group"
         )
-
-
-def kind_of(call: Call, inputs: tuple[Tensor, ...]) -> tuple:
-    """Return the kind of a call: calls of one kind need one comparison of the ranks.
-
-    The kind is the same on every rank. It has numbers of heads, widths of the first and the last of
-    ``inputs`` (d and d_v, or m twice), the dtype, and whether autocast is on.
-    """
-    geometry, first = call.geometry, inputs[0]
-    sizes = geometry.heads, geometry.kv_heads, first.shape[-1], inputs[-1].shape[-1]
-    return *sizes, first.dtype, torch.is_autocast_enabled(first.device.type)

@@ -31,7 +31,7 @@ from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors
 from .call_geometry import Tokens, geometry_of
 from .declared import config_for
 from .input_modules import InputModules
-from .layer import LayerRuntime, MakeSchedule, kind_of
+from .layer import LayerRuntime, MakeSchedule
 from .memory.checkpoint_cache import current_pass
 from .memory.recompute import LocalAttention
 from .runtime.execution import Attend, Call
@@ -336,7 +336,7 @@ class SelfAttention:
 
         Args:
             call: The call.
-            x: The layer's hidden states, for the kind of call that the ranks agree on.
+            x: The layer's hidden states.
             attend: The local attention of a head group.
             args: Arguments of ``local_attention``. Classes of `arguments` hold their tensor.
             kwargs: Keyword arguments of ``local_attention``.
@@ -353,7 +353,7 @@ class SelfAttention:
             arguments,
             partial(tensors_of, self.local_attention, around),
             modules=modules_of(self.local_attention),
-            agree=partial(self.layer.agree_on_o, kind_of(call, (x,))),
+            agree=partial(self.layer.agree_on_o, (x.dtype, call.autocast["enabled"])),
             seq_dim=call.geometry.seq_dim,
             where=self.layer.where,
         )

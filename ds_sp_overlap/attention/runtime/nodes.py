@@ -105,11 +105,11 @@ class _Window(Node):
                 after = Random.now(device)
                 moved = None if after == before else after
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
-                # The checkpoint saves no graphs, which may lead to the checkpoint itself. Backward
-                # uses the graphs of this node.
-                records = {
-                    g: replace(x, edges=None) for g, x in call.attended.items()
-                }  # guard: nothing circular
+                records = dict(call.attended)
+                for group, record in records.items():
+                    # The checkpoint saves no graphs, which may lead to the checkpoint itself.
+                    # Backward uses the graphs of this node.
+                    records[group] = replace(record, edges=None)  # guard: nothing circular
                 saved = kept, records, moved, call.schedule
                 checkpoint.put(call.where, saved, call.offloads, call.local.tensors)
         ctx.call, ctx.variant = call, variant

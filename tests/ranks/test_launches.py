@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_sp_overlap.attention.runtime import operations, pieces, slices
+from ds_sp_overlap.attention.runtime import operations, parts, slices
 from ds_sp_overlap.exchange.geometry import Geometry
 from tests.harness import launches
 from tests.harness.cases import full
@@ -53,7 +53,7 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
     def to_copies(a, b, whole, part, add):
         slices.put_ranges(whole, 1, part, a @ b, add)
 
-    monkeypatch.setattr(pieces, "mm_to_slices", to_copies)
+    monkeypatch.setattr(parts, "mm_to_slices", to_copies)
     with_gradients = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
     # dWq and dWo
     assert with_gradients - plain == 2 * (32 * 16) ** 2 * 4

@@ -35,7 +35,7 @@ from ...schedule import O, Op, Part, Program, Step
 from . import operations
 from .execution import Call
 from .flat import Name, Operation
-from .pieces import Pieces
+from .parts import Pieces
 from .slices import Parts, Ranges, Run
 
 # The shape and the dtype of a tensor.

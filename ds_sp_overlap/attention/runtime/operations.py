@@ -22,7 +22,7 @@ from ...schedule import Exchanged, Part
 from ..memory.recompute import attend_once
 from .execution import Call, attend_group, attend_in_pieces, with_kv
 from .linear import autocast
-from .pieces import Pieces
+from .parts import Pieces
 from .slices import Ranges, Run, by_rank, cut_ranges, mm_of_slices
 
 

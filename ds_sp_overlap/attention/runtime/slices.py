@@ -1,7 +1,7 @@
 """Multiplies with parts of weights.
 
 A part is a tuple of ranges along one dimension. Parts may overlap (KV heads that two ranks need);
-their gradients are summed then (`pieces`). `parts` cuts and joins differentiably.
+their gradients are summed then (`parts`).
 
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~

@@ -74,19 +74,17 @@ class Compiler:
         """Return the operations of a program, in profiler ranges if ``profiled``."""
         self.operations: list[Operation] = []
         self.is_backward, self.is_profiled = backward, profiled
-        # How many operations of this list write each value.
-        self.writers: dict[Name, int] = {}
+        # The label of the operations that are added; empty for those outside of profiler ranges.
+        self.label = ""
+        # What this list writes, in order.
+        self.written: dict[Name, None] = {}
         # Inside of the node, so that dx is a sum in the dtype that x has outside.
         if not backward and self.call.autocast["enabled"] and ("x",) in self.shapes:
             self.add(operations.cast, [("x",)], [("x",)])
         for step in program:
-            first = len(self.operations)
+            self.label = "" if step.on_wire else self.schedule.label(step)
             getattr(self, step.op.value)(step)
-            if not step.on_wire:
-                for place in range(first, len(self.operations)):
-                    operation = self.operations[place]
-                    ranged = self._ranged(self.schedule.label(step), operation.function)
-                    self.operations[place] = operation._replace(function=ranged)
+        self.label = ""
         if backward:
             self._end()
         return self.operations
@@ -94,14 +92,11 @@ class Compiler:
     def add(
         self, function: Callable[..., Any], reads: Sequence[Name], writes: Sequence[Name] = ()
     ) -> None:
-        """Add an operation."""
+        """Add an operation, in a profiler range if the list is profiled."""
+        if self.is_profiled and self.label:
+            function = partial(operations.in_range, self.label, function)
         self.operations.append(Operation(function, tuple(reads), tuple(writes)))
-        for name in writes:
-            self.writers[name] = self.writers.get(name, 0) + 1
-
-    def _ranged(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs in a profiler range, if the list is profiled."""
-        return partial(operations.in_range, label, function) if self.is_profiled else function
+        self.written.update(dict.fromkeys(writes))
 
     # Exchanges.
 
@@ -115,22 +110,24 @@ class Compiler:
                 start = partial(operations.start_beside, *of_step)
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
                 start = partial(operations.start_rotated, step.grad, *of_step)
-            self.add(self._on_wire(launch, f"{name} start", start), sent)
+            self.label = self._on_wire(launch, f"{name} start")
+            self.add(start, sent)
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o beside do, or of gradients."""
         if received := self._exchanged(step):
             name = self.schedule.name(step)
-            finish = partial(operations.finish, step.exchange, f" {name}")
-            self.add(self._on_wire(self._launch(step), f"{name} finish", finish), (), received)
+            self.label = self._on_wire(self._launch(step), f"{name} finish")
+            self.add(partial(operations.finish, step.exchange, f" {name}"), (), received)
+            self.label = ""
             if step.grad and step.tensors != O and self.projections is not None:
                 for part in self._needed(step):
                     self._arrive(part)
 
-    def _on_wire(self, launch: partial, label: str, function: partial) -> Callable[..., Any]:
-        """Return the function of one end of an exchange, in a profiler range if it is profiled."""
+    def _on_wire(self, launch: partial, label: str) -> str:
+        """Return the label of one end of an exchange."""
         # Transfers in two legs open ranges of their own.
-        return self._ranged(label, function) if launch.func is InFlight else function
+        return label if launch.func is InFlight else ""
 
     def _exchanged(self, step: Step) -> list[Name]:
         """Return the names of what a step sends or receives: o beside do, values, or gradients."""
@@ -219,7 +216,7 @@ class Compiler:
 
     def _rows(self) -> Name:
         """Return the name of x as a matrix."""
-        if ("rows",) not in self.writers:
+        if ("rows",) not in self.written:
             self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
         return ("rows",)
 
@@ -317,7 +314,7 @@ class Compiler:
 
     def _dy(self) -> Name:
         """Return the name of dy as a matrix."""
-        if ("d rows",) not in self.writers:
+        if ("d rows",) not in self.written:
             self._as_rows(_gradient(("y",)), ("d rows",), self.shapes["weight",][0])
         return ("d rows",)
 
@@ -345,10 +342,10 @@ class Compiler:
     def _end(self) -> None:
         """Add the operations that follow the last step of backward."""
         dx = _gradient(("x",))
-        if dx in self.writers:
+        if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
         # Those of the projections of q, k and v first, whose memory is larger.
-        for name in [name for name in self.writers if name[0] == "pieces"]:
+        for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [_gradient(name[1])])
         if self.needs.get(("bias",)):
             whole = partial(operations.gradient_of_whole, operations.sum_rows)

@@ -118,14 +118,11 @@ def hooks_are_harmless(module: nn.Module) -> bool:
     """Return whether all hooks on a module's call, and on every module's call, are harmless."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
-            if not is_harmless(hook):  # guard: only harmless hooks
+            # A hook's module is the Python module that defines it.
+            where = getattr(hook, "__module__", "") or ""
+            if not where.startswith(tuple(harmless)):  # guard: only harmless hooks
                 return False
     return True
-
-
-def is_harmless(hook: Any) -> bool:
-    """Return whether a hook's module has a name that begins as one of `harmless`."""
-    return (getattr(hook, "__module__", "") or "").startswith(tuple(harmless))
 
 
 def hooks_of(module: nn.Module) -> list[dict]:

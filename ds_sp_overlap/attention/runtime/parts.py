@@ -69,7 +69,8 @@ class Pieces:
         add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
             # Also where an empty part follows a part that was the whole tensor.
-            compute(*operands, out=cut_ranges(self._whole, self.dim, part))
+            ((start, stop),) = part
+            compute(*operands, out=self._whole.narrow(self.dim, start, stop - start))
         elif compute is torch.mm:
             a, b = operands
             # Slices are of columns. Rows are the columns of the transpose, (a b)^T = b^T a^T.

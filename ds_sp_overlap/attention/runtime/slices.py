@@ -73,8 +73,7 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     runs = _runs(ranges)
     if len(runs) == 1:
         # One copy instead of one for each slice.
-        slices = runs[0][0].view(parameter, dim)
-        return slices.movedim((0, -1), (dim, dim + 1)).flatten(dim, dim + 1)
+        return runs[0][0].view(parameter, dim, in_place=True).flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
@@ -99,10 +98,24 @@ class Run(NamedTuple):
         start, size = part[0][0], sum(stop - start for start, stop in part) // count
         return cls(count, size, start, part[1][0] - start if len(part) > 1 else size)
 
-    def view(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the slices of ``x`` along ``dim`` as one view, [slices, .., size]."""
-        length = (self.slices - 1) * self.step + self.size
-        return x.narrow(dim, self.start, length).unfold(dim, self.size, self.step).movedim(dim, 0)
+    def view(self, x: Tensor, dim: int = 1, in_place: bool = False) -> Tensor:
+        """Return the slices of ``x`` along ``dim`` as one view.
+
+        Returns:
+            [.., slices, size, ..] in place of ``dim`` if ``in_place``; else [slices, .., size] of a
+            matrix or a vector.
+        """
+        shape, strides = x.shape, x.stride()
+        one, step = strides[dim], self.step * strides[dim]
+        if in_place:
+            wide = (*shape[:dim], self.slices, self.size, *shape[dim + 1 :])
+            steps = (*strides[:dim], step, one, *strides[dim + 1 :])
+        elif len(shape) == 2:
+            # Weights: costs the host less.
+            wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
+        else:
+            wide, steps = (self.slices, self.size), (step, one)
+        return x.as_strided(wide, steps, x.storage_offset() + self.start * one)
 
 
 @lru_cache(maxsize=4096)
@@ -215,8 +228,8 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
     runs = _runs(ranges)
     if len(runs) == 1 and not add:
         run = runs[0][0]
-        pieces = piece.unflatten(dim, (run.slices, run.size))
-        run.view(whole, dim).copy_(pieces.movedim((dim, dim + 1), (0, -1)))
+        slices = run.view(whole, dim, in_place=True)
+        slices.copy_(piece.unflatten(dim, (run.slices, run.size)))
         return
     place = 0
     for start, stop in ranges:

@@ -21,8 +21,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...attention.arguments import PerHead
+from ...attention.call_geometry import Tokens
 from ...attention.declared import UNKNOWN, AttentionFunction, declared
-from ...attention.latent import LatentAttention
 from ...attention.projected import ProjectedAttention
 from ...attention.runtime.linear import autocast
 from ...exchange.layout import Range
@@ -396,7 +396,7 @@ class Layer:
 class FunctionLayer(Layer):
     """A layer that is overlapped at its attention function, and runs its own forward."""
 
-    def make_attention(self) -> ProjectedAttention | LatentAttention:
+    def make_attention(self) -> ProjectedAttention:
         """Make the overlapped attention."""
         return ProjectedAttention(self.overlap.runtime(self.name))
 
@@ -436,15 +436,14 @@ class FunctionLayer(Layer):
         heads, baseline = (q.shape[2], k.shape[2]), None
         if self.has_baseline(q, heads, sequence, pattern=pattern, keywords=options_of_stock):
             baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
+        chunks = sequence.query_chunks(overlap.shares_for(*heads, attention))
         return self.attention(
             attention,
             q,
             k,
             v,
             kwargs=per_head,
-            batch_first=True,
-            sequence_lengths=sequence.lengths,
-            query_chunks=sequence.query_chunks(overlap.shares_for(*heads, attention)),
+            tokens=Tokens(True, sequence.lengths, chunks),
             baseline=baseline,
         )
 

@@ -34,7 +34,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ds_sp_overlap
-from ds_sp_overlap.attention import self_attention
+from ds_sp_overlap.attention.runtime import walk
 from ds_sp_overlap.attention.runtime.plan import pieces_of
 from ds_sp_overlap.schedule import Op, Schedule, Step
 
@@ -175,7 +175,7 @@ class Layer:
         )  # beside a norm that is no module, projections are called whole
 
         def run(x):
-            with mock.patch.object(self_attention, "pieces_of", five_of_eight):
+            with mock.patch.object(walk, "pieces_of", five_of_eight):
                 return block(x)
 
         return run

@@ -37,10 +37,6 @@ def replaced_in_its_parent(model):
     layer.self_attn = copy.deepcopy(layer.self_attn)
 
 
-def layer_replaced(model):
-    model.model.layers[1] = LlamaDecoderLayer(model.config, 1).double()
-
-
 def layer_appended(model):
     model.model.layers.append(LlamaDecoderLayer(model.config, 2).double())
     model.config.num_hidden_layers += 1
@@ -85,10 +81,6 @@ def another_forward(model):
     """Give an attention a forward of its own, as a patch of a library does."""
     layer = model.model.layers[1].self_attn
     layer.forward = lambda hidden_states, **_: (layer.o_proj(layer.q_proj(hidden_states)), None)
-
-
-def another_delta_net(model):
-    model.model.layers[0].linear_attn.forward = lambda hidden_states, **_: hidden_states
 
 
 def rotary_changed(model):
@@ -159,7 +151,6 @@ def half_patched(model):
 
 CHANGES = {
     "the attention is replaced in its parent": (replaced_in_its_parent, {}, "LlamaAttention: this is a copy of one that is overlapped"),
-    "a decoder layer is replaced": (layer_replaced, {}, "the new model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
     "a decoder layer is appended": (layer_appended, {}, "the new model.layers.2.self_attn (LlamaAttention) ran without"),
     "an attention is put around another": (attention_around_another, {}, "the new model.layers.1.self_attn (Student) ran without"),
     "a delta net is replaced": (delta_net_replaced, DELTA_NETS, "the new model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
@@ -168,7 +159,6 @@ CHANGES = {
     "the forward of an attention is set back": (set_back, {}, "model.layers.1.self_attn (LlamaAttention) ran without an exchange"),
     "the trunk is disabled": (trunk_disabled, {}, "model.layers.0.self_attn (LlamaAttention, and 1 more) ran without an exchange"),
     "an attention is given another forward": (another_forward, {}, "model.layers.1.self_attn (LlamaAttention) ran without"),
-    "a delta net is given another forward": (another_delta_net, DELTA_NETS, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) ran without"),
     "a rotary embedding becomes dynamic": (rotary_changed, {}, "the new model.rotary_emb (LlamaRotaryEmbedding) ran without"),
     "the class's forward is patched": (patched, {}, "computes something else since __class__.forward changed"),
     "the class of a delta net is patched": (delta_net_patched, DELTA_NETS, "computes something else since its class was given another"),

@@ -27,17 +27,7 @@ COPIES = {"copy_", "clone", "cat"}
 # What would be a copy of a weight, or of a part of its gradient, too.
 OF_WEIGHTS = COPIES | {"_to_copy", "add_", "index_select", "sum", "stack", "index_add_"}
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
-NO_LAUNCH = {
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "alias",
-    "_unsafe_view",
-    "lift_fresh",
-}
+NO_LAUNCH = frozenset("empty new_empty empty_like empty_strided new_empty_strided detach alias _unsafe_view lift_fresh".split())
 
 
 class Launches(TorchDispatchMode):

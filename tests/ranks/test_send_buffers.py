@@ -1,6 +1,5 @@
 """Send buffers written by the GEMM that projects, or by the kernel that rotates: the same layer, and fewer passes over memory."""
 
-import contextlib
 from collections import Counter
 from unittest import mock
 
@@ -11,7 +10,7 @@ from ds_sp_overlap.relayout import ops
 from tests.harness import layers, relayout
 from tests.harness.cases import pairs
 from tests.harness.layers import Shape, groups_for
-from tests.harness.moving import OPERATORS, always, counted, kinds
+from tests.harness.moving import always, counted, kinds, moving
 from tests.harness.ranks import on_ranks
 
 
@@ -38,8 +37,7 @@ def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first):
 
 
 def folded(rank, shapes, kind, direct):
-    seen = Counter()
-    with counted(seen, True, OPERATORS[kind]), always if direct else contextlib.nullcontext():
+    with moving(kind, direct) as seen:
         return layers.faults_of_all(rank, shapes), seen
 
 

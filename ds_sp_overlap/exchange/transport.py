@@ -322,18 +322,16 @@ def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
-        say(
-            f"sp_overlap: the ranks of the sp group have made {counts} process groups; "
-            "it is used as it is"
-        )
+        reason = f"its ranks have made {counts} process groups"
     elif ranks != sorted(ranks):
         # The new group would number its ranks in ascending order.
-        say(f"sp_overlap: the sp group's ranks {ranks} are not ascending; it is used as it is")
+        reason = f"its ranks {ranks} are not ascending"
     else:
         try:
             return _make_connected(group, ranks, settings)
         except NotImplementedError as error:
-            say(f"sp_overlap: no communicator of our own ({error}); the sp group is used as it is")
+            reason = str(error)
+    say(f"sp_overlap: no communicator of our own beside the sp group ({reason}); it is used as is")
     return group
 
 

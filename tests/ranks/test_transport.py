@@ -230,12 +230,14 @@ def test_c10d_uses_the_group_as_it_was_given():
 def test_a_group_whose_ranks_are_not_ascending_is_used_as_it_is_and_it_says_so_once():
     for made, _, said in on_ranks(2, communicators, "auto", True):
         assert made == []
-        assert said == ["sp_overlap: the sp group's ranks [1, 0] are not ascending; it is used as it is"]
+        assert said == [
+            "sp_overlap: no communicator of our own beside the sp group (its ranks [1, 0] are not ascending); it is used as is"
+        ]
 
 
 def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used():
     for made, _, (said,) in on_ranks(2, communicators, "auto", False, NotImplementedError("no local synchronization")):
-        assert made == [] and "no communicator of our own (no local synchronization); the sp group is used as it is" in said
+        assert made == [] and "beside the sp group (no local synchronization); it is used as is" in said
 
 
 def made_by_enable(rank):

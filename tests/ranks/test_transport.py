@@ -136,7 +136,7 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
     decided = SpOverlapConfig.parse(section or {}).of_sp_group
     sp_groups = [SPGroup(dist.group.WORLD, name, **decided) for _ in range(2)]
-    ranks = [1, 0] if reversed_ranks else [0, 1]
+    ranks = sorted(range(dist.get_world_size()), reverse=reversed_ranks)
     with nccl(), listening() as messages, mock.patch.object(dist, "get_process_group_ranks", lambda group: ranks):
         for sp_group in sp_groups:
             sp_group.prepare()

@@ -8,39 +8,40 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
 
     schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
                    it first
-    warn           warnings that are said once
-    launch_order   what NCCL is asked for when the package is imported
+    warn           log messages, shown on rank 0
+    launch_order   asks NCCL to start kernels in the order of their launch
     config         the ``sp_overlap`` section
     rotary         rotary position embedding
-    relayout       pack and unpack, PyTorch's and compiled
-    profiling      clocks, optimizer steps, the trace of what each exchange cost
-    exchange       who holds what (shares, heads, geometry), the sp group with its streams,
-                   transports, the exchange itself, its check
+    relayout       pack and unpack kernels, PyTorch's and compiled
+    profiling      clocks, optimizer steps, and the trace of the cost of each exchange
+    exchange       the tokens and heads of each rank (geometry, shares), the sp group with its
+                   streams, transports, the exchange itself, and the check of its results
     autotune       choice of the number of head groups by timing
     attention      one layer: the whole layer (`SelfAttention`) or the drop-in
                    (`DistributedAttention`)
-      memory       what a layer keeps over activation checkpoints, offloads or recomputes
+      memory       the tensors that a layer saves over activation checkpoints, offloads, recomputes
       runtime      projections, exchanges and local attention, in the order of a schedule
     integrations   finds attention layers and rebinds their forward
       after_import runs a function once a framework's module is loaded
-      inspect      what a module of transformers computes, all of it accounted for
+      inspect      finds out what the forward of a transformers module computes
       sequence     positions, documents, masks of the whole sequence
       transformers, megatron, deepspeed
     tools          planner, timeline of a trace, self-check, command line; loaded when called
 
-The way of a query from a rebound forward to the wire, each file calling the next:
-``integrations.rebinding`` (stands in the place of the layer's forward) ->
-``integrations.transformers.driven`` (asks for positions, masks and tables) ->
+The path of a query from a rebound forward to the network, each file calling the next:
+``integrations.rebinding`` (replaces the layer's forward) ->
+``integrations.transformers.driven`` (fetches positions, masks and rotary tables) ->
 ``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->
 ``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.nodes`` (one node of
-autograd for each piece) -> ``attention.runtime.operations`` (what a step of the schedule does) ->
+autograd for each piece) -> ``attention.runtime.operations`` (executes a step of the schedule) ->
 ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
 Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and
-the number of head groups and the schedule are chosen, for the heads and tokens of each rank that
-``attention.call_geometry`` works out. The drop-in (``attention.projected``) calls it, too, and goes
-from there straight to ``attention.runtime.walk``, since q is projected already. The way back is
-autograd's, from the last piece to the first. With few live groups a layer is one piece.
+choose the number of head groups and the schedule, for the heads and tokens of each rank that
+``attention.call_geometry`` computes. The drop-in (``attention.projected``) calls
+``attention.layer``, too, and then ``attention.runtime.walk`` directly, since its q is already
+projected. In backward, autograd runs the pieces from the last to the first. A layer with a window
+is a single piece.
 """
 
 import importlib
@@ -83,7 +84,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name of the package when it is first asked for."""
+    """Import a public name of the package on its first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
@@ -95,7 +96,10 @@ def __dir__() -> list[str]:
 
 
 def _write_timeline(traces: list[str]) -> None:
-    """Write what traces tell; loads the tool that draws, which training needs not."""
+    """Write the timeline of ``traces``, the paths of trace files.
+
+    Imports `tools.timeline` only now, since training itself doesn't need it.
+    """
     from .tools import timeline
 
     timeline.write(traces)

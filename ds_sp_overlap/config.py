@@ -11,31 +11,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Each of four candidates (`autotune.trial`) twice: once untimed, once timed.
+# `autotune.trial` runs each of four candidates twice: once untimed, once timed.
 _LEAST_WARMUP = 8
 # A whole number of at least 1.
 Count = Annotated[int, Field(ge=1)]
 
 
 class _Section(BaseModel):
-    """A section of the config; unknown keys are refused."""
+    """A section of the config; raises an error for unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _default(cls, section: Any) -> Any:
-        """Drop keys that stand for their default: null, and "auto" where a key has no "auto" of its
-        own. Runs before pydantic validates the section.
+        """Drop the keys that ask for their default, before pydantic validates the section.
+
+        These are keys with the value null, or with "auto" if the key itself has no value "auto".
         """
         if not isinstance(section, dict):
             return section
         said = dict(section)
         for key, field in cls.model_fields.items():
-            # null is said where it is a value: it keeps a window from choosing another.
+            # Keep a null that is itself the default: as a key that was set, ``"tiles": null`` keeps
+            # a window from turning tiles on.
             if key not in said or field.is_required() or said[key] is field.default is None:
                 continue
-            # Whether the type of the key lists no "auto".
+            # The type of the key does not list "auto".
             auto_is_default = "'auto'" not in str(field.annotation)
             if said[key] is None or auto_is_default and said[key] == "auto":
                 del said[key]
@@ -43,22 +45,23 @@ class _Section(BaseModel):
 
 
 class PolicyConfig(_Section):
-    """Sets how "auto" of ``head_groups`` is chosen.
+    """Sets how ``"head_groups": "auto"`` is resolved.
 
     Attributes:
-        warmup_steps: Optimizer steps in which candidates are tried, per shape; 0: take the default.
+        warmup_steps: Optimizer steps in which candidates are timed, for each shape; 0 times nothing
+            and takes the default number of groups.
     """
 
     warmup_steps: Literal[0] | Annotated[int, Field(ge=_LEAST_WARMUP)] = 16
 
 
 class TimelineConfig(_Section):
-    """Sets which steps are profiled, for what each exchange costs (`profiling.timeline`).
+    """Sets the steps in which the cost of each exchange is recorded (`profiling.timeline`).
 
     Attributes:
-        path: Folder of the files.
-        steps: First and last optimizer step, counted from 0; by default after the steps in which
-            "auto" is chosen.
+        path: The folder for the trace files.
+        steps: The first and the last optimizer step, counted from 0. The default lies after the
+            steps that the policy times.
     """
 
     path: str
@@ -68,50 +71,52 @@ class TimelineConfig(_Section):
 class SpOverlapConfig(_Section):
     """The keys of ``sp_overlap``.
 
-    Each switch works alone, so that each gain can be measured alone. null is the default of every
-    key, and so is "auto".
+    Each switch works independently of the others, so that its gain can be measured by itself. Every
+    key accepts null or "auto" for its default.
 
     Attributes:
         enabled: False: as if the section were not there.
-        head_groups: G; "auto": the fastest in the first steps, by `policy`.
-        shares: r, the ranks that share their query heads, each with 1/r of the queries; divides the
-            sp size. "auto": 1 where query heads divide by the sp size, else the smallest r by which
-            they divide, where local attention can attend with a range of queries and the busiest
-            rank does not receive more for it (`shares_for`).
+        head_groups: G, the number of head groups; "auto": the fastest in the first steps, which
+            `policy` times.
+        shares: r, the number of ranks that share their query heads, each with 1/r of the queries;
+            must divide the sp size. "auto": 1 if the query heads divide by the sp size; else the
+            smallest r with which they divide, if local attention accepts a range of the queries and
+            the busiest rank does not receive more (`shares_for`).
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
             from rank to rank. For nodes in which several ranks need the same KV heads.
-        window: W, the most head groups that are live at a time; for less memory, backward
-            recomputes q, k and v. null: all groups. Alone it also chooses the largest G, "tiles":
-            "auto", and to keep attention over checkpoints where that is possible.
-        checkpointing: Under activation checkpointing "recompute" attention with the rest; or "keep"
-            o and the log-sum-exp, so that neither attention nor its exchanges run again before
-            backward; "offload" keeps them in host memory.
-        tiles: Run norms and dense MLPs of decoder layers that many tokens at a time, forward and
-            backward. "auto", the default beside a window: as many as keep a tile's temporaries
-            below half of the layer's input. null: whole.
+        window: W, the largest number of head groups that are live at a time. Saves memory, since
+            backward recomputes q, k and v. null: all groups. Unless the section sets these keys
+            itself, a window also selects the largest G, ``"tiles": "auto"``, and to save attention
+            over every checkpoint that allows it.
+        checkpointing: Under activation checkpointing, "recompute" recomputes attention with the
+            rest of the layer. "keep" saves o and the log-sum-exp, so that the recomputed forward
+            runs neither attention nor its exchanges. "offload" saves them in host memory.
+        tiles: The number of tokens that norms and dense MLPs of decoder layers process at a time,
+            in forward and backward. "auto", the default beside a window: as many as keep a tile's
+            temporaries below half of the layer's input. null: all tokens at once.
         projections: Compute q, k, v and the output projection part by part under the exchanges;
-            False: call them whole.
+            False: call each projection once, on the whole input.
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
             its dgrad.
         kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled": the
-            CUDA kernels and no others. "auto": the compiled ones where NCCL carries the sp group
-            and all ranks have them, built once where nvcc is; elsewhere PyTorch's.
+            CUDA kernels and no others. "auto": the compiled ones if NCCL carries the sp group and
+            all ranks have them (they are built once where nvcc is found); else PyTorch's.
         transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
-            over a communicator of our own where NCCL carries the group. "copy_engine": the GPUs'
-            copy engines, in one node.
-        max_ctas: The most blocks, and so SMs, of NCCL's kernels in the communicator of our own.
-            "auto": 16 in one node, 4 over several; see Note [Blocks of a communicator] in
-            `transport`.
-        min_ctas: The least blocks. "auto": as NCCL chooses.
-        cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": as NCCL chooses.
-        on_unsupported: For a layer that can't be overlapped, "warn" and leave the layer as it is,
+            over a separate communicator if NCCL carries the group. "copy_engine": the GPUs' copy
+            engines, inside one node.
+        max_ctas: The largest number of blocks, and so of SMs, of NCCL's kernels in the separate
+            communicator. "auto": 16 in one node, 4 over several; see Note [Blocks of a
+            communicator] in `transport`.
+        min_ctas: The smallest number of blocks. "auto": NCCL chooses.
+        cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": NCCL chooses.
+        on_unsupported: For a layer that can't be overlapped: "warn" and leave the layer as it is,
             or "error".
         documents: Where documents of a packed sequence may begin. "anywhere": where position_ids
-            start again; position_ids that start again on every rank are refused, since they mostly
-            mean a mistake. "per_rank": they are allowed, as every rank begins with a document.
-        policy: How "auto" is chosen.
-        timeline: Which steps are profiled, for what each exchange costs; None: none.
-        check: Compare every exchange of each layer's first call with a plain one; slow.
+            start again; position_ids that start again on every rank raise an error, since that is
+            mostly a mistake. "per_rank": every rank may begin with a new document.
+        policy: How ``"head_groups": "auto"`` is resolved.
+        timeline: The steps in which the cost of each exchange is recorded; None: no steps.
+        check: Compare every exchange of each layer's first call with a plain exchange; slow.
     """
 
     enabled: bool = True
@@ -125,7 +130,7 @@ class SpOverlapConfig(_Section):
     wgrad: bool = True
     kernels: Literal["auto", "compiled", "torch"] = "auto"
     transport: Literal["auto", "c10d", "copy_engine"] = "auto"
-    # These three as in NCCL's configuration (nccl.h, ncclConfig_t).
+    # NCCL defines the next three keys in ncclConfig_t (nccl.h).
     max_ctas: Literal["auto"] | Count = "auto"
     min_ctas: Literal["auto"] | Count = "auto"
     cga_cluster_size: Literal["auto"] | Annotated[int, Field(ge=0, le=8)] = "auto"
@@ -137,7 +142,7 @@ class SpOverlapConfig(_Section):
 
     @property
     def of_sp_group(self) -> dict[str, Any]:
-        """The keyword arguments of `SPGroup` that the section decides."""
+        """The keyword arguments of `SPGroup` that the section sets."""
         settings = {}
         for key in ("max_ctas", "min_ctas", "cga_cluster_size"):
             value = getattr(self, key)
@@ -146,10 +151,11 @@ class SpOverlapConfig(_Section):
         return dict(kernels=self.kernels, settings=settings, overlaps=self.enabled)
 
     def of_own_layer(self) -> SpOverlapConfig:
-        """Return the config for a layer that nobody else runs: without `enabled` it overlaps nothing.
+        """Return the config for a layer of this package's own classes.
 
-        That is this config, or if ``enabled`` is false, this config with one head group and
-        projections that are called whole. `of_sp_group` then has each exchange waited for at once.
+        Such a layer has no other forward to run if ``enabled`` is false. It then runs without any
+        overlap: with one head group, and projections that are called whole. `of_sp_group` makes
+        each exchange wait for its end.
         """
         if self.enabled:
             return self
@@ -158,21 +164,23 @@ class SpOverlapConfig(_Section):
 
     @property
     def keeps_where_possible(self) -> bool:
-        """Return whether to save attention over checkpoints that can, and recompute it elsewhere.
+        """Return whether to save attention over the checkpoints that allow it.
 
-        A window asks for it, unless ``checkpointing`` says otherwise.
+        Under all other checkpoints attention is recomputed. True with a window, unless the section
+        sets ``checkpointing``.
         """
         return self.window is not None and "checkpointing" not in self.model_fields_set
 
     @property
     def times_groups(self) -> bool:
-        """Return whether G is chosen by timing: beside a window only where "auto" was written."""
+        """Return whether timing chooses G; with a window, only if the section says "auto" for G."""
         is_asked = self.window is None or "head_groups" in self.model_fields_set
         return self.head_groups == "auto" and self.policy.warmup_steps > 0 and is_asked
 
     def window_of(self, groups: int) -> int | None:
-        """Return W for a layer of ``groups`` head groups; None if backward does not recompute q, k
-        and v by a window.
+        """Return W for a layer of ``groups`` head groups.
+
+        None if the layer runs without a window: backward then recomputes no q, k and v.
         """
         if self.window is not None:
             return min(self.window, groups)
@@ -181,18 +189,17 @@ class SpOverlapConfig(_Section):
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
     def groups_for(self, heads: int, parts: int, windowed: bool = False) -> int:
-        """Return G for ``heads`` query heads that are dealt to ``parts`` parts of the ranks.
+        """Return the number of head groups G of a layer.
 
-        "auto" begins with 2, or with 1 where a rank has one query head, and stays there where
-        nothing is timed. Beside a window, an untimed "auto" is the largest G.
+        "auto" begins with 2, or with 1 if a rank has one query head, and keeps this G if nothing is
+        timed. With a window, an untimed "auto" is the largest G.
 
         Args:
-            heads: The query heads.
-            parts: The parts of the ranks.
-            windowed: Whether the layer can have a window.
+            heads: The number of query heads.
+            parts: The number of parts into which the query heads are split, P / r.
+            windowed: Whether the layer can run with a window.
         """
-        # Nothing is checked here: `Geometry` refuses a G that is too large, and shares that leave
-        # no part.
+        # `Geometry` checks that G is not too large, and that the shares divide the ranks.
         if self.head_groups != "auto":
             return self.head_groups
         most = heads // max(parts, 1)
@@ -216,7 +223,7 @@ class SpOverlapConfig(_Section):
         try:
             config = cls.model_validate(section)
         except ValidationError as error:
-            # A key of several types has a fault for each of them; it is named once.
+            # pydantic reports one fault for each alternative of a key's type; keep one message.
             faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
             raise ValueError("; ".join(faults)) from None
         config._check_blocks()
@@ -230,7 +237,7 @@ class SpOverlapConfig(_Section):
         return config
 
     def _check_blocks(self) -> None:
-        """Raise ValueError for numbers of blocks that NCCL can't follow together."""
+        """Raise ValueError for block settings that contradict each other or the transport."""
         given = self.of_sp_group["settings"]
         if given and self.transport == "c10d":
             raise ValueError(
@@ -245,8 +252,8 @@ class SpOverlapConfig(_Section):
 
     @classmethod
     def _explain(cls, fault: ErrorDetails) -> str:
-        """Put one fault that pydantic found into words, for `parse`."""
-        # The key, and behind it the key inside of a section (or a place in a list).
+        """Return the error message for one fault that pydantic found."""
+        # The first part is the key; after it comes a key of a nested section, or a list index.
         first, *rest = map(str, fault["loc"])
         nested = first in _SECTIONS and rest
         key = rest[0] if nested else first
@@ -255,7 +262,7 @@ class SpOverlapConfig(_Section):
         fields = (_SECTIONS[first] if nested else cls).model_fields
         keys = list(fields)
         if fault["type"] == "extra_forbidden":
-            # The key may belong into another section.
+            # The key may be a valid key of another section.
             places = {name.rpartition(".")[2]: name for name in _VALID} | {key: key for key in keys}
             near = difflib.get_close_matches(key.lower(), places, n=1)
             hint = f"; did you mean {places[near[0]]!r}?" if near else "."

@@ -1,7 +1,7 @@
-"""Asks NCCL to begin kernels of several communicators in the order of their launch.
+"""Asks NCCL to start the kernels of several communicators in the order of their launch.
 
-See Note [Two communicators] in `exchange.transport`. The import of the package calls this, so that nothing
-here imports torch.
+See Note [Two communicators] in `exchange.transport`. Importing the package runs this file, so the
+file must not import torch.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import os
 import sys
 from typing import Any
 
-# NCCL reads it once, at the first launch of a process.
+# An environment variable that NCCL reads once, at the first launch of a process.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def ask_for_launch_order() -> None:
-    """Set `LAUNCH_ORDER`.
+    """Set the environment variable `LAUNCH_ORDER` to 1.
 
-    Does nothing where the user has decided, or where NCCL may have read the environment already.
+    Does nothing if the user has set the variable, or if NCCL may have read the environment already.
     """
     if LAUNCH_ORDER not in os.environ and not _has_nccl_group():
         os.environ[LAUNCH_ORDER] = "1"
 
 
 def _has_nccl_group() -> bool:
-    """Return whether NCCL carries some group of this process."""
+    """Return whether some process group of this process uses NCCL."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return False

@@ -17,7 +17,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
         x: [..., d].
         cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
         sin: As ``cos``.
-        neighbours: Whether dims 2i and 2i + 1 turn together, instead of i and i + d_rot / 2.
+        neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
 
     Returns:
         A tensor of the shape of ``x``, in the dtype that ``x`` and the tables promote to.
@@ -29,16 +29,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Apply the transpose of `rotate`, which is its backward: dx of ``dy`` [..., d]."""
+    """Apply the backward of `rotate`: return dx [..., d] for ``dy`` [..., d]."""
     if (width := cos.shape[-1]) < dy.shape[-1]:
         rotated = rotate_back(dy[..., :width], cos, sin, neighbours=neighbours)
         return torch.cat((rotated, dy[..., width:]), dim=-1)
-    # `rotate` is x cos + Q(x) sin with the quarter turn Q, whose transpose is -Q.
+    # `rotate` computes x cos + Q(x) sin, where Q is the quarter turn; the transpose of Q is -Q.
     return dy * cos - _quarter(dy * sin, neighbours)
 
 
 def _quarter(x: Tensor, neighbours: bool) -> Tensor:
-    """Turn each pair of dims by a quarter: (a, b) -> (-b, a)."""
+    """Rotate each pair of dims by 90 degrees: (a, b) -> (-b, a)."""
     if neighbours:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     low, high = x.chunk(2, dim=-1)
@@ -77,18 +77,18 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
 
 @dataclass(frozen=True)
 class Rotary:
-    """A layer's rotary embedding, by its ``position_embeddings``.
+    """The rotary embedding of a layer, which is given ``position_embeddings`` in each call.
 
     Attributes:
-        tables: Makes (cos, sin) of position embeddings. Each table broadcasts to q and k from the
-            right, ``[b or 1, s/P, 1, d_rot]`` for batch first, and has this rank's own positions.
-            Returns None where the layer does not rotate.
+        tables: A function that turns ``position_embeddings`` into (cos, sin), or into None if the
+            layer does not rotate. Both tables hold this rank's positions and broadcast to q and k:
+            ``[b or 1, s/P, 1, d_rot]`` for batch first.
         partial: Whether d_rot may be less than d; the dims from d_rot on pass through.
         neighbours: As in `rotate`.
-        rounding: "promoted": computed and returned in the dtype that q and the tables promote to;
-            "kept": rounded to the dtype of q; "fp32": computed in fp32 and rounded to the dtype of
-            q.
-        optional: Whether a layer that is given no position embeddings does not rotate.
+        rounding: "promoted": compute and return in the dtype that q and the tables promote to;
+            "kept": compute so, and round to the dtype of q; "fp32": compute in fp32, and round to
+            the dtype of q.
+        optional: Whether missing position embeddings mean no rotation, instead of an error.
     """
 
     tables: Callable[[Any], tuple[Tensor, Tensor] | None]
@@ -112,7 +112,7 @@ class Rotary:
         return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
 
     def _exact(self, x: Tensor) -> Tensor:
-        """Return ``x`` in the dtype to compute in, before it is promoted with the tables."""
+        """Return ``x``, in fp32 if ``rounding`` asks for it."""
         return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
@@ -138,14 +138,15 @@ class Rotary:
     ) -> tuple[Tensor, Tensor] | None:
         """Return (cos, sin) without the dimension of heads, as `ops.rotate_pack` takes them.
 
-        None where the layer does not rotate, or where ``rotate_pack`` can't rotate heads of ``dtype``.
+        None if the layer does not rotate, or if ``rotate_pack`` can't use these tables for heads of
+        ``dtype``.
         """
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None
         cos, sin = tables
-        # ``rotate_pack`` turns halves, has no gradient of its tables, and has one table for all
-        # heads.
+        # ``rotate_pack`` pairs dims i and i + d_rot / 2, computes no gradient of its tables, and
+        # uses one table for all heads.
         if self.neighbours or cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
             return None
         accepted = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)

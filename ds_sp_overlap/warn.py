@@ -1,7 +1,7 @@
-"""Logs messages through the logger ``ds_sp_overlap``: on rank 0 to be seen, on others at debug level.
+"""Logs messages through the logger ``ds_sp_overlap``; ranks other than 0 log at debug level.
 
-Without a handler of the user's the logger prints what is information or more;
-``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)`` leaves warnings alone.
+Unless the user has given the logger a handler, it prints messages of level INFO and above.
+``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)`` prints warnings only.
 """
 
 import functools
@@ -22,14 +22,14 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message in one piece, since the ranks share standard output."""
         level = f"[{record.levelname}] " if record.levelno >= logging.WARNING else ""
-        # A progress bar of tqdm leaves the cursor behind the bar.
+        # While a progress bar of tqdm is shown, the cursor is at the end of its line.
         bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
         newline = "\n" if len(bars) else ""
         sys.stdout.write(f"{newline}{level}{record.getMessage()}\n")
         sys.stdout.flush()
 
 
-# A user may have set up the logger before this import.
+# Keep what the user has set on the logger before this import.
 if not LOGGER.handlers:
     LOGGER.addHandler(_Console())
     LOGGER.propagate = False
@@ -38,7 +38,7 @@ if LOGGER.level == logging.NOTSET:
 
 
 def by_rank(texts: Iterable[Any]) -> str:
-    """Join what is to be said of each sp rank, for errors; ranks without a text are left out."""
+    """Join the texts of the sp ranks for an error message; leaves out ranks with an empty text."""
     return "; ".join(f"sp rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
@@ -57,11 +57,11 @@ def say(message: str, stacklevel: int = 2) -> None:
 
 
 def inform(message: str) -> None:
-    """Log information that a user must see on rank 0."""
+    """Log a message at level INFO on rank 0."""
     LOGGER.log(logging.DEBUG if _rank() else logging.INFO, message, stacklevel=2)
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a message the first time that this process is asked to."""
+    """Log a warning; a later call with the same message does nothing."""
     say(message, stacklevel=3)

@@ -1,6 +1,6 @@
-"""Runs a function once a module of a framework is loaded, without loading the module.
+"""Runs a function after the import of a framework's module, without importing the module itself.
 
-So a framework may be imported before this package or after it, by whomever.
+So a program may import a framework before this package or after it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 def after_import(name: str, action: Callable[[], object]) -> None:
     """Run ``action`` now if the module ``name`` is loaded, else at the end of its import.
 
-    An importer sees the module as ``action`` leaves it, also by ``from name import ...``.
+    Whoever imports the module, also by ``from name import ...``, gets it as ``action`` left it.
 
     Args:
         name: The module's name.
-        action: Called without arguments, once: after the first import that succeeds. An error that
-            it raises fails the import.
+        action: Called without arguments, once, after the first import that succeeds. If ``action``
+            raises an error, the import fails with it.
     """
     if name in sys.modules:
         action()
     else:
-        # First, since a finder is asked only for what the finders in front of it don't find.
+        # In front of all finders: Python stops at the first finder that finds the module.
         sys.meta_path.insert(0, _Watcher(name, action))
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds a module by the other finders, and has a function run behind the module's own code."""
+    """Lets the other finders find a module, and runs a function after the module's own code."""
 
     def __init__(self, name: str, action: Callable[[], object]):
         self.name, self.action, self.is_searching = name, action, False
@@ -39,10 +39,13 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the other finders' spec of the module, which will call the function; else None."""
+        """Return the other finders' spec of the module, changed to call the function.
+
+        Returns None for any other module.
+        """
         if name != self.name or self.is_searching:
             return None
-        # The search below asks all finders, this one too.
+        # The search below asks all finders, including this one, which must then find nothing.
         self.is_searching = True
         try:
             spec = importlib.util.find_spec(name)
@@ -50,16 +53,16 @@ class _Watcher(importlib.abc.MetaPathFinder):
             self.is_searching = False
         if spec is None or spec.loader is None:
             return spec
-        # One method of the loader is replaced, by an attribute of the object. A loader of our own
-        # would lack the methods by which tools read the module's source and resources.
+        # Replace one method of this loader object. A loader class of our own would lack the methods
+        # by which tools read the module's source and resources.
         loader, execute = vars(spec.loader), spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            """Run the module's code, then the function; take the replacement out again."""
+            """Restore the loader, run the module's code, then call the function."""
             loader.pop("exec_module", None)
             execute(module)
             if self in sys.meta_path:
-                # Before the function, which may import as it likes.
+                # Before the call of the function, which may import modules itself.
                 sys.meta_path.remove(self)
                 self.action()
 

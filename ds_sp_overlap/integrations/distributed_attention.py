@@ -1,8 +1,8 @@
 """Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model.
 
-Both are called with q, k, v that were projected already. `_bind` therefore overlaps the four
-exchanges with one another and with attention, and leaves the projections alone. A model can hold
-DeepSpeed's class only if DeepSpeed is loaded, which this file does not load.
+The caller of these modules has already projected q, k and v. `_bind` therefore overlaps the
+exchanges of q, k, v and o with one another and with attention, and leaves the projections alone.
+This file does not import DeepSpeed: a model can hold DeepSpeed's class only if it is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .inspect.tokenwise import has_own_call
 from .layers import FoundLayer, OverlapSettings
 from .rebinding import Undo, is_ours, rebind
 
-# The module of the class.
+# The module that defines DeepSpeed's class.
 STOCK = "deepspeed.sequence.layer"
 
 
@@ -39,8 +39,9 @@ def find_group(model: nn.Module) -> Any:
     """Return the sp group of a model's ``DistributedAttention``, DeepSpeed's or ours.
 
     Returns:
-        The group of the first such module that has one. Without one, the group of DeepSpeed's mesh
-        or mpu, whatever the model contains. None if DeepSpeed has none either, or isn't loaded.
+        The group of the first such module that has a group. If there is none, the sp group of
+        DeepSpeed's mesh or mpu, whatever the model contains; None if DeepSpeed has no sp group
+        either, or isn't loaded.
     """
     for module in model.modules():
         if is_drop_in_or_stock(module) and module.spg is not None:
@@ -50,7 +51,7 @@ def find_group(model: nn.Module) -> Any:
         return None
     try:
         return groups._get_sequence_parallel_group()
-    # There is no mesh with sp ranks, or the mpu has made no sp group, which it asserts.
+    # KeyError: there is no mesh with sp ranks. AssertionError: the mpu has made no sp group.
     except (KeyError, AssertionError):
         return None
 
@@ -61,23 +62,23 @@ def is_drop_in_or_stock(module: nn.Module) -> bool:
 
 
 def has_drop_in(model: nn.Module) -> bool:
-    """Return whether ``model`` has a `DistributedAttention` of ours, which needs no section."""
+    """Return whether ``model`` has our `DistributedAttention`, which works without a section."""
     return any(isinstance(module, drop_in.DistributedAttention) for module in model.modules())
 
 
 def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
-    """Find the ``DistributedAttention`` modules of ``model``, whichever module calls them.
+    """Find the ``DistributedAttention`` modules of ``model``.
 
     Returns:
         Every such module as a layer, whether it can be overlapped or not.
 
     Raises:
-        ValueError: if a module was made with another sp group.
+        ValueError: if the sp group of a module is not the sp group of ``overlap``.
     """
     sp_group, layers = overlap.sp_group, []
     for name, module in model.named_modules():
-        # AutoSP gathers the global sequence around an attention of its own, so that this layer is
-        # reported, and left as it is.
+        # DeepSpeed's AutoSP gathers the global sequence around its own attention. Report such a
+        # layer, and leave it as it is.
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
@@ -95,7 +96,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             continue
         settings, reason = settings_for(module, overlap), "the projections belong to its caller"
         layer = found_drop_in(name, module, settings, reason)
-        # One of ours overlaps already, by the config or transport that it was made with.
+        # Our class already overlaps, by the config or transport that it was made with.
         if getattr(module, "has_own_config", False):
             layer.bind = _leave
             layer.lacks = (
@@ -116,10 +117,10 @@ def found_drop_in(
 
     Args:
         name: The module's name.
-        module: The module.
-        settings: Its settings.
+        module: The ``DistributedAttention``.
+        settings: The settings of this layer (`settings_for`).
         reason: Why no more is overlapped.
-        inside: As of `FoundLayer`.
+        inside: See `FoundLayer`.
     """
     got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
     bind = functools.partial(_bind, name, module, settings)
@@ -129,12 +130,14 @@ def found_drop_in(
 def settings_for(
     module: Any, overlap: OverlapSettings, heads_alike: bool = False
 ) -> OverlapSettings:
-    """Return the settings of a ``DistributedAttention``, in one head group if need be.
+    """Return the settings of a ``DistributedAttention``.
+
+    They have one head group unless local attention is known to treat all heads alike.
 
     Args:
-        module: The module.
+        module: The ``DistributedAttention``.
         overlap: The settings of the model's layers.
-        heads_alike: Whether its local attention is known to treat all heads alike.
+        heads_alike: Whether the caller knows that local attention treats all heads alike.
     """
     known = declared(module.local_attn)
     heads_alike |= getattr(module, "heads_alike", False)
@@ -152,30 +155,30 @@ OWN = "its forward is not DeepSpeed's"
 
 
 def has_own_forward(module: Any) -> bool:
-    """Return whether a call of a ``DistributedAttention`` runs code of somebody else."""
-    # A forward that was set on the module, or a ``__call__`` of the class.
+    """Return whether a call of a ``DistributedAttention`` runs third-party code."""
+    # A forward that was set on the module, or a ``__call__`` of its class.
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     known = STOCK, drop_in.__name__
     where = defined_in(type(module).forward)
-    # Neither DeepSpeed nor this package wrote it: the forward of a fork or a subclass.
+    # Anything else is the forward of a fork or a subclass.
     return where not in known  # guard: a fork's exchange stays its own
 
 
 def _stock(own: Callable, args: tuple, kwargs: dict[str, Any], *qkv: Tensor) -> Tensor:
-    """Run DeepSpeed's own forward, which the policy may time as the candidate "off"."""
+    """Run DeepSpeed's own forward; the policy may time it as the candidate "off"."""
     return own(*qkv, *args, **kwargs)
 
 
 def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
-    """Rebind one ``DistributedAttention``, of DeepSpeed or ours, to an overlap by the section.
+    """Rebind one ``DistributedAttention``, DeepSpeed's or ours, to overlap as the section asks.
 
     `enable` calls this once for each such layer.
 
     Args:
         name: The module's name, for errors and logs.
-        module: The module; its forward keeps its arguments.
-        overlap: The settings of the model's layers.
+        module: The module; its new forward takes the same arguments.
+        overlap: The settings of this layer.
 
     Returns:
         The function that undoes the rebinding.
@@ -185,9 +188,9 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
     attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
-    # To DeepSpeed's class, no group means all ranks, which need not be the sp group that is used.
+    # DeepSpeed's class takes all ranks if it has no group; our sp group may have fewer ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
-    # The numbers of dimensions that outputs of the local attention had so far.
+    # The numbers of dimensions of all outputs so far.
     output_dims: set[int] = set()
 
     def forward(
@@ -201,10 +204,10 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
         sequence_lengths=None,
         **kwargs,
     ):
-        """Attend over the global sequence; takes the place of the module's forward. Collective."""
+        """Attend over the global sequence; replaces the module's forward. Collective."""
 
-        # DeepSpeed's own forward is timed against ours only in calls in which it is right. The
-        # first call has shown the dimensions of the local attention's output.
+        # The policy may time DeepSpeed's own forward only in calls that it computes correctly. The
+        # number of dimensions of the output is known after the first call.
         comparable = (
             not is_ours_too
             and output_dims == {4}

@@ -1,7 +1,7 @@
-"""The result of the search for attention layers, and the words that describe it in a report.
+"""Describes the attention layers that were found in a model, for `enable` and for its report.
 
-Each framework's adapter finds its own kinds of layers. `enable` binds and reports the layers of all
-adapters in the same way, so that every adapter describes a layer by a `FoundLayer`.
+Each framework's adapter finds its own kinds of layers, and describes each by a `FoundLayer`, so
+that `enable` can rebind and report the layers of all adapters in the same way.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FoundLayer:
     Attributes:
         name: Its qualified name in the model.
         module: The layer.
-        got: The overlapped parts, in words; empty if nothing is overlapped. Like ``lacks`` it is
-            for reports and errors: ``bind`` decides whether the layer is overlapped.
-        lacks: The reason why no more is overlapped; empty if everything is.
+        got: The overlapped parts, in words; empty if nothing is overlapped. Only for reports and
+            errors, as is ``lacks``: ``bind`` decides whether the layer is overlapped.
+        lacks: The reason why no more is overlapped; empty if everything is overlapped.
         bind: Rebinds the layer's forward and returns the function that undoes the rebinding.
             `enable` calls it once all ranks have agreed. None if the layer can't be overlapped.
-        inside: Submodules that must not be overlapped as layers of their own, such as the
-            ``dist_attn`` of a layer that is driven whole.
+        inside: Submodules that must not be overlapped as separate layers, such as the
+            ``dist_attn`` of a layer whose whole forward is replaced.
     """
 
     name: str
@@ -48,16 +48,17 @@ class FoundLayer:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the class name of a module for the report; LoRA, or the method, of an adapter of PEFT.
+    """Return the class name of a module for the report.
 
-    The classes of PEFT have the names of the classes that they replace.
+    For an adapter of PEFT, whose class has the same name as the class that it wraps, return the
+    name of the method, such as "LoRA".
     """
     package, _, place = type(module).__module__.partition(".tuners.")
     method = place.partition(".")[0]
     return {"lora": "LoRA"}.get(method, method) if package == "peft" else type(module).__name__
 
 
-# Modules beside attention layers whose forward must be rebound, too, for example the model that
+# The modules other than attention layers whose forward must be rebound, for example the model that
 # gathers positions for its layers; each with the function that rebinds it.
 Binds = dict[nn.Module, Callable[[], Undo]]
 
@@ -69,7 +70,8 @@ class OverlapSettings(NamedTuple):
         sp_group: The sp group with its transport.
         config: The ``sp_overlap`` section.
         policy: Chooses the number of head groups G by timing; None if the section gives G.
-        one_group: Why a layer gets all of a rank's heads at once, in words; empty if it needn't.
+        one_group: The reason, in words, why a layer must have one head group; empty if it may have
+            several.
     """
 
     sp_group: SPGroup
@@ -78,7 +80,7 @@ class OverlapSettings(NamedTuple):
     one_group: str = ""
 
     def in_one_group(self, reason: str) -> OverlapSettings:
-        """Return the settings of a layer that gets all of a rank's heads at once."""
+        """Return these settings with one head group, for ``reason``."""
         config = in_one_group(self.config)
         return self._replace(config=config, policy=None, one_group=reason)
 
@@ -87,17 +89,17 @@ class OverlapSettings(NamedTuple):
         return LayerRuntime(self.sp_group, self.config, name, self.policy)
 
     def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
-        """Return r, how many ranks share the query heads of a layer; 1 where none do.
+        """Return r, the number of ranks that share the query heads of a layer; 1 for no sharing.
 
-        Arguments and errors are those of `shares_of`. ``attend`` may be the reason, in words, why
-        the local attention needs all queries at once.
+        See `shares_of` for arguments and errors. ``attend`` is the local attention, or the reason,
+        in words, why it needs all queries at once.
         """
         return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
 
     def groups_for(
         self, heads: int, kv_heads: int, attend: Callable | str, windowed: bool = False
     ) -> int:
-        """Return G of a layer, or where a policy times candidates, the G that it begins with.
+        """Return the number of head groups G of a layer, the initial G if a policy times others.
 
         The arguments are those of `shares_of`, and of the config's ``groups_for``.
 
@@ -107,7 +109,7 @@ class OverlapSettings(NamedTuple):
         """
         size, shares = self.sp_group.size, self.shares_for(heads, kv_heads, attend)
         groups = self.config.groups_for(heads, max(1, size // shares), windowed)
-        # Thrown away: only the checks in its constructor are wanted, which need no tokens.
+        # Make a geometry without tokens, for the checks in its constructor.
         rank, none = self.sp_group.rank, (0,) * size
         Geometry(
             size, rank, none, batch=0, heads=heads, kv_heads=kv_heads, groups=groups, shares=shares
@@ -124,11 +126,11 @@ class OverlapSettings(NamedTuple):
         """Describe the head groups of a layer for the report, and why no more is overlapped.
 
         Args:
-            heads: The query and KV heads.
-            attend: As for `shares_for`.
-            reason: As for `why_not_more`.
-            block: The attention that takes the place of the layer's forward, and may compute a few
-                groups at a time; None for a layer with another one.
+            heads: The numbers of query heads and KV heads.
+            attend: See `shares_for`.
+            reason: See `why_not_more`.
+            block: The `SelfAttention` that replaces the layer's forward, and may run with a window;
+                None for a layer that is overlapped in another way.
 
         Returns:
             The groups, for example ``G = 4, 2 at a time, recomputed in backward``; and the words of
@@ -164,21 +166,21 @@ class OverlapSettings(NamedTuple):
 
         Args:
             reason: The adapter's reason; may be empty.
-            groups: The number of head groups; 0 leaves out the remark on the lack of heads.
+            groups: The number of head groups; 0 omits the remark that a rank has too few heads.
             windowed: Whether the layer honours ``window`` and ``checkpointing`` of the section.
 
         Returns:
-            The reason, the options of the section that have no effect, and the lack of heads, as
-            far as each of them applies; empty if none does.
+            Those that apply of: the reason, the options of the section that have no effect, and
+            the remark that a rank has too few heads; empty if none applies.
         """
         reasons = [text for text in (reason, self.one_group) if text]
         if not windowed:
-            # Options at their defaults ask for nothing that this layer lacks.
+            # Report only options that the section has changed.
             changed = self.config.model_dump(exclude_defaults=True)
             ignored = [f"sp_overlap.{key}" for key in ("window", "checkpointing") if key in changed]
             if ignored:
                 reasons.append(f"so {' and '.join(ignored)} can't be had")
-        # "auto" begins with more than one group wherever a rank has the heads for it.
+        # "auto" takes one group only if a rank has one query head.
         if groups == 1 and self.config.head_groups == "auto":
             reasons.append("one query head a rank")
         return "; ".join(reasons)
@@ -186,12 +188,12 @@ class OverlapSettings(NamedTuple):
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], attend: Callable | str
     ) -> tuple[str, str]:
-        """Describe a layer whose whole forward is replaced: what is overlapped, and what is not.
+        """Describe what is overlapped, and what is not, in a layer whose whole forward is replaced.
 
         Args:
-            block: The attention that takes the place of the layer's forward.
+            block: The `SelfAttention` that replaces the layer's forward.
             linear: The layer's projections by name.
-            attend: As for `shares_for`.
+            attend: See `shares_for`.
 
         Returns:
             ``got`` and ``lacks`` of its `FoundLayer`.

@@ -1,4 +1,4 @@
-"""Replacing the forward of one module, so that the module can be copied, saved and given back.
+"""Replaces the forward of one module, so that the module can still be copied, saved and restored.
 
 An overlapped layer stays the same module object with the same parameters. Only the attribute
 ``forward`` of this object changes.
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-# Restores the forward of the module that it is called with. The module is an argument because an
-# undo function that held its module would keep the model alive.
+# The type of a function that restores the forward of a module. It takes the module as its argument,
+# since a reference to the module in the function would keep the model alive.
 Undo = Callable[[nn.Module], None]
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is one that `rebind` put there.
+    """Return whether `rebind` set the forward of ``module``.
 
-    True for a deep copy of a rebound module as well. Not for somebody's wrapper around such a
-    forward, to which ``functools.wraps`` copies the mark.
+    Also true for a deep copy of a rebound module. False if somebody has wrapped that forward,
+    although ``functools.wraps`` copies the mark to the wrapper.
     """
     function = getattr(vars(module).get("forward"), "__func__", None)
     return function is not None and getattr(function, "__sp_overlap__", None) == id(function)
@@ -38,18 +38,18 @@ def rebind(
 ) -> Undo:
     """Replace the forward of ``module`` by ``forward``.
 
-    `enable` calls this. ``forward`` drives this module object alone. A copy of the module (an EMA,
-    a frozen reference model) therefore runs the forward of its class.
+    `enable` calls this. ``forward`` works for this module object only. A copy of the module (an EMA
+    model, a frozen reference model) therefore runs the forward of its class.
 
     Args:
         module: The module whose attribute ``forward`` is set.
-        forward: Called with the forward that the module would run without the overlap, and the
-            arguments of the module's call. That forward is the one that somebody had set on the
-            module, or the one that the class has now: somebody may have patched the class.
-        whole: Whether ``torch.compile`` skips the functions that ``forward`` calls, too. It always
+        forward: Called with the module's own forward, then the arguments of the call. The own
+            forward is the one that had been set on the module before, or else the forward that its
+            class has at the time of the call.
+        whole: Whether ``torch.compile`` also skips the functions that ``forward`` calls. It always
             skips ``forward`` itself.
         of_copy: Called with a copy of the module, each time before the copy's forward runs; may
-            raise to refuse the copy.
+            raise an error to refuse the copy.
 
     Returns:
         A function that restores the forward of the module that it is called with.
@@ -59,9 +59,9 @@ def rebind(
 
     @functools.partial(torch.compiler.disable, recursive=whole)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward for ``self``: of the class, the earlier one, or the overlapped one."""
+        """Call ``forward`` for the rebound module, and the own forward for a copy or after undo."""
         own = functools.partial(type(self).forward, self)
-        # A deep copy of the module holds this function as well, bound to the copy.
+        # A deep copy of the module has this function as its forward, too, bound to the copy.
         if self is not original():
             of_copy(self)
             return own(*args, **kwargs)
@@ -71,18 +71,18 @@ def rebind(
     def undo(module: nn.Module) -> None:
         """Restore the forward that ``module`` had before."""
         nonlocal active
-        # Where somebody wrapped `dispatch`, without copying its marks, the wrapper stays on the
-        # module. `dispatch` then passes calls on to the earlier forward.
+        # If somebody has wrapped `dispatch`, the wrapper stays on the module. From now on
+        # `dispatch` calls the earlier forward.
         active = False
         if is_ours(module):
-            # Read from the module: a reference here would keep the module alive, since the earlier
-            # forward may be the module's own bound method.
+            # Read the earlier forward from the module: a reference in this closure would keep the
+            # module alive, since that forward may be a method bound to the module.
             before = vars(module).pop("forward").before
             if before is not None:
                 module.forward = before
 
-    # A pickle stores a method by its name, so that a module that is loaded from the pickle has the
-    # forward of its class.
+    # A pickle stores a method by its name. Under this name, a module that is loaded from a pickle
+    # gets the forward of its class.
     dispatch.__name__ = "forward"
     dispatch.__sp_overlap__, dispatch.before = id(dispatch), before
     module.forward = types.MethodType(dispatch, module)

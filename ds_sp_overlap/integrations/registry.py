@@ -1,8 +1,8 @@
-"""Switching the overlap on and off in a model.
+"""Switches the overlap of a model on and off.
 
 The adapters of the frameworks (`transformers.layers`, `megatron.layers`, `distributed_attention`)
-each find the attention layers that they know; `enable` rebinds the forward of these layers and
-`disable` gives them back.
+find the attention layers that they support; `enable` rebinds the forward of these layers and
+`disable` restores it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from .transformers import layers as transformers
 
 # Note [Errors before the first collective]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A rank that raises alone leaves the others waiting in their next collective. `enable` therefore
-# does everything that may fail inside `SPGroup.agree`: finding the layers, checking the kernels and
-# the section, comparing the result over the ranks. `agree` raises the error of one rank on all
-# ranks. Layers are rebound only after `agree` has returned, so that a refused model is unchanged.
+# If only one rank raises an error, the others wait forever in their next collective. `enable`
+# therefore does everything that may fail inside `SPGroup.agree`: it finds the layers, checks the
+# kernels and the section, and compares the result over the ranks. `agree` raises the error of one
+# rank on all ranks. Layers are rebound only after `agree` has returned, so that a refused model is
+# unchanged.
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Report:
         layers: The attention layers.
         sp_size: The size of the sp group.
         tiles: Lines about the norms and MLPs that run in tiles, and those that don't.
-        note: Why there are no layers; empty where there are some.
+        note: Why there are no layers; empty if there are layers.
     """
 
     layers: list[FoundLayer] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Report:
     tiles: str = ""
 
     def __str__(self) -> str:
-        """Return the report as text; neighbours that are described alike share an entry."""
+        """Return the report as text; successive layers with equal descriptions share an entry."""
         if not self.layers:
             return f"sp_overlap: {self.note}"
         overlapped = sum(layer.bind is not None for layer in self.layers)
@@ -80,15 +81,15 @@ class Report:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Break ``text`` into lines of a report about one kind of layers."""
+    """Break ``text`` into indented lines of the report."""
     wrapper = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="      ")
-    # Names of modules and options stay in one piece.
+    # Don't break the names of modules and options.
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(text)
 
 
-# In the error of `enable` for a model without attention layers, by which `deepspeed.initialize`
-# knows it: a pipeline stage may have none.
+# Begins the error of `enable` for a model without attention layers. `deepspeed.initialize` ignores
+# an error with these words for a pipeline stage.
 NO_LAYERS = "no attention layer found in"
 # For each module that `enable` rebound, the function that restores its forward.
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -103,27 +104,27 @@ def enable(
 ) -> Report:
     """Overlap the attention layers of ``model``.
 
-    No parameter, buffer or submodule is added or renamed: only attributes ``forward`` are set. An
-    earlier overlap of the model is undone first. Collective over the sp group, unless the section
-    is disabled or the sp size is 1, where nothing is rebound.
+    Sets the attribute ``forward`` of modules, and adds or renames no parameter, buffer or
+    submodule. Undoes an earlier overlap of the model first. Collective over the sp group, unless
+    the section is disabled or the sp size is 1: then nothing is rebound.
 
     Args:
         model: A transformers or Megatron-DeepSpeed model, or any model that contains
             ``deepspeed.sequence.layer.DistributedAttention`` or our class of that name.
         config: The ``sp_overlap`` section.
-        sequence_process_group: The sp group. If None, the group that transformers or DeepSpeed
-            hold for the model.
+        sequence_process_group: The sp group; None for the group of transformers or DeepSpeed
+            (`find_group`).
         gradient_process_group: The ranks that reduce gradients together. These ranks choose the
-            number of head groups together, which data parallelism needs.
+            same number of head groups, as data parallelism requires.
 
     Returns:
         The attention layers, each with its overlapped parts.
 
     Raises:
-        ValueError: on all ranks and with no layer rebound, if the model can't satisfy the section,
-            has no attention layer, or has a layer on the meta device. On this rank alone, before
-            any communication, if the section is not valid, there is no sp group, or this rank is
-            not in it.
+        ValueError: on all ranks, before any layer is rebound, if the model can't satisfy the
+            section, has no attention layer, or has a layer on the meta device. On this rank only,
+            before any communication, if the section is not valid, there is no sp group, or this
+            rank is not in the sp group.
     """
     config = SpOverlapConfig.parse({} if config is None else config)
     disable(model)
@@ -141,14 +142,14 @@ def enable(
         return Report(note="nothing to do at sp size 1")
     policy = Policy.of(config, sp_group, gradient_process_group)
     overlap = OverlapSettings(sp_group, config, policy)
-    # Ends the trials and the record.
+    # Ends the trials of the policy, and the recording of the timeline.
     closing = contextlib.ExitStack()
     if policy is not None:
         closing.callback(policy.close)
     report, binds = Report(sp_size=sp_group.size), Binds()
 
     def find_and_describe() -> str:
-        """Fill the report and the binds; return the text that must be the same on all ranks."""
+        """Fill ``report`` and ``binds``; return the text that must be the same on all ranks."""
         ops.check_usable(config.kernels)
         if (timeline := Timeline.of(config, sp_group)) is not None:
             closing.callback(timeline.close)
@@ -166,7 +167,7 @@ def enable(
         sp_group.agree("sp_overlap", find_and_describe)
         sp_group.prepare()
     except ValueError:
-        # The policy listens to the optimizers already, and the timeline may have been made here.
+        # The policy already listens to optimizer steps, and so may the timeline: end both.
         closing.close()
         raise
     for layer in report.layers:
@@ -180,15 +181,16 @@ def enable(
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group that transformers or DeepSpeed hold for ``model``; None without one.
+    """Return the sp group that transformers or DeepSpeed have for ``model``; None if neither has.
 
-    `enable` and the wrapped constructor of DeepSpeed's engine ask where nobody passed a group.
+    Used by `enable` if the caller passes no group, and by the wrapped constructor of DeepSpeed's
+    engine.
     """
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
 
 def _no_group(model: nn.Module) -> str:
-    """Return the error message for a model without an sp group: how to give it one."""
+    """Return the error message for a model without an sp group."""
     by_hand = (
         "pass sequence_process_group= to enable() (torch.distributed.group.WORLD for all ranks)"
     )
@@ -207,14 +209,16 @@ def _no_group(model: nn.Module) -> str:
 
 
 def _find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
-    """Find the attention layers of ``model`` with all adapters; add the modules around to ``binds``.
+    """Find the attention layers of ``model`` with all adapters.
+
+    Adds the other modules that must be rebound to ``binds``.
 
     Raises:
         ValueError: if an adapter refuses the model.
     """
     layers = megatron.find_layers(model, overlap) + transformers.find_layers(model, overlap, binds)
-    # A ``DistributedAttention`` inside a layer that an adapter of a framework found is no layer of
-    # its own, whether that layer can be overlapped or not.
+    # Skip a ``DistributedAttention`` inside a layer of a framework's adapter, even if that layer
+    # can't be overlapped.
     inside = set[nn.Module]().union(*[layer.inside for layer in layers])
     drop_ins = distributed_attention.find_layers(model, overlap)
     return layers + [layer for layer in drop_ins if layer.module not in inside]
@@ -225,13 +229,13 @@ def _refuse_unusable(
 ) -> None:
     """Raise ValueError if ``model`` can't be overlapped.
 
-    It can't if an overlapped layer lies in one that is left as it is, if there are no layers, if
-    weights are on the meta device, or if layers are left and ``on_unsupported`` is "error". For
-    "warn" `enable` warns.
+    That is so if an overlapped layer lies inside a layer that can't be overlapped, if there are no
+    layers, if weights are on the meta device, or if some layer can't be overlapped and
+    ``on_unsupported`` is "error". For "warn", `enable` logs a warning.
     """
     left = [layer for layer in layers if layer.bind is None]
-    # A layer that is left as it is may exchange by itself (a vision tower that DeepSpeed's AutoSP
-    # has wrapped does): nothing inside of it may do so again.
+    # A layer that is left as it is may exchange itself, as a vision tower does that DeepSpeed's
+    # AutoSP has wrapped. Layers inside it must not exchange once more.
     left_around: dict[nn.Module, FoundLayer] = {}
     for layer in left:
         left_around.update(dict.fromkeys(layer.inside, layer))
@@ -261,25 +265,26 @@ def _refuse_unusable(
 
 
 def _undo_and_close(undo: Undo, closing: contextlib.ExitStack, module: nn.Module) -> None:
-    """Restore a module's forward, and close what belongs to the whole model.
+    """Restore a module's forward, and end the trials and the timeline of the whole model.
 
-    So the first module that is restored ends the trials and the record.
+    The first module of a model that is restored ends them; further calls of ``close`` do nothing.
     """
     undo(module)
     closing.close()
 
 
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:
-    """Restore the forward of every layer of ``model``, as far as it is overlapped.
+    """Restore the forward of every overlapped layer of ``model``.
 
-    Not collective. Call it on every rank of the sp group, since a rank that still exchanges would
-    wait for the others; and behind backward, since an activation checkpoint that recomputes layers
-    afterwards would attend to each rank's tokens alone. Where another overlapped transformers model
-    shares layers with this one, its next forward raises, unless stock Ulysses exchanges for them.
+    Not collective. Call this on every rank of the sp group, since a rank that still exchanges would
+    wait for the others. Call it after backward, since a layer that an activation checkpoint
+    recomputes later would attend to each rank's tokens only. If another overlapped transformers
+    model shares layers with this model, the next forward of the other model raises an error,
+    unless stock Ulysses exchanges for the layers.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.
-        stock_too: Whether to take out DeepSpeed's ``UlyssesSPAttentionHF`` as well, in the whole
+        stock_too: Whether to remove DeepSpeed's ``UlyssesSPAttentionHF`` as well, in the whole
             process, from the attention function that ``model`` is configured for. Each rank then
             attends to its own tokens, as ``generate`` needs. To train again, call `enable` with
             ``sequence_process_group=``.
@@ -301,6 +306,6 @@ def is_overlapped(model: nn.Module) -> bool:
 def _has_stale_forward(module: nn.Module) -> bool:
     """Return whether ``module`` is a copy that was made while the original was overlapped."""
     forward = vars(module).get("forward")
-    # ``copy.deepcopy`` copies the attribute that `rebind` set. A pickle turns this attribute into a
-    # bound method of the class, which `enable` would take for a forward that somebody replaced.
+    # ``copy.deepcopy`` copies the attribute that `rebind` set. A pickle turns this attribute into
+    # a method of the class, which `enable` would take for a forward that the user has replaced.
     return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

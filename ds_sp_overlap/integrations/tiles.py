@@ -1,7 +1,7 @@
 """Finds the norms and dense MLPs around attention layers, and runs them in tiles.
 
-See Note [Tiles] in `attention.runtime.tiles`. A module keeps its own forward unless it was read as
-a function of one token at a time, and in each call where this no longer holds.
+See Note [Tiles] in `attention.runtime.tiles`. Only a module that is known to compute each token by
+itself runs in tiles. In a call where this is no longer known, it runs its own forward.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from .inspect.tokenwise import fixed_state, probe_tokenwise
 from .layers import Binds, FoundLayer
 from .rebinding import rebind
 
-# Temporaries of a norm in bf16, forward and backward, over its input. Nearly all are fp32.
+# The bytes of a norm's temporaries, forward and backward in bf16, divided by the bytes of its
+# input. Nearly all of the temporaries are fp32.
 _NORM = 14
-# Temporaries of an MLP for each number that a token takes from its weights, that is, for each
-# column of a weight: an output, its activation, and the gradients of both, as far as they coexist.
+# The count of an MLP's temporaries per token for each unit of inner width (elements of the weights
+# divided by m): the unit's value, its activation, and the gradients of both, as far as these are
+# alive at the same time.
 _MLP = 3
 
 
@@ -38,7 +40,7 @@ def find_tiles(
         model: The model.
         layers: Its attention layers.
         tokens: The most tokens in a tile; "auto": see `_TiledModule.tokens_for`.
-        binds: The modules are added here, each with the binding of its forward.
+        binds: Receives the modules, each with the function that rebinds its forward.
 
     Returns:
         Lines for the report.
@@ -77,14 +79,14 @@ def find_tiles(
 
 
 def _counted(names: Counter[str]) -> str:
-    """Return names with their counts, in words."""
+    """Return names with their counts, such as "LlamaMLP (32), LlamaRMSNorm (64)"."""
     return ", ".join(f"{name} ({count})" for name, count in names.items())
 
 
 def _holds_more(module: nn.Module) -> bool:
-    """Return whether a module may hold more than its input and its output.
+    """Return whether a module may need temporaries besides its input and its output.
 
-    Products, embeddings, dropouts and activations don't.
+    Linear layers, embeddings, dropouts and activations don't.
     """
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return False
@@ -94,21 +96,22 @@ def _holds_more(module: nn.Module) -> bool:
 def _why_whole(module: nn.Module) -> str:
     """Return why a module can't run in tiles as it is now; empty if it can.
 
-    Its own hooks run around all tiles. Those of its parts would run in each tile.
+    Hooks of the module itself are no reason: they run once, around all tiles. Hooks of its
+    submodules would run in each tile.
     """
     for name, part in module.named_modules():
         if part is not module and not can_call_through(part):
             return f"{name} has a hook, or a forward of its own"
         if isinstance(part, nn.ModuleList):
             return "it is a mixture of experts"
-        # As FSDP1 puts views in the place of parameters.
+        # FSDP1, for example, replaces parameters by views.
         if any(isinstance(value, Tensor) for value in vars(part).values()):
             return f"{name or 'it'} has a tensor that is no parameter"
     return ""
 
 
 def _token_size(module: nn.Module) -> int:
-    """Return m of a norm or an MLP: what its first product takes, or what it normalizes."""
+    """Return m of a norm or an MLP: the input width of its first linear layer, or of the norm."""
     for part in module.modules():
         for name in ("in_features", "nx"):  # of linear layers, and of transformers' Conv1D
             if isinstance(size := vars(part).get(name), int):
@@ -124,7 +127,7 @@ class _TiledModule:
         name: Its name in the model.
         module: The module.
         tokens: The most tokens in a tile, or "auto".
-        known: Modules that were read before. One that is alike needs no second probe.
+        known: The modules so far. A module with the state and shapes of one of them is not probed.
 
     Raises:
         Unknown: if it can't run in tiles.
@@ -150,8 +153,8 @@ class _TiledModule:
     def tokens_for(self, x: Tensor) -> int:
         """Return the most tokens in a tile of ``x``.
 
-        "auto": as many as keep a tile's temporaries below half of ``x``. Ranks with other lengths
-        take other tiles, since no tile communicates.
+        "auto": as many as keep a tile's temporaries below half the size of ``x``. The number may
+        differ between ranks, since tiles don't communicate.
         """
         if self.tokens != "auto":
             return self.tokens
@@ -160,7 +163,7 @@ class _TiledModule:
         return max(1, int(x.shape[:-1].numel() / (2 * held)))
 
     def forward(self, own: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run in tiles, or whole where that is no longer known to be the same."""
+        """Run in tiles; or run the own forward if tiles may no longer give the same result."""
         reason = _why_whole(self.module)
         if args or kwargs or not isinstance(x, Tensor) or x.dim() != 3:
             reason = "it is called with something else than hidden states [b, s, m]"

@@ -1,8 +1,8 @@
-"""Accelerate's handling of a DeepSpeed config that has an ``sp_overlap`` section.
+"""Lets Accelerate accept a DeepSpeed config that has an ``sp_overlap`` section.
 
-Accelerate fills in every "auto" of the config, and stops at a key that it doesn't know: `install`
-keeps it off the section. Its launcher passes on only some keys of its YAML file: a section there
-would be lost without a word, so `in_yaml` lists the keys in which it is looked for.
+Accelerate fills in every "auto" of the config, and raises an error for a key that it doesn't know:
+`install` makes it skip the section. Accelerate's launcher drops unknown keys of its YAML file
+without a warning: `in_yaml` lists the keys of that file, so that a section there raises an error.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 # The module of Accelerate that fills in "auto".
 PLUGINS = "accelerate.utils.dataclasses"
-# Environment variable of Accelerate's launcher: the keys under ``deepspeed_config`` in its YAML.
+# The environment variable in which Accelerate's launcher passes on the names of the keys under
+# ``deepspeed_config`` in its YAML file.
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def install() -> None:
     """Keep Accelerate from filling in the "auto" values of the ``sp_overlap`` section.
 
-    The package has this called once `PLUGINS` is loaded (`after_import`).
+    `after_import` calls this once the module `PLUGINS` is loaded.
     """
     DeepSpeedPlugin = sys.modules[PLUGINS].DeepSpeedPlugin
     original = DeepSpeedPlugin.fill_match
 
     @functools.wraps(original)
     def fill_match(plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
-        """Fill in the key ``ds_key_long``, such as "optimizer.params.lr", unless it is ours."""
+        """Fill in ``ds_key_long``, such as "optimizer.params.lr", outside ``sp_overlap``."""
         if ds_key_long.split(".")[0] != "sp_overlap":
             return original(plugin, ds_key_long, *args, **kwargs)
 
@@ -36,8 +37,7 @@ def install() -> None:
 
 
 def in_yaml() -> dict[str, Any]:
-    """Return the keys under ``deepspeed_config`` of Accelerate's YAML, each with the value None.
-
-    The launcher passes on the names alone. Empty if the launcher is not used, or has no such keys.
+    """Return the keys under ``deepspeed_config`` in Accelerate's YAML file, each mapped to None.
+    The launcher passes on only the names of the keys. Empty without the launcher or the keys.
     """
     return dict.fromkeys(filter(None, os.environ.get(FIELDS, "").split(",")))

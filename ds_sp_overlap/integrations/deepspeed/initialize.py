@@ -1,10 +1,9 @@
-"""The ``sp_overlap`` section of a DeepSpeed config.
+"""Makes DeepSpeed honour the ``sp_overlap`` section of its config.
 
-DeepSpeed ignores a section that it doesn't know. Loading this file wraps the constructor of
-DeepSpeed's engine, so that a config with the section overlaps the model of the new engine, whoever
-makes the engine: ``deepspeed.initialize``, which a script may have imported by name before, or a
-framework itself. The package loads the file once DeepSpeed is imported. A misspelt section, which
-DeepSpeed would ignore as well, is an error.
+DeepSpeed ignores a section that it doesn't know. Importing this file wraps the constructor of
+DeepSpeed's engine. An engine whose config has the section then overlaps its model, whether
+``deepspeed.initialize`` or a framework makes the engine. The package imports this file once
+DeepSpeed is imported. A misspelt section, which DeepSpeed would ignore as well, is an error.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from ..transformers import registration
 from . import accelerate
 
 OLDEST = "0.19.7"
-# Environment variable for scripts whose JSON can't be edited: a section as JSON, 1 to switch the
-# overlap on, or 0 to switch it off. Its keys take precedence over those of the section. A section
-# in it switches the overlap on unless it has ``enabled`` itself.
+# Environment variable for scripts whose config can't be edited: a section as JSON, 1 to switch the
+# overlap on, or 0 to switch it off. The keys of the variable take precedence over those of the
+# config. A JSON section switches the overlap on, unless it sets ``enabled`` itself.
 VARIABLE = "DS_SP_OVERLAP"
-# Keys from ``python -m ds_sp_overlap run``, which take precedence over all others.
+# Keys from ``python -m ds_sp_overlap run``, which take precedence over the config and the variable.
 from_command_line: dict[str, Any] = {}
 
 
@@ -67,7 +66,7 @@ def install() -> None:
     original = DeepSpeedEngine.__init__
     if hasattr(original, "__sp_overlap__"):
         return
-    # A module with hooks of DeepSpeed can still be overlapped: ZeRO-3 gathers weights in them.
+    # Hooks of DeepSpeed on a module don't prevent its overlap: ZeRO-3 gathers weights in them.
     linear.harmless.add("deepspeed.")
     transport.log = transport.Log(comms_logger, _all_to_all)
     signature = inspect.signature(original)
@@ -89,8 +88,8 @@ def install() -> None:
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
     """Exchange through ``deepspeed.comm``, so that DeepSpeed's comms logger sees the exchange.
 
-    Called for each exchange while the logger is enabled; see `transport.Log` for the arguments and
-    the handle that is returned.
+    Called for each exchange while the logger is enabled. See `transport.Log` for the arguments and
+    the returned handle.
     """
     return deepspeed.comm.all_to_all_single(
         recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
@@ -105,13 +104,13 @@ def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
         args: The script's arguments, if ``deepspeed.initialize`` was given any.
 
     Returns:
-        The merged section, which may have ``enabled`` false; None if there is neither a section nor
-        the variable.
+        The merged section, in which ``enabled`` may be false; None if there is neither a section
+        nor the variable.
 
     Raises:
         ValueError: on this rank: if the section, the variable or their combination is not valid;
-            if ``run`` was given options without either; or if DeepSpeed's AutoSP is to exchange as
-            well.
+            if ``run`` has options but there is neither section nor variable; or if the config also
+            switches on DeepSpeed's AutoSP.
     """
     section, variable = _section(ds_config, args), _variable()
     if section is None and variable is None:
@@ -138,9 +137,9 @@ def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
 
 
 def _variable() -> dict[str, Any] | None:
-    """Return the keys that the environment variable gives; None if it is unset or blank.
+    """Return the keys in the environment variable; None if it is unset or blank.
 
-    For "0" the result is ``{"enabled": False}``, which switches a section of the config off.
+    "0" gives ``{"enabled": False}``, which switches a section of the config off.
 
     Raises:
         ValueError: if the variable is neither 1, 0 nor a valid section.
@@ -165,10 +164,10 @@ def _variable() -> dict[str, Any] | None:
 
 
 def _section(ds_config: dict, args: Any) -> Any:
-    """Return the ``sp_overlap`` section, unchecked; None if there is none.
+    """Return the ``sp_overlap`` section, not validated yet; None if there is no section.
 
     Raises:
-        ValueError: if the section is in a place where nobody reads it, or under another name.
+        ValueError: if the section is misplaced or misspelt, so that nobody would read it.
     """
     if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
         raise ValueError(
@@ -182,12 +181,12 @@ def _section(ds_config: dict, args: Any) -> Any:
             "belongs at the top level of the config (to switch it off give it "
             '"enabled": false)'
         )
-    # A flag of Megatron-DeepSpeed stands for a section where the config has none.
+    # A flag of Megatron-DeepSpeed replaces a missing section.
     return ds_config.get("sp_overlap", megatron_bridge.section(args))
 
 
 def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
-    """Yield the keys that can only mean the section, but are misspelt or inside another section.
+    """Yield the keys that obviously mean ``sp_overlap``, but are misspelt or not at the top level.
 
     Args:
         config: The config, or a section of it.
@@ -196,13 +195,13 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
     for key, value in config.items():
         letters = re.sub("[^a-z]", "", str(key).lower())
         similarity = difflib.SequenceMatcher(None, letters, "spoverlap").ratio()
-        # Above 0.85 about one of the nine letters is wrong, or two are missing.
+        # A ratio above 0.85 allows about one wrong letter of nine, or two missing ones.
         typo = letters.startswith("sp") and similarity > 0.85
         synonym = re.match("(ds|deepspeed)?(sp|sequenceparallel|ulysses)overlap", letters)
         if not synonym and not typo:
             if isinstance(value, dict):
                 yield from _misplaced(value, f"{within}{key}.")
-        # A key that begins with another character, such as "_sp_overlap", was commented out.
+        # A key such as "_sp_overlap", which begins with no letter, is taken for commented out.
         elif str(key)[0].isalpha() and (within or key != "sp_overlap"):
             yield within + key
 
@@ -223,11 +222,11 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn of factors and sums that the training loop must allow for, without the overlap as well.
+    """Warn of errors in losses and gradients that sequence parallelism causes without this package.
 
-    ZeRO-3's reduce-scatter divides gradients by the sp size once more; transformers' Trainer allows
-    for that. The Trainer's loss does not know of accumulation. DeepSpeed's own mesh leaves the sum
-    over the sp group to the loop.
+    ZeRO-3's reduce-scatter divides gradients by the sp size once too often; only transformers'
+    Trainer compensates for that. The Trainer's loss ignores gradient accumulation. With the mesh
+    of the DeepSpeed config, gradients are not summed over the sp group.
     """
     size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
     if size == 1:
@@ -256,7 +255,10 @@ def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def _trainer() -> Any:
-    """Return transformers' Trainer, or one made of it, whose method is running; None without one."""
+    """Return the object whose method in transformers' ``trainer`` module is on the call stack.
+
+    Usually a ``Trainer`` or an instance of a subclass; None if there is no such method.
+    """
     frame: Any = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
@@ -267,7 +269,7 @@ def _trainer() -> Any:
 
 
 def _refuse_trainer() -> None:
-    """Raise ValueError for a trainer of TRL that knows nothing of a split sequence."""
+    """Raise ValueError for a trainer of TRL that doesn't support a split sequence."""
     trl = [kind.__name__ for kind in type(_trainer()).__mro__ if kind.__module__.startswith("trl.")]
     if trl and "SFTTrainer" not in trl:
         raise ValueError(
@@ -280,22 +282,21 @@ def _refuse_trainer() -> None:
 def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     """Overlap the model of a new engine as its section asks; rank 0 logs the report.
 
-    Collective over the ranks that share sequence and data (``seq_data_parallel_group``), and with
-    pipeline parallelism over all ranks.
+    Collective over ``engine.seq_data_parallel_group``, or over all ranks with pipeline parallelism.
 
     Args:
-        config: The section. Without one (None) these ranks still compare, since another one may
-            have a section, and warnings are given; the model is left alone.
+        config: The section. If None, the ranks still compare, since another rank may have a
+            section, and warnings are logged; the model is not changed.
         engine: The engine.
 
     Raises:
         ValueError: on all ranks, if their sections differ, or as `enable` does.
     """
     size = getattr(engine, "sequence_parallel_size", 1)
-    # Layers may have an sp group that DeepSpeed wasn't told of.
+    # Layers may have an sp group that DeepSpeed doesn't know.
     if size == 1 and (group := find_group(engine.module)) is not None:
         size = dist.get_world_size(group)
-    # Stages of a pipeline wait for one another (`_enable_stages`), those without layers too.
+    # All stages of a pipeline wait for one another (`_enable_stages`), even those without layers.
     if engine.pipeline_parallelism:
         _agree(config, dist.group.WORLD)
     elif size > 1:
@@ -322,14 +323,14 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
 
 
 def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:
-    """Raise ValueError if DeepSpeed's MoE takes the mpu's sp ranks for tensor-parallel ranks."""
+    """Raise ValueError if DeepSpeed's MoE treats the mpu's sp ranks as tensor-parallel ranks."""
     mpu = groups.mpu
     if not hasattr(mpu, "get_sequence_parallel_group") or engine.sequence_parallel_size == 1:
         return
     if bwc_tensor_model_parallel_world_size(mpu) == 1:
         return
-    # An mpu of sp ranks alone calls them model-parallel as well. The MoE then keeps a share of the
-    # tokens on each sp rank, as if all sp ranks had the same tokens.
+    # An mpu with sp ranks only also reports them as model-parallel ranks. The MoE then keeps 1/P of
+    # the tokens on each sp rank, as if all sp ranks had the same tokens.
     sp_ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
     tp_ranks = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
     for name, module in engine.module.named_modules():
@@ -351,17 +352,18 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     """Overlap the stages of a pipeline that have attention layers. Collective over all ranks.
 
     Returns:
-        The report of this rank's stage; empty, with a note, for a stage without attention layers.
+        The report of this rank's stage; for a stage without attention layers, a report with a note.
 
     Raises:
-        ValueError: on all ranks, if a stage can't be overlapped, or if no stage has such a layer.
+        ValueError: on all ranks, if a stage can't be overlapped, or if no stage has attention
+            layers.
     """
     report, error = Report(note="no attention layer in this stage of the pipeline"), ""
-    # A stage with an sp group is taken to have layers. The group is that of a
-    # `DistributedAttention` in it, or one that DeepSpeed itself was given.
+    # Assume attention layers in a stage that has an sp group: the group of a
+    # `DistributedAttention` in the stage, or the group that DeepSpeed itself has.
     has_layers = find_group(engine.module) is not None
     some_stage_has = any(_gather(has_layers))
-    # If no stage has any, each tries, to find out the reason.
+    # If no stage seems to have layers, each stage calls `enable`, for its error message.
     if has_layers or not some_stage_has:
         try:
             report = _enable(config, engine)
@@ -372,19 +374,19 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     for rank, (text, _) in enumerate(outcomes):
         # A stage without attention layers is no fault where another stage has some.
         if text and not (is_somewhere and NO_LAYERS in text):
-            # Also on the ranks whose own stage was overlapped.
+            # All ranks restore their stage, even if it was overlapped without an error.
             disable(engine.module)
             raise ValueError(f"{text} (in the pipeline stage of rank {rank})")
     return report
 
 
 def _gather(what: Any, group: Any = None) -> list[Any]:
-    """Return ``what`` of every rank of ``group``, by default of all, in rank order. Collective."""
+    """Gather ``what`` from every rank of ``group``, or of the world, in rank order. Collective."""
     every = [what] * dist.get_world_size(group)
     dist.all_gather_object(every, what, group=group)
     return every
 
 
-# At the end of the file, not in the function that the package gives to `after_import`: where this
-# file is what first imports DeepSpeed, that function runs while this file is only half loaded.
+# Called here, not by the function that the package passes to `after_import`: if this file is the
+# first to import DeepSpeed, that function runs before the rest of this file has been executed.
 install()

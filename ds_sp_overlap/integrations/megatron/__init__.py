@@ -1,1 +1,1 @@
-"""Megatron-DeepSpeed: its attention layers and decoder layers, and its use with newer DeepSpeed."""
+"""Adapter to Megatron-DeepSpeed: its attention layers, and its use with newer DeepSpeed."""

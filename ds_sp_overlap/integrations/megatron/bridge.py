@@ -1,7 +1,8 @@
 """Lets Megatron-DeepSpeed's HEAD run with a current DeepSpeed.
 
 "HEAD" is the last commit of Megatron-DeepSpeed, 4efb479d. This file provides a module that
-DeepSpeed removed, and reads a flag of pull request 415. Megatron is never imported from here.
+DeepSpeed has removed, and reads a flag of Megatron-DeepSpeed's pull request 415. It never imports
+Megatron.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec whose loader is this object; None for any other module."""
-        # Other programs shall see that DeepSpeed has no such module.
+        # In programs without Megatron the module stays missing.
         if name not in self.names or "megatron" not in sys.modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
 
     def create_module(self, spec: Any) -> None:
-        # Python makes the module as it makes any other.
+        # None: Python creates the module as usual.
         return None
 
     def exec_module(self, module: Any) -> None:
@@ -54,20 +55,22 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def bridge() -> None:
     """Let Megatron-DeepSpeed import a module that DeepSpeed has removed.
 
-    Called when the package is imported, whether the program uses Megatron or not.
+    The import of the package calls this in every program, whether it uses Megatron or not.
     """
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
-        # Last of all finders, so that a module of DeepSpeed's own comes first.
+        # Behind all other finders, so that DeepSpeed's own module is found first if it exists.
         sys.meta_path.append(_Compression())
 
 
 def section(args: Any) -> dict | None:
-    """Return the section that a flag of pull request 415 stands for.
+    """Return the ``sp_overlap`` section for the flag ``--ds-sequence-parallel-overlap-comm``.
+
+    Pull request 415 of Megatron-DeepSpeed defines the flag.
 
     Args:
-        args: The script's arguments, which may lack the flag; None for a script without any.
+        args: The script's parsed arguments, which may lack the flag; or None.
 
     Returns:
-        The ``sp_overlap`` section; None if the flag is not set.
+        The section; None if the flag is not set.
     """
     return {"enabled": True} if getattr(args, "ds_sequence_parallel_overlap_comm", False) else None

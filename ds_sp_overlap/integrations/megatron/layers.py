@@ -1,14 +1,13 @@
-"""Megatron-DeepSpeed: finds its ``ParallelAttention`` layers.
+"""Finds the ``ParallelAttention`` layers of Megatron-DeepSpeed, and replaces their forward.
 
 A layer is recognised by the names of its children, as of commit 4efb479d: ``query_key_value`` (rows
 [all q | all k | all v]), ``dist_attn`` (DeepSpeed's class around the local attention) and
 ``dense``, whose bias the caller adds. Hidden states are [s/P, b, m]. With pull request 415 a layer
-has ``query_linear``, ``key_linear`` and ``value_linear`` in place of the fused projection. The
-layer is driven whole if its forward is known (`megatron.source`). Megatron is never imported from
-here.
+has ``query_linear``, ``key_linear`` and ``value_linear`` instead of the fused projection. If the
+forward of a layer is known (`megatron.source`), `SelfAttention` replaces the whole forward. This
+file never imports Megatron.
 
-A layer that is driven whole computes the right results where Megatron-DeepSpeed at 4efb479d
-("HEAD") fails:
+The replaced forward computes correct results where Megatron-DeepSpeed at 4efb479d ("HEAD") fails:
 
 - The attention mask reaches core attention; HEAD passes it as ``batch_dim_idx``.
 - Attention may return [s, b, h d].
@@ -45,30 +44,32 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 
 
 def is_batch_first(module: Any) -> bool:
-    """Return whether a layer's local attention takes [b, s, h, d]: flash attention, not Triton's."""
+    """Return whether a layer's local attention takes q as [b, s, h, d].
+
+    True for flash attention, but not for the one in Triton.
+    """
     return module.use_flash_attn and not module.use_flash_attn_triton
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) -> Tensor:
     """Attend with the local attention that the layer was built with.
 
-    The block calls this between the exchanges, once for each head group. ``h/P`` below stands for
-    the query heads of the group.
+    `SelfAttention` calls this between the exchanges, once for each head group of h' query heads.
 
     Args:
         module: The layer.
-        q: [s, b, h/P, d].
+        q: [s, b, h', d].
         k: [s, b, h_kv', d]. The KV heads that the query heads need.
         v: [s, b, h_kv', d].
-        mask: The mask of core attention; flash attention takes none.
+        mask: The mask of core attention; flash attention takes no mask.
 
     Returns:
-        o, [s, b, h/P, d] or [s, b, h/P d].
+        o, [s, b, h', d] or [s, b, h' * d].
     """
     local = module.dist_attn.local_attn
     flash_function = getattr(getattr(local, "flash_attn_func", None), "__name__", "")
     grouped = k.shape[2] < q.shape[2]
-    # Every other attention of Megatron wants as many KV heads as query heads.
+    # All other attentions of Megatron need as many KV heads as query heads.
     if grouped and flash_function != "flash_attn_varlen_func":
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
@@ -77,14 +78,14 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
         return local(q, k, v)
-    # Core attention flattens o to this width, that of all heads of a rank. q may hold only the
-    # heads of one head group, so the width of q is set for the call.
+    # Core attention flattens o to the width in this attribute, the width of all heads of a rank. q
+    # may hold only one head group, so the attribute is set to the width of q during the call.
     with replaced(vars(local), "hidden_size_per_partition", q.shape[2] * q.shape[3]):
         return local(q, k, v, mask.tensor)
 
 
 def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ...]:
-    """Return cos and sin at the positions of this rank.
+    """Return the cos and sin tables for the positions of this rank.
 
     Args:
         rotary: (cos, sin) of the whole sequence, each [s, 1, 1, d_rot]; None without RoPE.
@@ -95,7 +96,7 @@ def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ..
         (cos, sin), each [s/P, 1, 1, d_rot], in the dtype of ``x``; empty without RoPE.
 
     Raises:
-        ValueError: if ``rotary`` is anything else, or too short.
+        ValueError: if ``rotary`` is not two tensors, or is shorter than the sequence.
     """
     if rotary is None:
         return ()
@@ -110,8 +111,9 @@ def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ..
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({len(x)} on each "
             f"of {sp_group.size} ranks); give the tables of the whole sequence"
         )
-    # RoPE is elementwise. So q and k can be rotated before the exchange, where the time is hidden,
-    # and are bit-identical to those that the layer's own forward rotates behind the exchange.
+    # RoPE computes each token by itself. So q and k can be rotated before the exchange, where the
+    # exchange hides the time. The results are bit-identical to those of the layer's own forward,
+    # which rotates after the exchange.
     (cos, sin), own = rotary, slice(sp_group.rank * len(x), (sp_group.rank + 1) * len(x))
     return cos[own].to(x.dtype), sin[own].to(x.dtype)
 
@@ -138,8 +140,8 @@ class _Driven:
 
     Attributes:
         block: The `SelfAttention`.
-        facts: What the layer's forward goes by, as it was in `enable`.
-        baseline_is_right: Whether the layer's own forward computes the same.
+        facts: The children, constants and methods that the forward uses, as they were in `enable`.
+        baseline_is_right: Whether the layer's own forward computes the same result.
     """
 
     def __init__(self, name: str, module: Any, settings: OverlapSettings):
@@ -178,15 +180,15 @@ class _Driven:
         encoder_output: Any = None,
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
-        # Megatron-DeepSpeed passes this at first, and calls again without it after a TypeError.
+        # Megatron-DeepSpeed first calls with this argument, and without it after a TypeError.
         cpu_offloading: bool = False,
     ) -> Any:
-        """Attend over the global sequence; takes the place of the layer's forward. Collective.
+        """Attend over the global sequence; replaces the layer's forward. Collective.
 
         Raises:
             RuntimeError: on this rank, if the layer has changed since `enable`.
-            ValueError: for arguments that can't work. In the layer's first call, every fault of one
-                rank is this error on all ranks.
+            ValueError: for invalid arguments. In the layer's first call, an error of one rank is
+                raised on all ranks, as a ValueError.
         """
         name, module, block, settings = self.name, self.module, self.block, self.settings
         others = (attention_mask, encoder_output, inference_params, rotary_pos_emb)
@@ -204,7 +206,7 @@ class _Driven:
         except (RuntimeError, ValueError) as error:
             block.layer.refuse(error)
         is_candidate = settings.policy and self.baseline_is_right
-        # [b or 1, 1, s, s]; b may be the number of heads.
+        # The mask is [b or 1, 1, s, s]. `ForAllHeads`, since b may equal the number of heads.
         mask = ForAllHeads(attention_mask)
         try:
             return block(
@@ -214,11 +216,11 @@ class _Driven:
                 mask=mask,
             )
         except TypeError as error:
-            # HEAD would call again after a TypeError, on this rank alone.
+            # After a TypeError, Megatron-DeepSpeed would call again on this rank only.
             raise RuntimeError(f"{name}: {error}") from error
 
     def _refuse_changed(self) -> None:
-        """Raise RuntimeError, on this rank, if the layer is another one than in `enable`."""
+        """Raise RuntimeError, on this rank, if the layer has changed since `enable`."""
         module, now = self.module, facts_of(self.module)
         changed = [name for name, fact in self.facts.items() if now.get(name, MISSING) != fact]
         if not hooks_are_harmless(module.dist_attn) or has_own_forward(module.dist_attn):
@@ -233,13 +235,14 @@ class _Driven:
 def _plain(linears: list[nn.Module]) -> Plain:
     """Return the forwards of Megatron's linear layers that compute x w^T + b and nothing else.
 
-    The block may compute these part by part.
+    `SelfAttention` may compute these linear layers part by part.
 
     Returns:
-        For each such forward, a function that tells whether a layer leaves its bias to the caller.
+        For each such forward, a function that returns whether a linear layer leaves the addition of
+        its bias to the caller.
     """
     plain: Plain = {}
-    # With any of these a layer computes more, for tensor parallelism.
+    # A layer with one of these attributes set also communicates, for tensor parallelism.
     extras = (
         "sequence_parallel",
         "async_tensor_model_parallel_allreduce",
@@ -268,24 +271,24 @@ def _has_own_local(module: Any) -> bool:
     local = module.dist_attn.local_attn
     if not isinstance(local, nn.Module) or "forward" in vars(local) or has_own_call(local):
         return False
-    # Megatron defines all of its local attentions in the file that defines the layer.
+    # Megatron defines all of its local attentions in the same file as the layer.
     files = {kind.__module__ for kind in type(module).__mro__}
     return defined_in(type(local).forward) in files
 
 
 def _why_not(module: nn.Module) -> tuple[str, bool]:
-    """Explain why a layer can't be driven whole.
+    """Explain why the whole forward of a layer can't be replaced.
 
     Returns:
-        The reason, empty if the layer can be driven whole; and whether at least the exchanges in
-        its ``dist_attn`` can be overlapped.
+        The reason, empty if the forward can be replaced; and whether at least the exchanges in the
+        layer's ``dist_attn`` can be overlapped.
     """
     children = dict(module.named_children())
     if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
         return "cross attention", False
     if has_own_forward(module.dist_attn):
         return f"dist_attn ({type(module.dist_attn).__name__}): {OWN}", False
-    # Whatever calls ``dist_attn``, the exchanges in it can be overlapped.
+    # From here on, at least the exchanges in ``dist_attn`` can be overlapped.
     if "forward" in vars(module):
         return "its forward was replaced", True
     splits_heads = module.num_attention_heads_per_partition != module.num_attention_heads
@@ -301,15 +304,15 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
 def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """Find the ``ParallelAttention`` layers of a model.
 
-    `enable` calls this for every model, and nothing is rebound yet.
+    `enable` calls this for every model. Nothing is rebound here.
 
     Args:
         model: The model.
         overlap: The settings of its layers.
 
     Returns:
-        The layers, each of which is driven whole, overlapped at its ``dist_attn`` alone, or left as
-        it is; empty for a model of another framework.
+        The layers. Of each, the whole forward is replaced, or only the exchanges in ``dist_attn``
+        are overlapped, or nothing is. Empty for a model of another framework.
 
     Raises:
         ValueError: if ``head_groups`` or ``shares`` is out of range.
@@ -328,9 +331,9 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         if reason:
             layers.append(FoundLayer(name, module, lacks=reason, inside=inside))
             continue
-        # Given a reason, `groups_for` lets no ranks share query heads. With fewer queries than
-        # keys, Megatron's flash attention fails an assertion in training, and is not causal in
-        # evaluation.
+        # With this reason as ``attend``, `shares_of` lets no ranks share query heads. With fewer
+        # queries than keys, Megatron's flash attention fails an assertion in training, and is not
+        # causal in evaluation.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         driven = _Driven(name, module, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}

@@ -1,11 +1,11 @@
-"""Megatron-DeepSpeed: knows the forward of a ``ParallelAttention`` by its source.
+"""Recognises the forward of Megatron-DeepSpeed's ``ParallelAttention`` by its source.
 
-In a forward that is known
+A forward with a known source
 
-- q, k and v are the rows [all q | all k | all v] of its projections,
-- ``dist_attn`` is given these, the tables and the mask, and nothing else,
-- ``dense`` is given what ``dist_attn`` returns,
-- fewer KV heads than query heads are refused: the forward is no baseline there.
+- takes q, k and v from the rows [all q | all k | all v] of its projections,
+- passes these, the rotary tables and the mask to ``dist_attn``, and nothing else,
+- passes the result of ``dist_attn`` to ``dense``,
+- fails for fewer KV heads than query heads, so that it can't serve as a baseline for them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..inspect.accounting import is_plain
 from ..inspect.library import digest
 from ..inspect.tokenwise import has_own_call
 
-# The methods that compute, and the digests of their source in the commits that are known:
+# The methods in which the layer computes, and the digests of their source in the known commits:
 # 4efb479d, and pull request 415.
 PARTS = "forward", "get_sp_stream", "repeat_kv"
 KNOWN = {"6ad9c6854d8c1e86", "57d3f24bba0e530c"}
-# The digests of the forwards of its ColumnParallelLinear and RowParallelLinear in these commits.
+# The digests of the forwards of Megatron's ColumnParallelLinear and RowParallelLinear there.
 KNOWN_LINEAR = {"870192154e55c3f4", "2f83d0e5bb03246d", "38b5176df5e3ceac"}
 
 
 def why_unknown(module: Any) -> str:
-    """Explain why it is not known what a layer's forward computes; empty if it is known."""
+    """Explain why the computation of a layer's forward is not known; empty if it is known."""
     if has_own_call(module):
         return "it has a __call__ of its own"
     if not hooks_are_harmless(module.dist_attn):
@@ -39,9 +39,9 @@ def why_unknown(module: Any) -> str:
 
 
 def facts_of(module: Any) -> dict[str, Any]:
-    """Return what a known forward and its driver go by: children, constants and methods, by name.
+    """Return the children, constants and methods, by name, that a known forward depends on.
 
-    All must stay as they were in `enable`.
+    All of these must stay as they were in `enable`.
     """
     facts = dict(module.named_children())
     for name, value in vars(module).items():

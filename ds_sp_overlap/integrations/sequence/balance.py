@@ -1,9 +1,9 @@
-"""Dealing the queries of packed documents to the ranks that share query heads, by work.
+"""Splits the queries of packed documents evenly, by work, over the ranks that share query heads.
 
-Two chunks for each share (`exchange.geometry`, Note [Shares]) balance one long document. Behind the
-start of a document attention is cheap again, so that of packed documents one share may get the ends
-of all. Here the sequence is cut into more chunks. The one with most work is dealt first, each to
-the share that has least.
+Two chunks for each share balance one long document (Note [Shares] in `exchange.shares`). In packed
+documents the cost of a query drops at the start of each document, so one share could get the
+expensive ends of all documents. This file cuts the sequence into more chunks. It assigns the
+chunks in descending order of work, each to the share that has the least work so far.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import numpy as np
 from ...exchange.layout import chunk_of, joined
 from ...exchange.shares import QueryChunks
 
-# Chunks for each share. More chunks balance better, but each is a call of attention of its own.
+# Chunks for each share. More chunks balance better, but each chunk is a separate attention call.
 _CHUNKS = 8
 
 
 def balanced(work: np.ndarray, shares: int) -> QueryChunks:
-    """Deal the tokens of the sequence to shares; the same on every rank.
+    """Assign the tokens of the sequence to shares; the result is the same on every rank.
 
     Args:
         work: [s]. The number of keys that the query of each token sees.
         shares: r; at most s.
 
     Returns:
-        For each share, its tokens in ascending ranges.
+        For each share, the ranges of its tokens in ascending order.
     """
     chunks = min(_CHUNKS, len(work) // shares)
     ranges = [chunk_of(len(work), at, chunks * shares) for at in range(chunks * shares)]
     of_chunks = np.add.reduceat(work, [start for start, _ in ranges]).tolist()
-    # The work that each share was dealt so far, and its chunks.
+    # The work that each share has so far, and its chunks.
     loads, dealt = [0] * shares, [[] for _ in range(shares)]  # type: ignore[var-annotated]
     for chunk in sorted(range(len(ranges)), key=lambda chunk: -of_chunks[chunk]):
-        # All shares get equally many chunks, so that q and o stay equally large.
+        # All shares get the same number of chunks, so that q and o have nearly equal sizes.
         free = [share for share in range(shares) if len(dealt[share]) < chunks]
         share = min(free, key=loads.__getitem__)
         loads[share] += of_chunks[chunk]

@@ -1,12 +1,13 @@
 """Attention that keeps the documents of a packed sequence apart, in few kernel calls.
 
-One call per document would be slow where a row packs many short documents. `Documents` sorts the
-documents by length: a long one is a call of its own, and short ones of similar length share a call.
-So there are at most 8 calls per row, and one for each power of two up to an eighth of the sequence.
+One call per document would be slow if a row packs many short documents. `Documents` sorts the
+documents by length: each long document is a separate call, and short documents of similar length
+share a call. So there are at most 8 calls per row for long documents, and one call for each power
+of two up to an eighth of the sequence for short ones.
 
-The queries may be a range of the sequence alone. A document that begins in the range is as above. A
-document that began before the range is a call of its own, whose queries are the last tokens of its
-keys.
+The queries may cover only a range of the sequence. A document that begins in the range is treated
+as above. A document that began before the range is a separate call, whose queries are the last
+tokens of its keys.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ _BATCH = 2**15
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays of one dtype to ``device`` in one transfer, for which the host doesn't wait.
+    """Copy arrays of one dtype to ``device`` in one transfer, without making the host wait.
 
     Returns:
         A tensor for each array, of the array's shape.
     """
     host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    # Only a copy from pinned memory lets the host go on.
+    # Only a copy from pinned memory is asynchronous.
     host = host if device.type == "cpu" else host.pin_memory()
     parts = host.to(device, non_blocking=True).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
 
 
 class Documents:
-    """The documents of every row of a batch, sorted by the way in which attention takes them.
+    """The documents of every row of a batch, sorted into calls of attention.
 
-    `GlobalSequence` makes it on the host, once for all layers of a forward of the model.
+    `GlobalSequence` makes this object on the host, once for all layers of a forward of the model.
 
     Args:
         bounds: [n, 3]. Row, start and stop of each document, sorted by row and start.
         rows: The number of rows, b.
         seq: The length of a row, s.
         device: Holds the index tensors.
-        queries: The first token of the queries, and the token behind the last; None for all tokens.
+        queries: The range of tokens whose queries attend, (first, last + 1); None for all tokens.
 
     Attributes:
-        queries: As given.
-        long: For each call of attention on a long document, the row, the start and the stop.
-            Documents that began before the queries are among them, however short they are.
-        short: For each call on short documents, the tokens to gather, [n, length], and the results
-            to take, as indices into the flattened result. The length is a power of two; a shorter
-            document repeats its last token.
-        order: [b n]. The place of each query in the joined results of all calls, n queries a row;
-            None if they are in order, since all documents are long.
+        queries: The same range; (0, s) for all tokens.
+        long: For each call of attention on a long document: row, start and stop. Includes the
+            documents that began before the range of queries, however short they are.
+        short: For each call on short documents: the tokens to gather, [n, length], and the indices
+            into the flattened result of the tokens that are not padding. The length is a power of
+            two; a shorter document is padded with copies of its last token.
+        order: [b * n] for n queries in a row. The index of each query in the concatenated results
+            of all calls; None if the results are in order, because all documents are long.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Documents:
     ):
         self.rows, self.queries = rows, queries or (0, seq)
         first, last = self.queries
-        # From here on, a row is its queries alone, and a place in it counts from the first of them.
+        # From here on, a row holds its queries only, and indices count from the first query.
         seq = last - first
         bounds = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)]
         bounds[:, 2] = np.minimum(bounds[:, 2], last)
@@ -82,37 +83,37 @@ class Documents:
         self.order: Tensor | None = None
         if is_long.all():
             return
-        # For each call, the queries that its results belong to, as indices into all rows joined.
+        # For each call, the queries of its results, as indices into the concatenated rows.
         tokens_of_calls: list[np.ndarray] = []
         for row, start, stop in self.long:
             tokens_of_calls.append(row * seq - first + np.arange(max(start, first), stop))
         index_arrays: list[np.ndarray] = []
         starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 1
-        # Calls on documents of more than power / 2 and at most ``power`` tokens; none is long.
+        # Each step plans the calls on short documents of power / 2 + 1 to ``power`` tokens.
         while power // 2 * _LONG <= seq:
             (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
             for begin in range(0, len(similar), _BATCH):
                 batch = similar[begin : begin + _BATCH]
-                # A shorter document repeats its last token, whose further results are not real.
+                # Pad a shorter document with copies of its last token; ``real`` excludes them.
                 nth, lengths = np.arange(power), length[batch, None]
                 index, real = starts[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
                 index_arrays += [index, real.ravel().nonzero()[0]]
                 tokens_of_calls.append(index[real])
             power *= 2
 
-        # Where to find the result of each query: the inverse of the order of the results.
+        # The inverse permutation of ``tokens_of_calls``: the index of each query's result.
         order = np.argsort(np.concatenate(tokens_of_calls))
         *short, self.order = to_device([*index_arrays, order], device)
         self.short = list(zip(short[::2], short[1::2]))
 
     def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
-        """Attend within each document; runs in each call of a layer, once per head group.
+        """Attend within each document; each call of a layer runs this once per head group.
 
         Args:
-            attention: Attends to documents q, k, v [n, length, h, d]; returns o [n, length, h, d].
-                Has more keys than queries in a document that began before the queries.
-            q: [b, n, h, d]. The queries, all s of them or a range.
-            *others: k and v [b, s, h_kv, d]; or whatever ``attention`` takes, [b, s, ..].
+            attention: Maps q, k, v [n, length, h, d] of n documents to o [n, length, h, d]. For a
+                document that began before the range of queries, q is shorter than k and v.
+            q: [b, n, h, d]. The queries of all s tokens, or of the range.
+            *others: k and v [b, s, h_kv, d]; or other arguments of ``attention``, [b, s, ..].
 
         Returns:
             o [b, n, h, d].

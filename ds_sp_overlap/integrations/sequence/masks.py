@@ -1,8 +1,8 @@
-"""Reads which patterns (sliding windows, chunks) the masks of a transformers model have.
+"""Reads the patterns (sliding windows, chunks) of the masks of a transformers model.
 
-A mask of one rank is of no use where the sequence is split over ranks: transformers would make the
-mask for the rank's own tokens. This file reads the pattern off the mask functions instead, and
-hands the model a placeholder; see Note [Placeholder masks].
+On a sequence that is split over ranks, transformers would make a mask for this rank's tokens only,
+which is of no use. This file determines the pattern from transformers' mask functions instead, and
+gives the model a placeholder; see Note [Placeholder masks].
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .positions import GlobalSequence
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # All of transformers' ``create_*_mask`` end in a call of
 # ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``. While the forward of a
-# model runs, another function stands in this table. It reads the pattern off ``mask_function``
-# and returns a placeholder: a tensor of the mask's shape that is one byte large. The model passes
-# the placeholder on to its layers, which find by it the pattern to apply and the global sequence
-# to apply it to.
+# model runs, this table holds another function. It determines the pattern from ``mask_function``
+# and returns a placeholder: a tensor with the shape of the mask that occupies one byte. The model
+# passes the placeholder to its layers, which use it to look up the pattern and the global
+# sequence.
 #
-# The link is the memory of the placeholder, which its views and detached copies share. So it
-# survives a checkpoint: a layer that is recomputed in backward, when another forward may be
-# running, is given the placeholder of its own forward.
+# The key of the lookup is the memory of the placeholder, which views and detached copies of the
+# placeholder share. So the lookup works under a checkpoint: a layer that is recomputed in backward
+# is given the placeholder of its own forward, even if another forward is running then.
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The restrictions of a mask beside causality, documents and padding.
+    """The restrictions of a mask other than causality, documents and padding.
 
     Attributes:
-        window: The number of tokens that a token sees, itself included; None for no limit.
-        chunk: The length of the chunks within which tokens see each other; None for no chunks.
+        window: The number of tokens that a token attends to, itself included; None for no limit.
+        chunk: The length of a chunk in tokens, if tokens attend only within their chunk; else None.
     """
 
     window: int | None = None
@@ -52,14 +52,14 @@ class Pattern:
 def read(function: Callable) -> Pattern:
     """Return the pattern of a mask function of transformers.
 
-    Called when a model makes its masks, once for each; no mask is computed. Layers and models that
-    say themselves that they are not causal are refused before (`modules.why_not`, `refuse_unhonoured`).
+    Called once for each mask that a model makes; computes no mask. Layers that declare themselves
+    not causal were refused before (`modules.why_not`, `Layer.refuse_unhonoured`).
 
-    transformers makes mask functions by nesting closures. Each is known by the name of the function
-    that made it, and its variables give the numbers.
+    transformers builds a mask function from nested closures. The name of the function that made a
+    closure identifies it, and its variables hold the window or the chunk size.
 
     Raises:
-        ValueError: for a mask function with a part that is not known here, or without a causal one.
+        ValueError: if a closure is not known here, or none of them is causal.
     """
     is_causal, pattern, left = False, Pattern(), [function]
     while left:
@@ -80,7 +80,7 @@ def read(function: Callable) -> Pattern:
             pattern = replace(pattern, chunk=variables["chunk_size"])
         elif maker == "remap_positions_for_packed_sequence":
             left.append(variables["mask_function"])
-        # The documents are known from the position_ids of all ranks.
+        # Ignored, since the documents are known from the position_ids of all ranks.
         elif maker != "packed_sequence_mask_function":
             raise ValueError(f"a mask with {maker}")
     if not is_causal:
@@ -88,31 +88,32 @@ def read(function: Callable) -> Pattern:
     return pattern
 
 
-# Names of functions in transformers: documents by position_ids, and masks of recurrent layers.
+# Names of two functions in transformers: the first finds documents by position_ids, the second
+# makes the masks of recurrent layers.
 _FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_attention_mask"
 
 
 def _documents_of(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's document [b, s/P], without a wait for the device.
+    """Return the index of each token's document [b, s/P], without waiting for the device.
 
-    Takes the place of a function of transformers while `Masks.for_attention` runs. That function
-    waits for the device, to return None for a single document. The documents that count are those
-    of `positions.restarts`.
+    Replaces a function of transformers while `Masks.for_attention` runs, because that function
+    waits for the device. Attention does not use this result: it takes the documents from
+    `positions.restarts`.
     """
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 class Masks:
-    """The placeholders that a model's layers may hold; see Note [Placeholder masks].
+    """The placeholders that were given to a model's layers; see Note [Placeholder masks].
 
     Attributes:
         configs: The configs of the models whose masks are replaced; other models in the process get
             their own masks.
-        namespaces: The globals of the models that make masks for recurrent layers.
+        namespaces: The globals of the files whose models make masks for recurrent layers.
     """
 
     def __init__(self) -> None:
-        # By their memory: that, the sequence of the forward, and the pattern of the mask.
+        # By address: the memory, the global sequence of the forward, and the pattern of the mask.
         self._placeholders: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
         self.configs: list[Any] = []
         self.namespaces: list[dict[str, Any]] = []
@@ -120,7 +121,7 @@ class Masks:
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         """Return the sequence and the pattern of a placeholder; None for anything else.
 
-        Views and detached copies of a placeholder share its memory, and are found.
+        Also finds views and detached copies of a placeholder, which share its memory.
         """
         if not isinstance(mask, Tensor):
             return None
@@ -131,10 +132,10 @@ class Masks:
     def placeholder(
         self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
     ) -> Tensor:
-        """Make a placeholder of ``shape``, which masks nothing; remember sequence and pattern.
+        """Make a placeholder of ``shape``, which masks nothing; record its sequence and pattern.
 
-        The weak reference lets the memory go but keeps its ``_cdata`` from being used again, so
-        that no later mask is taken for this one. `for_attention` drops what is gone.
+        The weak reference frees the memory but reserves its address (``_cdata``), so no later mask
+        is mistaken for this one. `for_attention` removes the entries of freed placeholders.
         """
         mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
         storage = mask.untyped_storage()
@@ -175,7 +176,7 @@ class Masks:
                 del self._placeholders[key]
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
-        # This version of transformers, or this implementation, makes no masks by functions.
+        # This version of transformers, or this implementation, uses no mask functions.
         if implementation not in functions:
             yield
             return
@@ -192,12 +193,13 @@ class Masks:
                 raise ValueError(
                     f"{where}: {error} can't be honoured on a sequence that is split over ranks"
                 ) from None
-            # transformers up to 5.0 gives the positions of the queries in place of their number.
+            # transformers up to 5.0 passes the positions of the queries instead of their number.
             positions = kwargs.get("cache_position")
             queries = kwargs["q_length"] if positions is None else len(positions)
             device = kwargs["device"] if positions is None else positions.device
             shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
-            # Flash attention gets a mask for padding alone, functions of others what theirs makes.
+            # transformers' flash attention needs a mask only for padding. A mask function that is
+            # not transformers' own leaves ``mask_made`` as it is.
             if getattr(original, "__module__", "") == library.__name__:
                 is_flash = original is library.flash_attention_mask
                 sequence.mask_made = sequence.has_padding or not is_flash

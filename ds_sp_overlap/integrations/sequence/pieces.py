@@ -1,4 +1,4 @@
-"""The documents of one rank's tokens, for mixers that work on these tokens alone."""
+"""Finds the documents among one rank's tokens, for mixers that work on these tokens only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pieces_of(
     Args:
         sequence: The global sequence.
         rank: The rank, in the sp group.
-        reach: How many tokens before its own the rank is given.
+        reach: The number of tokens before its own that the rank receives for a convolution.
         by_states: Whether the mixer exchanges states.
         by_heads: Whether the mixer exchanges heads.
     """
@@ -39,7 +39,7 @@ def pieces_of(
 
     own = starts[:, first:last]
     token = np.arange(starts.shape[1])
-    # For each row, the first token of the document that this rank's first token belongs to.
+    # For each row, the first token of the document that contains this rank's first token.
     began = np.maximum.accumulate(np.where(starts, token, 0), 1)[:, first]
     ends = np.cumsum(lengths)[:rank]
     reached, reaches = to_device(

@@ -1,8 +1,8 @@
 """The positions, documents, padding and local lengths of the whole sequence, known to every rank.
 
-A rank sees only its own tokens, but attention after the exchange covers the whole sequence. So the
-ranks tell each other, once in each forward of a model, everything about their tokens that attention
-needs. See Note [One message, one wait].
+A rank has only its own tokens, but attention after the exchange covers the whole sequence. So once
+in each forward of a model, the ranks gather the positions and masks of all tokens. See Note [One
+message, one wait].
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from .documents import Documents, to_device
 # Note [One message, one wait]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # The ranks gather positions and masks with one all-gather in each forward, after which the host
-# waits for the device once (`Positions._every`). A message is a header of fixed length and room
-# for values. The room must be the same on all ranks, but local lengths differ, and a rank doesn't
-# know those of the others. So the room grows to the largest message that any rank has ever
-# needed. Where the headers say that the room was too small for a rank, a second message follows
-# with more room.
+# waits for the device once (`Positions._every`). A message has a header of fixed length and a
+# body for values. The body must have the same size on all ranks, but local lengths differ, and a
+# rank doesn't know the lengths of the others. So the body has the largest size that any rank has
+# needed so far. If the headers show that it was too small for a rank, all ranks send a second
+# message with a larger body.
 #
-# Everything else is computed from the gathered values on the host with numpy. What attention
-# reads is copied to the device once in each forward, and cached in `GlobalSequence`. A layer
-# never waits.
+# Everything else is computed from the gathered values on the host with numpy. The tensors that
+# attention reads are copied to the device once in each forward, and cached in `GlobalSequence`. A
+# layer never waits.
 
-# Positions that a graph holds would be those of the forward that was captured.
+# A CUDA graph would replay the positions of the forward in which it was captured.
 NO_GRAPH = "positions of all ranks can't be read; capture what lies around the attention layers"
-# The arguments of a model's forward that hold the sequence, of which it takes one.
+# The arguments of a model's forward that hold the sequence; a call gives one of them.
 TOKENS = ("input_ids", "inputs_embeds")
-# Those that tell documents beside position_ids: edges of the rows joined, or each token's number.
+# The arguments that also describe documents: their edges in the concatenated rows, or the index of
+# each token's document.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 
 
 def of_text(position_ids: np.ndarray) -> np.ndarray | None:
-    """Return the positions [b or 1, s] that tell documents, as transformers takes them.
+    """Return the positions [b or 1, s] from which transformers derives documents.
 
     Args:
-        position_ids: [b or 1, s]; or [3, b or 1, s] of images, which tell no documents (None); or
-            [4, b or 1, s], where those of the text come first.
+        position_ids: [b or 1, s]; or [4, b or 1, s], where the text positions come first; or [3, b
+            or 1, s] for images, without text positions: the result is None.
     """
     if position_ids.ndim == 2:
         return position_ids
@@ -62,9 +63,9 @@ def of_text(position_ids: np.ndarray) -> np.ndarray | None:
 
 
 def restarts(position_ids: np.ndarray) -> np.ndarray:
-    """Return for each token but the first [b or 1, s - 1] whether a document starts with it.
+    """Return whether a document starts at each token after the first, [b or 1, s - 1].
 
-    It does where positions don't go on by 1; `masks` has the same rule for a tensor.
+    A document starts where positions don't increase by 1. `masks` has the same rule for a tensor.
     """
     return np.diff(position_ids) != 1
 
@@ -73,7 +74,7 @@ _Method = TypeVar("_Method", bound=Callable)
 
 
 def once(method: _Method) -> _Method:
-    """Keep the results of a method in its object, by the arguments, for all layers."""
+    """Cache the results of a method in its object, by the arguments."""
     results_name = f"_results of {method.__name__}"
 
     @functools.wraps(method)
@@ -87,29 +88,29 @@ def once(method: _Method) -> _Method:
 
 
 class GlobalSequence:
-    """The facts about the global sequence that attention needs in one forward.
+    """The positions, documents and padding of the global sequence in one forward.
 
-    `Positions.gather` makes one in each forward, the same on every rank. Computed on the host; the
-    tensors are made when they are first asked for, and cached for all layers. No collective.
+    `Positions.gather` makes one in each forward, the same on every rank, computed on the host. Its
+    tensors are made on first use and cached for all layers. No method communicates.
 
     Args:
-        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`of_text`). Those of all ranks.
+        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`of_text`). The positions of all ranks.
         lengths: [P]. Local sequence length of every rank, in tokens.
         rows: The batch size b.
         mask: [b, s]. True for tokens that are not padding; None without padding.
         device: Holds the tensors.
         where: The name of the model, for errors.
-        fallbacks: The names of the layers that fall back on any rank (`Forwards`).
+        fallbacks: The names of the layers that fall back on any rank (`Forwards.fallible`).
 
     Attributes:
-        largest_position: Of all ranks, by which a rotary embedding chooses its frequencies
-            (`transformers.forward`).
+        largest_position: The largest position of all ranks. Some rotary embeddings choose their
+            frequencies by it (`transformers.forward`).
         bounds: [n, 3]. Row, start and stop of each document.
         one_document: Whether every row is one document.
-        has_padding: Whether the mask tells padding.
-        padded: Whether some document begins where positions go on and only the mask tells; then
-            `Forwards.of` refuses a layer that is given no mask.
-        mask_made: Whether the model has made a mask that attention needs, set by `Masks`.
+        has_padding: Whether the mask marks padding.
+        padded: Whether some document begins after padding although positions continue there, so
+            that only the mask marks its start. `Forwards.of` then refuses a layer without a mask.
+        mask_made: Whether the model has made a mask that attention needs; `Masks` sets it.
 
     Raises:
         ValueError: if there is padding between the tokens of a document.
@@ -142,14 +143,16 @@ class GlobalSequence:
         self._starts, self._mask = starts, mask
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return where documents start [b, s], padding counted as documents of its own.
+        """Return the starts of documents [b, s], with the first token after padding as a start.
 
-        Padding in front of a document always is; padding behind it, where positions start anew.
-        Adds to ``starts`` the first tokens behind padding; if there are any, `padded` becomes true.
-        Raises ValueError for padding between the tokens of a document.
+        So padding in front of a document becomes a document of padding. Sets `padded` if a start
+        was added that the positions don't show.
+
+        Raises:
+            ValueError: if there is padding between the tokens of a document.
         """
         token = np.arange(mask.shape[1])
-        # For each token, the number of tokens before it that are not padding.
+        # For each token, the number of earlier tokens that are not padding.
         real_before = mask.cumsum(1) - mask
         first_of_document = np.maximum.accumulate(np.where(starts, token, 0), 1)
         behind_padding = mask & ~np.roll(mask, 1, 1) & ~starts
@@ -163,12 +166,12 @@ class GlobalSequence:
         return starts | behind_padding
 
     def knows(self, rank: int, told: Mapping[str, Tensor]) -> bool:
-        """Return whether position_ids tell every edge that the `DOCUMENTS` of a rank tell.
+        """Return whether position_ids contain every document edge in the arguments of a rank.
 
         Args:
             rank: The rank, in the sp group.
-            told: Edges of this rank's tokens, or of those of all ranks; or the number of each of
-                this rank's tokens [b or 1, s/P].
+            told: The `DOCUMENTS` arguments by name: edges among this rank's tokens or among all
+                tokens; or the document index of each of this rank's tokens [b or 1, s/P].
         """
         first = sum(self.lengths[:rank])
         own = self._starts[:, first : first + self.lengths[rank]].copy()
@@ -189,21 +192,21 @@ class GlobalSequence:
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
         """Return the documents, cut into chunks; None if every row is one document and one chunk.
 
-        Local attention asks (`transformers.attention_function`).
+        `transformers.attention_function.local_attention` calls this.
 
         Args:
-            chunk: The length of a chunk, in tokens from the start of its document; None for whole
-                documents.
+            chunk: The length of a chunk in tokens; the first chunk begins with its document. None
+                for whole documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
         return self._documents_of(self._bounds_of(chunk), queries)
 
     def _bounds_of(self, chunk: int | None) -> np.ndarray:
-        """Return the `bounds` of the documents, cut into chunks of a length in tokens."""
+        """Return the `bounds` of the documents, cut into chunks of ``chunk`` tokens."""
         if chunk is None or chunk >= sum(self.lengths):
             return self.bounds
         row, start, stop = self.bounds.T
-        # The chunks of each document, and the number of each chunk in its document.
+        # The number of chunks of each document, and the index of each chunk in its document.
         count = (stop - start + chunk - 1) // chunk
         nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
         row, stop = row.repeat(count), stop.repeat(count)
@@ -212,9 +215,9 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_starts(self) -> np.ndarray:
-        """[b, s]. Where a recurrent layer begins with an empty state."""
-        # Other than in `bounds`, padding behind a document belongs to it, whatever its positions,
-        # since the state may run on into it. Padding at the beginning of a row is a document.
+        """The tokens [b, s] at which a recurrent layer begins with an empty state."""
+        # Unlike in `bounds`, padding after a document always belongs to that document, since the
+        # state may continue into the padding. Padding at the start of a row is a document.
         starts = self._starts if self._mask is None else self._starts & self._mask
         starts[:, 0] = True
         return starts
@@ -226,7 +229,7 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_documents(self) -> Documents | None:
-        """The documents as a recurrent layer needs them, which begins each with an empty state.
+        """The documents that a recurrent layer begins with an empty state.
 
         None if every row is one document.
         """
@@ -240,15 +243,15 @@ class GlobalSequence:
 
     @once
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
-        """Return how transformers' own flash attention keeps the documents of a range apart.
+        """Return the arguments with which transformers' flash attention separates documents.
 
         Args:
             queries: The range of tokens whose queries attend.
 
         Returns:
-            For each row, the first token of the keys, which is that of the first document in the
-            range; the keys end where the queries end. Then the keywords that give the edges of the
-            documents, in all rows joined; {} if every row is one document.
+            For each row, the first token of its keys: the start of the first document that overlaps
+            the range (the keys end where the queries end). And the keywords with the edges of the
+            documents in the concatenated rows; {} if every row is one document.
         """
         if self.one_document:
             return [0] * self.rows, {}
@@ -264,42 +267,42 @@ class GlobalSequence:
             max_length_q=int(lengths[0].max()),
             max_length_k=int(lengths[1].max()),
         )
-        # The documents are sorted, so that a row's first one is found by its row.
+        # The documents are sorted by row, so ``searchsorted`` finds the first document of each row.
         first_keys = start[np.searchsorted(row, np.arange(self.rows))]
         return first_keys.tolist(), keywords
 
     @once
     def query_chunks(self, shares: int) -> QueryChunks | None:
-        """Return the tokens whose queries each share attends with, balanced by work.
+        """Return, for each share, the tokens of its queries, balanced by work.
 
-        None if every row is one document, or no ranks share heads: then `Geometry` chooses.
+        None if every row is one document, or no ranks share heads: `Geometry` then chooses them.
 
         Args:
-            shares: The ranks that share query heads, r.
+            shares: r, the number of ranks that share their query heads.
         """
         seq = sum(self.lengths)
         if self.one_document or not 1 < shares <= seq:
             return None
-        # The keys that each query sees: its place in its document, counted from 1. Layers with a
-        # small window are dealt the same tokens, as all their queries see about as many keys.
+        # A query attends to as many keys as its position in its document, counted from 1. Layers
+        # with a small window get the same split: all their queries cost about the same.
         return balanced((self._places() + 1).sum(0), shares)
 
     @functools.cached_property
     def position_ids(self) -> Tensor:
-        """[b, s]. Positions that count from 0 in each document; for flash attentions of others."""
+        """The positions [b, s], from 0 in each document, for flash attentions of third parties."""
         return to_device([self._places()], self.device)[0]
 
     def _places(self) -> np.ndarray:
-        """Return the place of each token in its document [b, s], counted from 0."""
+        """Return the index of each token in its document [b, s], counted from 0."""
         seq, (row, start, stop) = sum(self.lengths), self.bounds.T
         places = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
         return places.reshape(self.rows, seq)
 
     @once
     def window_mask(self, queries: int, keys: int, window: int) -> Tensor:
-        """Return the causal mask [1, 1, queries, keys] of a sliding window, in tokens.
+        """Return the causal mask [1, 1, queries, keys] of a sliding window of ``window`` tokens.
 
-        The queries are those of the last tokens of the keys.
+        The queries belong to the last tokens of the keys.
         """
         token = torch.arange(keys, device=self.device)
         distance = token[keys - queries :, None] - token[None, :]
@@ -307,20 +310,20 @@ class GlobalSequence:
 
 
 def _bounds(starts: np.ndarray) -> np.ndarray:
-    """Turn the first tokens of documents [b, s] into row, start and stop of each [n, 3]."""
+    """Return row, start and stop of each document [n, 3] from the mask of first tokens [b, s]."""
     rows, seq = starts.shape
     row, start = starts.nonzero()
-    # A document stops where the next one of its row starts; the last of a row, at the row's end.
+    # A document stops at the start of the next document in its row, or at the end of the row.
     stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
     return np.stack([row, start, stop], 1)
 
 
 def _is_filled(cache: Any) -> bool:
-    """Return whether a cache of transformers holds something."""
+    """Return whether a KV cache of transformers is not empty."""
     try:
         return cache.get_seq_length() > 0
     except ValueError:
-        # A cache of recurrent layers alone counts no tokens.
+        # A cache of a model without attention layers doesn't count tokens.
         return cache.has_previous_state()
 
 
@@ -328,14 +331,14 @@ def _compared(of_ranks: list[tuple], where: str) -> set[str]:
     """Return the names of the layers that fall back on any rank.
 
     Args:
-        of_ranks: [P]. Of each rank: the fault in its arguments, None if they are right; the axes
-            and the batch of its positions; ``names`` of `Positions.gather`.
+        of_ranks: [P]. For each rank: the error in its arguments, or None; the shape of its
+            positions without the sequence; and ``names`` of `Positions.gather`.
         where: The name of the model, for errors.
 
     Raises:
-        Exception: on all ranks alike, the fault of some rank.
-        ValueError: on all ranks alike, for positions of other forms, or modules that are
-            checkpointed on some ranks alone.
+        Exception: on all ranks alike, the error of some rank.
+        ValueError: on all ranks alike, if the shapes of positions, or the modules that are
+            checkpointed, differ between ranks.
     """
     faults, forms, names = zip(*of_ranks)
     texts = [fault and str(fault) for fault in faults]
@@ -371,13 +374,13 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: the section says so, or positions that did
-        # not were seen before.
+        # Whether positions may start anew on every rank: because the section allows it, or because
+        # an earlier forward had positions that did not.
         self._may_restart = documents == "per_rank"
-        # The room for values in the first message. See Note [One message, one wait].
+        # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0
-        # The KV caches that were seen. A cache is new and empty by default; one that comes again is
-        # used for decoding.
+        # The KV caches of earlier forwards. Training makes a new cache in each forward; a cache
+        # that is passed again is used for decoding.
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
     @torch._disable_dynamo
@@ -393,8 +396,8 @@ class Positions:
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
-        Collective; errors are raised on all ranks. `Host` calls it, and `Forwards.of` for a layer
-        that is called by itself. The host waits for the device once.
+        Collective; raises errors on all ranks. Called by `Host`, and by `Forwards.of` for a layer
+        that is called outside a model's forward. The host waits for the device once.
 
         Args:
             where: The name of the model or layer, for errors.
@@ -402,9 +405,9 @@ class Positions:
             position_ids: [b or 1, s/P] or [axes, b or 1, s/P].
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
-            names: The names of the layers that fall back on this rank, and of the modules that are
-                checkpointed.
-            told: The `DOCUMENTS` that this rank was given, by name.
+            names: The names of the layers that fall back on this rank (`Forwards.fallible`), and of
+                the modules that are checkpointed.
+            told: The `DOCUMENTS` arguments of this rank's call, by name.
 
         Returns:
             The global sequence, the same on all ranks.
@@ -422,10 +425,11 @@ class Positions:
         try:
             values = self._checked(tokens, position_ids, mask, cache=cache)
         except (RuntimeError, ValueError) as error:
-            # This rank sends a header all the same, so that no other rank waits for it.
+            # Send a header anyway, since the other ranks wait for it; all ranks raise below.
             fault = error
         form, length = tuple(values.shape[:-1]), -1 if fault else values.shape[-1]
-        # The local length, -1 after a fault; whether documents were told; a checksum of the rest.
+        # The local length, or -1 after an error; whether `DOCUMENTS` arguments were given; a
+        # checksum of everything else that must be equal on all ranks.
         header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
         messages = self._every(header, values, device)
         lengths, are_told, checksums = messages[:, : len(header)].T.tolist()
@@ -451,7 +455,7 @@ class Positions:
             positions,
             lengths,
             form[-1],
-            # All axes tell the same.
+            # All axes hold the same mask.
             mask=is_real.reshape(-1, *is_real.shape[-2:])[0],
             device=device,
             where=where,
@@ -464,15 +468,16 @@ class Positions:
     def _refuse_untold(
         self, where: str, sequence: GlobalSequence, told: Mapping[str, Tensor]
     ) -> None:
-        """Raise ValueError, on all ranks, for documents that position_ids don't tell. Collective.
+        """Raise ValueError, on all ranks, if position_ids lack edges of ``told``. Collective.
 
-        Attention and mixers know documents from position_ids alone.
+        Attention and mixers derive documents from position_ids only.
         """
         index = told.get("seq_idx")
         first = None if index is None or not index.numel() else int(index.flatten()[0])
         known = sequence.knows(self.sp_group.rank, told)
         of_ranks = self.sp_group.gather((known, first), where)
-        # Each rank may count its documents from 0. In one document a row all have one number.
+        # Each rank may number its documents from 0. If every row is one document, the first tokens
+        # of all ranks must have the same document index.
         several = len({first for _, first in of_ranks} - {None}) > 1
         several = several and sequence.one_document
         if several or not all(known for known, _ in of_ranks):  # guard: documents are known
@@ -482,20 +487,19 @@ class Positions:
             )
 
     def _checked(self, tokens: Tensor | None, position_ids: Any, mask: Any, cache: Any) -> Tensor:
-        """Check the arguments on this rank, and remember the KV cache.
+        """Check the arguments on this rank, and record the KV cache.
 
         Returns:
-            [b, s/P] or [axes, b, s/P]. Each position and, in the last bit, whether its token is not
-            padding.
+            [b, s/P] or [axes, b, s/P]. Twice each position, plus 1 for a token that is not padding.
 
         Raises:
-            RuntimeError: for a KV cache that the next forward was given again, or that is in use.
+            RuntimeError: for a KV cache that is in use: not empty, or passed to an earlier forward.
             ValueError: for arguments that are missing or of a wrong form.
         """
-        # Training passes no cache; `generate` does, and no position_ids.
+        # `generate` passes a cache and no position_ids.
         generates = cache is not None and not isinstance(position_ids, Tensor)
         if cache is not None and not generates:
-            # A paged cache and a tuple have no such method.
+            # A paged cache and a tuple, which lack this method, are never new.
             is_new = hasattr(cache, "get_seq_length") and cache not in self._caches
             generates = not is_new or _is_filled(cache)
         if generates:
@@ -531,10 +535,10 @@ class Positions:
         return 2 * position_ids.long().expand(*axes, *shape) + is_real
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
-        """Raise ValueError for positions that start anew on every rank and nowhere else.
+        """Raise ValueError if positions start anew on every rank and nowhere else.
 
-        Once other positions were seen, which this method remembers, nothing is refused any more.
-        All ranks raise alike.
+        All ranks raise alike. Does nothing after the first forward with other positions, which this
+        method records.
         """
         # The first token of each rank that has tokens.
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
@@ -543,8 +547,8 @@ class Positions:
         # Each row restarts on all ranks but the first; further restarts are elsewhere.
         text = of_text(position_ids)
         elsewhere = text is not None and restarts(text).sum() > len(text) * (len(starts) - 1)
-        # In the first forward such positions are a mistake. Behind others, they mean documents that
-        # end where ranks end.
+        # In the first forward such positions are taken for a mistake. After other positions, they
+        # are taken for documents that end where the ranks' tokens end.
         self._may_restart = bool(elsewhere or position_ids[..., starts].any())
         if not self._may_restart:
             raise ValueError(
@@ -554,10 +558,10 @@ class Positions:
             )
 
     def _every(self, header: list[int], values: Tensor, device: torch.device) -> np.ndarray:
-        """Gather the messages of all ranks [P, len(header) + room] on the host. Collective.
+        """Gather the messages of all ranks [P, len(header) + body] on the host. Collective.
 
-        The host waits for the device here and nowhere else. Values that don't fit into the room are
-        replaced by zeros; the header tells their number, so that `gather` asks again.
+        The host waits for the device here and nowhere else. If ``values`` don't fit into the body,
+        the body is zeros; the header holds their number, so that `gather` sends them again.
         """
         (head,) = to_device([np.array(header)], device)
         fitting = values.flatten() if values.numel() <= self._room else head[:0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 # The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
@@ -145,9 +144,7 @@ class SavedViews:
                 strides = self._pieces[index][1]
                 # The graph holds views of o too.
                 if piece.stride() != strides:
-                    piece = torch.empty_strided(
-                        piece.shape, strides, dtype=o.dtype, device=o.device
-                    ).copy_(piece)
+                    piece = o.new_empty_strided(piece.shape, strides).copy_(piece)
                 self.tensors[f"o{index}"] = piece
         self.tensors.update(zip("qkv", heads))
         self.tensors.update(enumerate(beside))

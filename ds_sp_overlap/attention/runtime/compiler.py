@@ -180,13 +180,12 @@ class Compiler:
         if is_shaped:
             heads = ("heads", part)
         module, rows, ranks = self.projections.cuts.rows[part]
-        linear: list[Name] = [("parameter", 2 * module), ("parameter", 2 * module + 1)]
-        linear = [name for name in linear if self.shapes[name] is not None]
+        weight, bias = ("parameter", 2 * module), ("parameter", 2 * module + 1)
         form = self._form(rows, ranks, self.projections.head_dim)
-        function = partial(operations.project, self._some(rows, linear[0]), form)
+        function = partial(operations.project, self._some(rows, weight), form)
         if ranks:
             function = partial(operations.project_by_rank, Run.dealt(rows, ranks), form)
-        self.add(function, [self._rows(), *linear], [heads])
+        self.add(function, [self._rows(), weight, bias], [heads])
         if is_shaped:
             # In forward the norms are being called, and have their parameters in place.
             tables, norms = self._tables(), self._norms() if self.is_backward else []
@@ -229,14 +228,9 @@ class Compiler:
         projections, tables = self.projections, self._tables()
         dy, heads = _gradient(("value", part)), ("d heads", part)
         if part[0] in projections.norms:
-            learned = [
-                index
-                for index in projections.cuts.norm_places[part[0]]
-                if self.needs["parameter", index]
-            ]
-            sums: list[Name] = [_gradient(("parameter", index)) for index in learned]
-            norms = self._norms()
-            places = [norms.index(("parameter", index)) for index in learned]
+            own: list[Name] = [("parameter", i) for i in projections.cuts.norm_places[part[0]]]
+            learned, norms = list(filter(self.needs.get, own)), self._norms()
+            sums, places = list(map(_gradient, learned)), list(map(norms.index, learned))
             reads = [dy, ("heads", part), *tables, *norms, *sums]
             function = partial(operations.norm_back, part, len(tables), len(norms), places)
             self.add(function, reads, [heads, *sums])

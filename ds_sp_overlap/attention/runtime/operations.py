@@ -85,22 +85,28 @@ def reshape(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
 
 
 def project(
-    rows: Ranges | None, form: tuple[int, ...], call: Call, x: Tensor, weight: Tensor, *bias: Tensor
+    rows: Ranges | None,
+    form: tuple[int, ...],
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     if rows is not None and len(rows) > 1:
         # Rows in several slices, see Note [Slices of weights].
-        return mm_of_slices(x, weight.t(), rows, *bias).view(*form)
+        return mm_of_slices(x, weight.t(), rows, bias).view(*form)
     if rows is not None:
         ((start, stop),) = rows
-        weight, bias = weight[start:stop], tuple([b[start:stop] for b in bias])
-    return F.linear(x, weight, *bias).view(*form)
+        weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
+    return F.linear(x, weight, bias).view(*form)
 
 
 def project_by_rank(
-    rows: Run, form: tuple[int, ...], call: Call, x: Tensor, *parameters: Tensor
+    rows: Run, form: tuple[int, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     # The product writes the send buffer.
-    return by_rank(x, *[rows.view(each, 0) for each in parameters]).view(*form)
+    biases = None if bias is None else rows.view(bias, 0)
+    return by_rank(x, rows.view(weight, 0), biases).view(*form)
 
 
 def norm_and_rotate(

@@ -184,13 +184,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) 
 
     The arguments are those of a call.
     """
-
-    def shapes() -> str:
-        return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(
-            f"query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got {shapes()}"
+            "query, key and value must be 4-D, [s/P, b, h, d] or [b, s/P, h, d], got "
+            f"{_shapes(query, key, value)}"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
@@ -203,12 +200,17 @@ def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) 
         or query.shape[3] != key.shape[3]
     ):
         raise ValueError(
-            f"query, key and value don't belong together: {shapes()}; give them one batch and "
-            "sequence, query and key one head dim, key and value one number of heads"
+            f"query, key and value don't belong together: {_shapes(query, key, value)}; give them "
+            "one batch and sequence, query and key one head dim, key and value one number of heads"
         )
     kv_heads = key.shape[2]
     if num_kv_heads not in (None, kv_heads):
         raise ValueError(
             f"num_kv_heads is {num_kv_heads}, but key has {kv_heads} heads before the exchange "
-            f"({shapes()}); pass num_kv_heads={kv_heads}, or leave it out"
+            f"({_shapes(query, key, value)}); pass num_kv_heads={kv_heads}, or leave it out"
         )
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Describe the shapes of q, k and v for an error."""
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"

@@ -75,7 +75,8 @@ class _Window(Node):
     def forward(ctx, piece, call, names, recorded, *given):
         """Walk the forward program, or only its merges where a checkpoint has saved attention."""
         needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[4:]))
-        checkpoint = call.checkpoint
+        # Taken out: the graph may outlive its backward, and what a checkpoint keeps must not.
+        checkpoint, call.checkpoint = call.checkpoint, None
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
             kept, call.attended, after, call.schedule = checkpoint.take(call.where)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import masking_utils
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import ds_sp_overlap
 from ds_sp_overlap.integrations.sequence import masks
@@ -227,6 +228,20 @@ UNFIT = {
 def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupported_says(cases):
     messages = {family: message for family, (_, message) in cases.items()}
     assert_refused(2, messages, refused_at_enable, {family: options for family, (options, _) in cases.items()})
+
+
+def refused_behind_a_wrapper(rank):
+    """What is said of a model whose class was given a wrapper that hides the arguments of its forward."""
+    forward = LlamaModel.forward
+    with mock.patch.object(LlamaModel, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs)):
+        with sequence_parallel_model(2) as (model, _):
+            return refusal(ds_sp_overlap.enable, model, {"on_unsupported": "warn"})
+
+
+def test_a_model_of_which_nobody_can_tell_whether_it_takes_tokens_is_refused():
+    """Its layers would be taken for those of a model of images, each of whose ranks attends alone."""
+    for said in on_ranks(2, refused_behind_a_wrapper):
+        assert said is not None and "self_attn (LlamaAttention): the forward of LlamaModel takes *args" in said[1], said
 
 
 # One global sequence for one forward.

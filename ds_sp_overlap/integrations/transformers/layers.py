@@ -140,7 +140,8 @@ class _Search:
         """
         models = modules.models_around(name, self.named)
         # A layer without a ``bind`` is left as it is: here no exchange is needed.
-        if models and not modules.takes_tokens(models[0][1]):
+        is_told = models and not modules.hides_arguments(models[0][1])
+        if is_told and not modules.takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, lacks=lacks))
             forward = functools.partial(modules.run_without_stock, module)

@@ -237,6 +237,15 @@ def takes_tokens(model: nn.Module) -> bool:
     return not set(TOKENS).isdisjoint(parameters_of(model))
 
 
+def hides_arguments(model: nn.Module) -> bool:
+    """Return whether the forward of a model's class takes ``*args``, as a wrapper around it does.
+
+    Nobody knows then whether it takes tokens.
+    """
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+
+
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
     # Of its own: a module around it may pass on its attributes.
@@ -343,5 +352,10 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
             )
     if models and "position_ids" not in parameters_of(models[0][1]):
         model = type(models[0][1]).__name__
+        if hides_arguments(models[0][1]):
+            return (
+                f"the forward of {model} takes *args, which don't tell whether it takes tokens; "
+                "use functools.wraps in the wrapper around it"
+            )
         return f"{model} takes no position_ids and counts each rank's tokens from 0"
     return None

@@ -1,1 +1,1 @@
-"""Finds out what a module's forward computes: traces it, and accounts for every operation."""
+"""Determines what a module's forward computes: traces it, and checks every operation."""

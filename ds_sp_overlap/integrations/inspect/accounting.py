@@ -1,16 +1,16 @@
-"""Accounts for everything that could change what a layer's code computes.
+"""Checks everything on which the result of a layer's code could depend.
 
-`Code` finds the functions that a forward may run, all of them transformers'. `Accounting`
-sees every operation on a tensor, and every use of a tensor's size, dtype or device. See Note
-[Operations, not numbers].
+`Code` finds the functions that a forward may run, and accepts only transformers' functions.
+`Accounting` sees every operation on a tensor, and every use of a tensor's size, dtype or device.
+See Note [Operations, not numbers].
 
 Note [Operations, not numbers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Running a forward on some numbers and looking at the results proves little: a clamp at 8, a
-temperature of 1 and a gate of 0 leave small numbers as they are. So an operation is judged by its
-name. An operation that is not allowed makes the code unknown. So does a comparison of sizes or
-dtypes, by which the code could compute something else in another call. Code of somebody's own, which
-could also go by anything else and write anywhere, is not run at all.
+To run a forward on some numbers and look at the results proves little: a clamp at 8, a temperature
+of 1 and a gate of 0 don't change small numbers. So operations are judged by their names. One
+operation that is not allowed makes the code unknown. So does a comparison of sizes or dtypes, since
+the code could then compute something else in another call. Third-party code, whose result could
+depend on anything, and which could write anywhere, is never run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from .library import MISSING, attention_functions, defined_in, renames_cache
 
-# Operations that move numbers, and compute nothing with them.
+# Operations that move numbers without changing them.
 MOVES = frozenset(
     "view reshape transpose permute contiguous flatten unflatten unsqueeze squeeze split "
     "split_with_sizes chunk tensor_split narrow select unbind cat concat stack expand expand_as "
@@ -38,8 +38,8 @@ MOVES = frozenset(
 )
 
 
-# Modules that code may use; beginnings of the names of functions by which torch tells its state; and
-# names by which code reaches what it doesn't name.
+# The modules that code may use; the prefixes of torch's functions that return torch's state; and
+# names with which code can reach objects that it doesn't name.
 _MODULES = {math, torch, torch.functional, nn, nn.functional}
 _QUESTIONS = "is_", "are_", "get_"
 _INDIRECT = frozenset("super __class__ globals vars eval exec __import__".split())
@@ -47,14 +47,14 @@ _STATEMENTS = {dis.opmap["IMPORT_NAME"], dis.opmap["STORE_GLOBAL"]}
 
 
 class Unknown(Exception):
-    """The reason why it is not known what some code computes."""
+    """Says why the computation of some code is not known."""
 
 
 def free_primes(fixed_sizes: Collection[int]) -> list[int]:
     """Return primes, in ascending order, to use as batch size and sequence length of a run.
 
-    None divides one of a layer's ``fixed_sizes``, so that it can't be mistaken for one, or for a
-    factor of one. They must hold no 0, which every prime divides.
+    No prime in the result divides one of a layer's ``fixed_sizes``, so that it can't be mistaken
+    for such a size or a factor of it. ``fixed_sizes`` must not contain 0, which all primes divide.
     """
     primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
     return [prime for prime in primes if all(size % prime for size in fixed_sizes)]
@@ -74,32 +74,32 @@ class LoadedGlobal(NamedTuple):
     value: Any
 
     def has_changed(self) -> bool:
-        """Return whether it has another value now."""
+        """Return whether the global now has another value."""
         return self.namespace.get(self.name, MISSING) is not self.value
 
 
 class Size(int):
-    """A size of a tensor that varies between calls: of the batch or the sequence, or a multiple.
+    """A size of a tensor that varies between calls: the batch, the sequence, or a multiple of one.
 
-    Code may give another tensor this size. Everything else fails.
+    Code may only use it as the size of another tensor. Every other use fails.
     """
 
     accounting: Accounting
 
     def refuse(self, *_: Any) -> Any:
-        """Fail; stands for all attributes and operators of a number but ``__index__``."""
+        """Fail; replaces all attributes and operators of ``int`` except ``__index__``."""
         fail = self.accounting.fail
         return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
 
-# Operators that every object has, and a number has of its own.
+# Operators that ``object`` defines and ``int`` overrides.
 _OF_OBJECTS = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __str__ __repr__ __format__"
 for _name in {*dir(int)} - {*dir(object), "__index__"} | {*_OF_OBJECTS.split()}:
     setattr(Size, _name, Size.refuse if _name.startswith("__") else property(Size.refuse))
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a constant, or a tuple of constants, which nobody can change."""
+    """Return whether a value is an immutable constant, or a tuple of such constants."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     if value is None or value is ...:
@@ -111,23 +111,24 @@ def is_plain(value: Any) -> bool:
 class Code:
     """The functions that a layer's forward may run, found by the names in their code.
 
-    No function is run. Whatever could change what they compute is an argument, an attribute of the
-    layer, or one of ``loaded_globals``.
+    Runs none of them. Their results depend only on arguments, on attributes of the layer, and on
+    ``loaded_globals``.
 
     Args:
         kind: The class of the layer.
 
     Attributes:
-        forward: The forward of the class. A decorator that only renames the argument of a KV cache
-            is taken off.
-        functions: All functions, each of them transformers'.
-        loaded_globals: The globals that they name, but for modules, by the id of the namespace and
-            the name. The owner of a reading compares them in later calls.
-        words: The strings in their code. Code that looks for a keyword by name contains that name.
+        forward: The forward of the class, without decorators that only rename the argument of a KV
+            cache.
+        functions: All functions that may run.
+        loaded_globals: The globals that the functions name, except modules, by the id of the
+            namespace and the name. Later calls check that these have not changed.
+        words: The identifiers among the string constants of the functions. Code that looks up a
+            keyword by name contains the name.
 
     Raises:
-        Unknown: if a function is not transformers', or uses anything but arguments, attributes,
-            constants, torch's operations and other such functions.
+        Unknown: if a function is not transformers', or uses anything except arguments, attributes,
+            constants, torch's operations and other functions of transformers.
     """
 
     def __init__(self, kind: type):
@@ -142,7 +143,7 @@ class Code:
         left: list[tuple[str, Any]] = [("forward", self.forward)]
         while left:
             name, function = left.pop()
-            # The package kernels makes a module of a function, whose forward it may replace.
+            # The package ``kernels`` wraps a function in a module, and may replace its forward.
             if isinstance(function, nn.Module) and type(function).__module__.startswith("kernels."):
                 loaded = LoadedGlobal(vars(function), "forward", MISSING)
                 self.loaded_globals[id(function), "forward"] = loaded
@@ -156,9 +157,14 @@ class Code:
     def _named_in(
         self, code: types.CodeType, names: dict[str, Any], kind: type
     ) -> Iterator[tuple[str, Any]]:
-        """Yield what some code with the globals ``names`` names: methods of the layer, and globals.
+        """Yield the methods of the layer and the globals that some code names, each with its name.
 
-        Modules, constants, loggers and the registry of attention functions are left out.
+        Omits modules, constants, loggers and the registry of attention functions.
+
+        Args:
+            code: The code.
+            names: The globals of the code.
+            kind: The class of the layer.
         """
         self.words.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
         if _STATEMENTS.intersection(code.co_code[::2]):  # guard: all globals are seen
@@ -166,7 +172,7 @@ class Code:
         for name in code.co_names:
             if name in _INDIRECT or _asks_torch(name):  # guard: torch is asked nothing
                 raise Unknown(f"its forward asks for {name}")
-            # ``to`` of a tensor is a method of nn.Module as well, of which a trace runs none.
+            # Skip methods of nn.Module, such as ``to``: a trace calls them on tensors only.
             method, of_any_module = getattr(kind, name, None), getattr(nn.Module, name, None)
             if isinstance(method, types.FunctionType) and method is not of_any_module:
                 yield name, method
@@ -180,7 +186,7 @@ class Code:
 
 
 def _is_plain_function(function: Any) -> bool:
-    """Return whether a function is transformers', undecorated and without state of its own."""
+    """Return whether a function is transformers', has no decorator and holds no state."""
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
         return False
     defaults = function.__defaults__, *(function.__kwdefaults__ or {}).values()
@@ -189,9 +195,9 @@ def _is_plain_function(function: Any) -> bool:
 
 
 def _asks_torch(name: str) -> bool:
-    """Return whether code that has ``name`` may ask torch about its state.
+    """Return whether ``name`` is a function or module by which code can read torch's state.
 
-    By a function, or by a module such as ``torch.backends``.
+    An example of a module is ``torch.backends``.
     """
     for module in _MODULES:
         value = getattr(module, name, None)
@@ -202,7 +208,7 @@ def _asks_torch(name: str) -> bool:
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and that of the functions in it."""
+    """Yield the code of a function, and the code of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -210,22 +216,23 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class Accounting(TorchFunctionMode):
-    """Accounts for the code that runs in the body; see Note [Operations, not numbers].
+    """Checks the code that runs in the body; see Note [Operations, not numbers].
 
-    Whatever is not allowed calls `fail`.
+    Calls `fail` for every use of a tensor that is not allowed.
 
     Args:
         allowed: Names of the operations on tensors that are allowed besides `MOVES`.
         sizes: The sizes that vary between calls. Multiples of a size above 2 vary as well, since
-            code may join dims.
+            code may merge dims.
 
     Attributes:
-        fault: The reason why the code is unknown; empty if it is not.
-        hidden: Stands for the dtypes and devices of tensors; None to show them.
+        fault: The reason why the code is unknown; empty if there is none so far.
+        hidden: The object that code gets as the dtype or device of a tensor; None to show the true
+            value.
 
     Raises:
-        Unknown: if the code does anything that is not accounted for, even if the code itself
-            catches the exception.
+        Unknown: if the code does anything that is not allowed, even if the code itself catches the
+            exception.
     """
 
     def __init__(self, allowed: Iterable[str] = (), sizes: Collection[int] = ()):
@@ -235,12 +242,12 @@ class Accounting(TorchFunctionMode):
         self.hidden: Any = None
 
     def fail(self, reason: str) -> NoReturn:
-        """Raise Unknown, and remember the first reason, with which `__exit__` raises it again."""
+        """Raise Unknown, and record the first reason, for `__exit__` to raise it once more."""
         self.fault = self.fault or reason
         raise Unknown(f"its forward {self.fault}")
 
     def __exit__(self, *raised: Any) -> None:
-        """End the account; raise Unknown if the code failed, also where it caught that itself."""
+        """Raise Unknown if `fail` was called, even if the code has caught the exception."""
         super().__exit__(*raised)
         if self.fault:
             raise Unknown(f"its forward {self.fault}") from raised[1]
@@ -248,9 +255,9 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Judge an operation by its name, and return its result; torch calls this for each one."""
+        """Check an operation by its name, and return its result; torch calls this for each."""
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
-        # An attribute of a tensor, such as ``x.shape``.
+        # An access to an attribute of a tensor, such as ``x.shape``.
         if name == "__get__":
             name = function.__self__.__name__
         if name in ("shape", "size", "numel"):
@@ -258,7 +265,7 @@ class Accounting(TorchFunctionMode):
             if isinstance(result, int):
                 return self.wrap_size(result)
             return tuple(map(self.wrap_size, result))
-        # ``len()`` returns a plain int, which no longer tells that it is a `Size`.
+        # ``len()`` converts a `Size` to a plain int, whose uses can't be checked.
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
@@ -266,7 +273,8 @@ class Accounting(TorchFunctionMode):
         if name == "dropout":
             return self._dropout(*args, **kwargs)
         if name == "__getitem__" and not self._is_constant_index(args[1]):
-            self.fail("looks up numbers by a tensor or a list")  # which may differ in another call
+            # The numbers in the index may differ in another call.
+            self.fail("looks up numbers by a tensor or a list")
         if name not in self.allowed:  # guard: only known operations
             self.fail(f"computes what is not known here: {name}")
         has_size = any(isinstance(x, Size) for x in (*args, *kwargs.values()))
@@ -275,7 +283,7 @@ class Accounting(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def wrap_size(self, count: int) -> int:
-        """Return ``count``; as a `Size` if it varies between calls (see ``sizes``)."""
+        """Return ``count``, as a `Size` if it varies between calls (see ``sizes``)."""
         joined = any(count % size == 0 for size in self.sizes if size > 2)
         if count not in self.sizes and not joined:  # guard: joined dims too
             return count
@@ -284,7 +292,7 @@ class Accounting(TorchFunctionMode):
         return size
 
     def _is_constant_index(self, index: Any) -> bool:
-        """Return whether an index holds no tensor or list, whose numbers depend on the call."""
+        """Return whether an index contains no tensor or list, whose values may differ by call."""
         if isinstance(index, slice):
             edges = index.start, index.stop, index.step
             return all(x is None or isinstance(x, int) for x in edges)

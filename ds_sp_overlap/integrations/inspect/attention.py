@@ -1,8 +1,8 @@
-"""transformers: reads the forward of an attention layer from its symbolic traces.
+"""Determines from symbolic traces what the forward of a transformers attention layer computes.
 
-A `Reading` says what the forward computes. It is complete, since the trace accounts for all that
-the forward does (`accounting`). So a layer of transformers is known by what it
-computes, whatever its source code, its class and the version of transformers.
+A `Reading` describes the computation completely, since a trace checks everything that the forward
+does (`accounting`). So this package recognises a layer by its computation, independently of its
+source code, its class and the version of transformers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .tokenwise import has_own_call, probe_tokenwise
 
 @dataclass(frozen=True)
 class Source:
-    """Tells where the q, k or v of a layer comes from.
+    """Describes how a layer computes q, k or v.
 
     Attributes:
-        chain: The names of the modules that the hidden states go through. The last is a linear
-            layer, or a norm over all its heads that follows it.
-        rows: The first row of each head in what the chain returns.
+        chain: The names of the modules that the hidden states pass through. The last one is a
+            linear layer, or a norm over all heads after a linear layer.
+        rows: The index of the first feature of each head in the output of the chain.
         norm: The name of a norm over the d dims of each head; None if there is none.
-        last: Whether the norm comes behind the rotation; False without a norm or a rotation.
+        last: Whether the norm comes after the rotation; False without a norm or a rotation.
     """
 
     chain: tuple[str, ...]
@@ -48,15 +48,15 @@ class Source:
 class Reading:
     """Describes a layer's forward: attention over q, k, v, then an output projection.
 
-    `transformers.driven` and `megatron.layers` make a `SelfAttention` of it.
+    `transformers.driven` makes a `SelfAttention` from it.
 
     Attributes:
-        sources: Where each of "q", "k" and "v" comes from.
+        sources: How each of "q", "k" and "v" is computed.
         head_dim: d.
         rotary: The keywords of the `Rotary` for q and k; None if they are not rotated.
         output: The name of the output projection.
-        per_head: The keywords of the attention function that are parameters of the layer with a
-            slice for each query head, each with the name of the parameter.
+        per_head: For each keyword of the attention function whose value is a parameter of the layer
+            with one slice for each query head: the name of the parameter.
         passes_keywords: Whether further keywords of the forward are passed on to the attention
             function.
     """
@@ -70,7 +70,7 @@ class Reading:
 
     @property
     def heads(self) -> dict[str, int]:
-        """The number of heads of q, k and v."""
+        """The numbers of heads of "q", "k" and "v"."""
         return {kind: len(source.rows) for kind, source in self.sources.items()}
 
     @property
@@ -90,13 +90,13 @@ class Reading:
 
     @property
     def first_rows(self) -> dict[str, tuple[int, ...]] | None:
-        """The first row of each head in its projection by kind ("q", "k", "v").
+        """The first row of each head in its projection, by kind ("q", "k", "v").
 
-        None if the heads lie one after another, which is what `SelfAttention` expects.
+        None if the heads are adjacent and in order, which `SelfAttention` expects by default.
         """
         rows_by_kind = {kind: source.rows for kind, source in self.sources.items()}
         projections = list(rows_by_kind.values())
-        # The rows of one projection, which should be those of q, then k, then v.
+        # A fused projection: by default it has the rows of q, then k, then v.
         if "qkv_proj" in self.children:
             projections = [sum(projections, ())]
         for rows in projections:
@@ -107,14 +107,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """A reading with everything that it depends on.
+    """A reading with the attributes and globals that it depends on.
 
     Attributes:
         reading: What the layer's forward computes.
-        options: The further keywords of the attention function, all constants; in training (True)
-            and in evaluation (False).
+        options: The constant keywords that the forward passes to the attention function, in
+            training (True) and in evaluation (False).
         lookups: The attributes that the forward looked up.
-        loaded_globals: The globals that its code names.
+        loaded_globals: The globals that the code of the forward names.
     """
 
     reading: Reading
@@ -123,39 +123,39 @@ class Read:
     loaded_globals: list[LoadedGlobal]
 
     def changed(self, module: Any) -> list[str]:
-        """Return the names of everything that differs in ``module`` as it is now; empty if nothing.
+        """Return the names of the attributes and globals that have other values for ``module``.
 
-        Each call of the layer asks (`Reader.options`), as does the reading of another layer, which
-        may be like this one.
+        `Reader.options` calls this in each call of the layer. `Reader` calls it to find out whether
+        a reading also describes another layer.
         """
         names = [".".join(path) for path, value in self.lookups if has_changed(module, path, value)]
         return names + [loaded.name for loaded in self.loaded_globals if loaded.has_changed()]
 
 
 class Reader:
-    """Reads a layer, and reads it again when something that the reading depends on has changed.
+    """Determines the reading of a layer, and does so again if something that it depends on changes.
 
     `transformers.layers` makes one for each attention layer, in `enable`.
 
     Args:
         where: The layer's name.
         module: The layer.
-        known: The readers of other layers, to which this one is added. If the layer is like one of
-            theirs, their reading is used.
+        known: The readers of other layers. If the reading of one of them also describes this layer,
+            it is shared; otherwise this reader is added to the list.
 
     Attributes:
-        read: The reading.
-        probes: The schedule of probes, which layers that are alike share.
+        read: The reading, with the attributes and globals that it depends on.
+        probes: The schedule of probes, which layers with the same reading share.
 
     Raises:
-        Unknown: if it is not known what the layer's forward computes.
+        Unknown: if the computation of the layer's forward can't be determined.
     """
 
     def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
         known = [] if known is None else known
         self.where, self._form, self.probes = where, _form(module), ProbeSchedule()
         self.read: Read
-        # Layers that are alike are read, and probed, once.
+        # Layers that are alike are traced and probed only once.
         for reader in known:
             if reader._form == self._form and not reader.read.changed(module):
                 self.read, self.probes = reader.read, reader.probes
@@ -169,10 +169,10 @@ class Reader:
         return self.read.reading
 
     def options(self, module: Any) -> dict[str, Any]:
-        """Return the keywords of the attention function as they are now. Each call asks.
+        """Return the current keywords of the attention function; called in each call of the layer.
 
         Raises:
-            RuntimeError: on this rank, if the layer computes something else than before.
+            RuntimeError: on this rank, if the layer no longer computes what it did in `enable`.
         """
         if changes := self.read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
@@ -192,7 +192,7 @@ class Reader:
 
 
 def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
-    """Return whether there is now something else than ``value`` at ``path``, a path of a Lookup."""
+    """Return whether ``path`` of ``module`` (a `Lookup`) now has another value than ``value``."""
     for step in path:
         if step == "__class__":
             module = own_class(type(module))
@@ -200,15 +200,15 @@ def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
             module = getattr(module, step, MISSING)
     if module is value:
         return False
-    # With tensors ``!=`` returns a tensor; and a parameter that is 1 learns, unlike a constant 1.
+    # A different tensor counts as changed, whatever its values, and so does a parameter instead of
+    # a constant, since it is trained. (``!=`` with a tensor would return a tensor.)
     return isinstance(module, Tensor) or isinstance(value, Tensor) or module != value
 
 
 def _form(module: Any) -> tuple:
-    """Return what a reading depends on besides lookups: types of modules, their numbers of output
-    features, and shapes of parameters.
+    """Return the classes and output widths of a layer's modules, and the shapes of its parameters.
 
-    Only layers of equal form may share a reading.
+    Only layers for which all of these are equal may share a reading.
     """
     parts = []
     for name, part in module.named_modules():
@@ -217,7 +217,10 @@ def _form(module: Any) -> tuple:
 
 
 def _read(module: Any) -> Read:
-    """Read a layer on the CPU, and restore torch's random state; any error becomes Unknown."""
+    """Determine the reading of a layer on the CPU; raise Unknown for any error.
+
+    Preserves torch's random state.
+    """
     if has_own_call(module):
         raise Unknown("it has a __call__ of its own")
     try:
@@ -225,22 +228,23 @@ def _read(module: Any) -> Read:
             return _read_cases(module)
     except Unknown:
         raise
-    except Exception as error:  # of any kind: the code was not written for a symbolic trace
+    except Exception as error:  # The code was not written for labels, and may raise any error.
         message = f"{type(error).__name__}: {error}"
         raise Unknown(f"its forward computes what is not known here ({message})") from error
 
 
 def _read_cases(module: Any) -> Read:
-    """Read a layer in every case.
+    """Determine the reading of a layer in every case, and collect the lookups of all cases.
 
-    All cases must give the same reading. Lookups of all cases are collected.
+    Raises:
+        Unknown: if the cases don't all give the same reading.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
     lookups: dict[Any, Lookup] = {}
-    rotary = functools.cache(rotary_of)  # which all cases call alike
+    rotary = functools.cache(rotary_of)  # All cases call it with the same arguments.
     first, options, is_optional = None, dict[bool, dict[str, Any]](), False
-    # One more case, without tables: the forward may then leave out the rotation (`is_optional`). It
-    # is given position_ids, so that a forward that makes tables of them is found out: Unknown.
+    # In a last case without tables, the forward may omit the rotation (`is_optional`). It is given
+    # position_ids, so that a forward which would compute tables from them raises Unknown.
     for case in [*CASES, Case(True, True, True, gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
@@ -250,7 +254,7 @@ def _read_cases(module: Any) -> Read:
         except Exception:
             if case.gives_tables:
                 raise
-            break  # a forward that always rotates: it can't take None apart into cos and sin
+            break  # This forward always rotates: it fails to unpack None into cos and sin.
         reading, of_case = _Interpreter(trace, rotary).reading()
         first = first or reading
         is_optional = not case.gives_tables and reading.rotary is None
@@ -263,7 +267,7 @@ def _read_cases(module: Any) -> Read:
             )
         for path, value in trace.lookups:
             lookups[path, type(value)] = path, value
-        # Later cases give the forward a keyword by each name that stands in its code.
+        # Later cases also pass a keyword for each identifier among the strings in the code.
         keywords |= code.words - trace.options.keys()
     assert first is not None
     if is_optional and first.rotary is not None:
@@ -274,27 +278,27 @@ def _read_cases(module: Any) -> Read:
 
 
 class _Interpreter:
-    """Follows the labels of a trace from where they ended up back to where they came from.
+    """Follows the labels of a trace backwards, from the results to the inputs.
 
-    `reading` says what the forward computed. All other methods serve it, and raise Unknown for
-    anything that a `Reading` can't say.
+    `reading` returns the computation. All other methods are its helpers, and raise Unknown for
+    anything that a `Reading` can't express.
 
     Args:
         trace: The trace.
-        rotary_of: `rotary_function.rotary_of`.
+        rotary_of: The function `rotary_function.rotary_of`, or a cached version.
 
     Attributes:
-        used: The names of the layer's children whose part in the computation is known.
+        used: The names of the layer's children whose role in the computation is known.
     """
 
     def __init__(self, trace: Trace, rotary_of: Callable):
         self.trace, self.rotary_of, self.used = trace, rotary_of, set[str]()
 
     def reading(self) -> tuple[Reading, dict[str, Any]]:
-        """Return what the traced forward computes, and the constants that attention is given.
+        """Return the reading of the forward, and the constant keywords of the attention function.
 
         Raises:
-            Unknown: if it is anything else than a `Reading` can say.
+            Unknown: if a `Reading` can't express the computation.
         """
         trace, output = self.trace, self._output()
         heads = {"q": trace.q, "k": trace.k, "v": trace.v}
@@ -305,15 +309,15 @@ class _Interpreter:
                 rotated.add(kind)
         head_dims = {x.shape[-1] for x in heads.values()}
         norms_last = {source.last for source in sources.values() if source.norm is not None}
-        # `SelfAttention` rotates both q and k or neither, norms them on one side of the rotation,
-        # and leaves v alone.
+        # `SelfAttention` rotates either both q and k or neither, applies both norms before or both
+        # after the rotation, and does neither to v.
         alike = rotated in (set(), {"q", "k"}) and len(head_dims) == 1 and len(norms_last) < 2
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
         self._check_rows(sources, trace.q.shape[-1])
         options = dict(trace.options)
-        # The overlapped attention finds the positions by itself, so the layer may pass them or not.
+        # The overlapped attention does not use position_ids, so the layer may pass them or not.
         if options.get("position_ids") is None or options["position_ids"] is trace.position_ids:
             options.pop("position_ids", None)
         passed = [options.pop(name, None) is x for name, x in trace.further_keywords.items()]
@@ -323,7 +327,7 @@ class _Interpreter:
         per_head = {}
         for name, parameter in trace.module.named_parameters(recurse=False):
             for keyword, option in options.items():
-                # A parameter of the layer itself with an entry for each query head.
+                # A parameter of the layer itself, with an entry for each query head.
                 if option is parameter and whole_shape(option)[:1] == (trace.q.shape[1],):
                     per_head[keyword] = name
         constants = {key: value for key, value in options.items() if key not in per_head}
@@ -331,7 +335,7 @@ class _Interpreter:
             raise Unknown("its attention takes more than q, k and v")
         self.used.update(per_head.values())
         for name, _ in (*trace.module.named_parameters(), *trace.module.named_buffers()):
-            # The forward may use it in another call.
+            # An unused parameter or buffer could be used in another call.
             if name.split(".")[0] not in self.used:  # guard: all that learns is known
                 raise Unknown(f"its forward does nothing that is known here with {name}")
         rotary = self._rotary() if rotated else None
@@ -349,7 +353,7 @@ class _Interpreter:
         """Raise Unknown unless `SelfAttention` would call each child as often as the forward.
 
         Args:
-            chains: The chains of q, k and v (`Source.chain`); one for those that share it.
+            chains: The different chains of q, k and v (`Source.chain`).
         """
         called = [output.name for output in self.trace.outputs]
         if not self.used.issuperset(called):
@@ -364,7 +368,7 @@ class _Interpreter:
             raise Unknown("q, k and v share some of what is in front of their projections")
 
     def _check_rows(self, sources: dict[str, Source], head_dim: int) -> None:
-        """Raise Unknown for a projection with rows that make no head; `SelfAttention` has none."""
+        """Raise Unknown if some rows of a projection belong to no head of q, k or v."""
         covered: dict[str, set[int]] = {}
         for source in sources.values():
             rows = covered.setdefault(source.chain[-1], set())
@@ -374,7 +378,7 @@ class _Interpreter:
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
     def _rotary(self) -> dict[str, Any]:
-        """Return the keywords of the layer's `Rotary`; all calls must give the same."""
+        """Return the keywords of the layer's `Rotary`; raise Unknown if its calls differ."""
         trace, found = self.trace, []
         for call in trace.rotations:
             try:
@@ -386,15 +390,16 @@ class _Interpreter:
         first = found[0]
         if any(other != first for other in found):
             raise Unknown("q and k are not alike")
-        # The forward rotates some dims of a head alone, if it gives no more to the function.
+        # The forward may also rotate part of a head by passing only these dims to the function.
         narrow = any(output.labels.shape[-1] < trace.q.shape[-1] for output in trace.rotated)
         return {**first, "partial": first["partial"] or narrow}
 
     def _output(self) -> str:
-        """Return the name of the output projection, and note it as used.
+        """Return the name of the output projection, the child that was called last.
 
-        This is the child that was called last. It must be given o [b, s, h d], and the forward must
-        return (its output, attention weights); else Unknown is raised.
+        Raises:
+            Unknown: if the child's input is not o [b, s, h * d], or the forward doesn't return
+                (the child's output, attention weights).
         """
         last, returned = self.trace.outputs[-1], self.trace.returned
         self.used.add(last.name)
@@ -408,9 +413,9 @@ class _Interpreter:
         return last.name
 
     def _source(self, heads: Tensor) -> tuple[Source, bool]:
-        """Return where ``heads`` [b, s, h, d] come from, and whether they are rotated."""
+        """Return how ``heads`` [b, s, h, d] are computed, and whether they are rotated."""
         trace = self.trace
-        # Back from attention: a norm behind the rotation, the rotation, and a norm in front of it.
+        # Backwards from attention: a norm after the rotation, the rotation, a norm before it.
         norm, heads = self._before_norm(heads)
         norm_is_behind, unrotated = norm is not None, self._before_rotation(heads)
         is_rotated = unrotated is not None
@@ -420,7 +425,7 @@ class _Interpreter:
         # The projection.
         output = self._output_with(heads)
         index, width = output.find(heads), output.labels.shape[-1]
-        # The output is [b, s, rows], so that a flat index gives the row and the token of a number.
+        # The output is [b, s, rows], so a flat index contains the row and the token of a number.
         rows, token = index % width, index // width
         first_rows = rows[0, 0, :, 0]
         expected_rows = first_rows[:, None] + torch.arange(heads.shape[-1])
@@ -441,9 +446,10 @@ class _Interpreter:
         return Source(names, tuple(first_rows.tolist()), norm, last), is_rotated
 
     def _output_with(self, heads: Tensor) -> TracedOutput:
-        """Return the output of the child that returned the first label of ``heads``.
+        """Return the output that contains the first label of ``heads``.
 
-        Raises Unknown if none did.
+        Raises:
+            Unknown: if no child returned this label.
         """
         for output in self.trace.outputs:
             if (output.find(heads[:1, :1, :1, :1]) >= 0).all():
@@ -451,10 +457,12 @@ class _Interpreter:
         raise Unknown("its forward computes with q, k or v what is not known here")
 
     def _before_norm(self, heads: Tensor) -> tuple[str | None, Tensor]:
-        """Return the name of the norm that returned ``heads`` [b, s, h, d], and its input.
+        """Return the name of the norm whose output is ``heads`` [b, s, h, d], and its input.
 
-        Returns None and ``heads`` if no norm over each head returned them. Raises Unknown for a
-        module that returned them and is no norm.
+        Returns None and ``heads`` if they are not the output of a norm over each head.
+
+        Raises:
+            Unknown: if they are the output of a module that is no norm.
         """
         trace = self.trace
         for output in trace.outputs:
@@ -485,7 +493,7 @@ class _Interpreter:
             rows = output.rows_of(heads[..., :width])
             if rows is None or (output.find(heads[..., width:]) >= 0).any():
                 raise Unknown("its forward rotates other dims than the first")
-            # The dims in front of the last are batch and, in any order, heads and sequence.
+            # The dims before the last are the batch, then heads and sequence in either order.
             token = torch.unravel_index(rows, shape)[1 if shape[1] == trace.seq else 2]
             if (token != torch.arange(trace.seq).view(1, -1, 1)).any():
                 raise Unknown("its forward rotates heads of other tokens")

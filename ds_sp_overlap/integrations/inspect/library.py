@@ -1,7 +1,7 @@
-"""Tells whose code a function is: torch's, transformers' or somebody's own.
+"""Determines whether a function is torch's, transformers' or third-party code.
 
-Also transformers' registry of attention functions, the names of KV caches, the functions of a
-class, and digests of source.
+Also provides transformers' registry of attention functions, the names of KV caches, the functions
+of a class, and digests of source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _Result = TypeVar("_Result")
 # Stands for the value of an attribute or a global that does not exist.
 MISSING: Any = object()
 
-# What forwards call a KV cache or a recurrent state. transformers 5.24 made one name of them.
+# The names of a forward's argument for a KV cache or a recurrent state. transformers 5.24 renamed
+# them to a single name.
 CACHES = "cache", "past_key_values", "past_key_value", "cache_params", "layer_past"
 
 
@@ -38,7 +39,7 @@ def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
 
 
 def by_class(function: Callable[[Any], _Result]) -> Callable[[nn.Module], _Result]:
-    """Turn a function of a class into one of its modules, which is computed once for each class."""
+    """Turn a function of a class into a function of a module, computed once for each class."""
     cached = once(function)
     return functools.wraps(cached)(lambda module: cached(type(module)))
 
@@ -51,7 +52,7 @@ def attention_functions() -> Any:
 
 @contextlib.contextmanager
 def replaced(names: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``name`` stand for ``value`` in a dict of names while the body runs."""
+    """Set the entry ``name`` of a dict to ``value`` while the body runs, then restore it."""
     before = names.get(name, MISSING)
     names[name] = value
     try:
@@ -64,17 +65,17 @@ def replaced(names: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def in_registry(module: Any, function: Callable) -> AbstractContextManager[None]:
-    """Have ``function`` be the attention function of ``module`` while the body runs."""
+    """Make ``function`` the attention function of ``module`` while the body runs."""
     return replaced(attention_functions(), module.config._attn_implementation, function)
 
 
 @once
 def own_class(kind: type) -> type:
-    """Return the class that modules of class ``kind`` were made with, before ``fully_shard``.
+    """Return the class that a module of class ``kind`` had before ``fully_shard``.
 
-    ``fully_shard`` replaces the class by a subclass of its own.
+    ``fully_shard`` changes the class of a module to a new subclass.
     """
-    # The method that this subclass has.
+    # The subclass has this method.
     if not hasattr(kind, "_get_fsdp_state"):
         return kind
     bases = kind.__mro__
@@ -82,13 +83,13 @@ def own_class(kind: type) -> type:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter, whole even where ZeRO-3 partitioned it."""
+    """Return the full shape of a parameter, even if ZeRO-3 has partitioned it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @once
 def functions_of(kind: type[nn.Module]) -> list[types.FunctionType]:
-    """Return the functions of a module's class and its bases below ``nn.Module``, undecorated."""
+    """Return the functions of a class and its bases below ``nn.Module``, without decorators."""
     functions, bases = [], own_class(kind).__mro__
     for base in bases[: bases.index(nn.Module)]:
         for member in vars(base).values():
@@ -106,14 +107,14 @@ def names_around(layer: nn.Module) -> dict[str, Any]:
 def defined_in(function: Any) -> str:
     """Return the name of the module that defines a function or its outermost decorator.
 
-    The name is empty for what has no globals, such as the object that functools.cache returns.
+    Returns "" for an object without globals, such as the result of functools.cache.
     """
     # ``__module__`` would not do, since functools.wraps copies it.
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 def _packages_of(function: Any) -> list[str]:
-    """Return the packages that define the decorators of a function, outermost first, and itself."""
+    """Return the packages that define a function's decorators, outermost first, and itself."""
     packages = [defined_in(function).split(".")[0]]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -127,19 +128,19 @@ def is_library_function(function: Any) -> bool:
 
 
 def renames_cache(function: Any) -> bool:
-    """Return whether a function's outermost decorator only gives a KV cache its new name."""
-    # transformers 5.24 decorates forwards so, until callers use the new name.
+    """Return whether a function's outermost decorator only renames the argument of a KV cache."""
+    # transformers 5.24 decorates forwards in this way, to accept the old names.
     if defined_in(function) != "transformers.utils.deprecation":
         return False
-    # The variables of the decorator tell which argument it renames.
+    # The closure of the decorator holds the old and the new name of the argument.
     names = inspect.getclosurevars(function).nonlocals
     return {names.get("old_name"), names.get("new_name")} <= set(CACHES)  # guard: only a cache
 
 
 def digest(holder: Any, *names: str) -> str:
-    """Return a digest of the source of some functions, without comments and line breaks.
+    """Return a digest of the source of some functions, which ignores comments and line breaks.
 
-    Code that can't be read by a run, such as that of a known fork, is recognised by it.
+    It serves to recognise code that can't be traced, such as the code of a known fork.
 
     Args:
         holder: A class, or a module of functions.

@@ -1,7 +1,7 @@
-"""Probes: compares a layer's own forward with what the driver makes of it.
+"""Schedules probes, which compare a layer's own forward with its replacement.
 
-A reading tells what a forward computes; a probe is the second witness. It runs in the first call of
-one layer of each kind, before anything is exchanged (`transformers.probe`).
+A probe verifies the reading of a layer's forward by its results. It runs in the first call of one
+layer of each kind, before any exchange (`transformers.probe`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...warn import by_rank
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
-# What a comparison returns in place of a difference, where some tensor has no finite number.
+# The result of a comparison in which some tensor has no finite number.
 UNSEEN = "no number is finite"
 
 
 @dataclass
 class ProbeSchedule:
-    """Says when a probe of layers of one kind is due.
+    """Decides in which calls a layer of one kind is probed.
 
     Attributes:
-        where: The name of the layer that is probed: the first of its kind that was called. Empty
-            before that.
-        calls: The number of its calls; 0 again after a difference, so that the next call is probed.
+        where: The name of the layer that is probed: the first of its kind that is called. Empty
+            before the first call.
+        calls: The number of calls of this layer; reset to 0 to probe the next call.
     """
 
     where: str = ""
@@ -45,10 +45,10 @@ class ProbeSchedule:
             lengths: [P]. Local sequence length of every rank in this call, in tokens.
         """
         self.where = self.where or where
-        # What a checkpoint recomputes is neither probed nor counted.
+        # A call that a checkpoint recomputes is neither probed nor counted.
         if in_backward():
             return False
-        # Few forwards accept zero tokens.
+        # Don't probe without tokens, which few forwards accept.
         if where != self.where or not min(lengths):
             return False
         self.calls += 1
@@ -63,30 +63,30 @@ def refuse_difference(
     sp_group: SPGroup,
     compare: Callable[[], str],
 ) -> None:
-    """Compare a layer's own forward with the reading of it. Collective.
+    """Compare a layer's own forward with its replacement. Collective.
 
     Args:
         probes: The schedule by which this comparison is due.
         where: The name of the layer.
         module: The layer.
         sp_group: The sp group.
-        compare: Returns the difference in words; empty if there is none. Whatever it raises counts
-            as a difference.
+        compare: Returns the difference in words; empty if there is none. An error that it raises
+            counts as a difference.
 
     Raises:
         RuntimeError: on all ranks, if there is a difference on any rank.
     """
     try:
         message = compare()
-    except Exception as error:  # of any kind: the other ranks wait for this one
+    except Exception as error:  # Any error: the other ranks wait in the collective below.
         message = f"{type(error).__name__}: {error}"
     messages = sp_group.gather(message, where)
     if UNSEEN in messages:
-        # Nothing was compared: the next call must be.
+        # Some rank could not compare, so probe the next call as well.
         probes.calls = 0
         messages = ["" if text == UNSEEN else text for text in messages]
     if any(messages):  # guard: the layer's own forward is the judge
-        # The next call must be refused, too.
+        # Probe, and refuse, the next call as well.
         probes.calls = 0
         raise RuntimeError(
             f"{where}: {type(module).__name__} computes something else than what was read of its "
@@ -95,9 +95,9 @@ def refuse_difference(
 
 
 def first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
-    """Describe the first pair of tensors (name, own, driven) that differ.
+    """Describe the first difference between pairs of tensors (name, own, driven).
 
-    If none do: empty, or `UNSEEN`.
+    Returns "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
     """
     is_seen = True
     for name, own, driven in pairs:
@@ -110,7 +110,7 @@ def first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) 
 
 def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     """Describe how two tensors differ; empty if they differ by no more than rounding."""
-    # A gradient that is missing counts as zero.
+    # A missing gradient counts as zero.
     if own is None or driven is None:
         given = driven if own is None else own
         nonzero = given is not None and bool(given.any())
@@ -123,7 +123,8 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
         return "" if torch.equal(own, driven) else " differs"
     # Detached, since a checkpoint around the module counts the tensors that are saved.
     own, driven = own.detach(), driven.detach()
-    # A number that overflows in one of the two must be near to it in the other, with its sign.
+    # If a number overflows in one tensor, the other must have at least half of the largest number
+    # there, with the same sign.
     limit, finite = torch.finfo(own.dtype).max / 2, own.isfinite() & driven.isfinite()
     unlike = (own.abs() < limit) | (driven.abs() < limit) | (own.sign() * driven.sign() < 0)
     if bool(unlike[~finite].any()):
@@ -133,7 +134,7 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     relative = float(error / size) if size else float(error)
     # Norms of fp64 tensors may compute in fp32.
     rounding, dtypes = 256 * torch.finfo(torch.float32).eps, [own.dtype]
-    # Under autocast hidden states may be fp32, and products are not.
+    # Under autocast, hidden states may be fp32 while products are rounded to a narrower dtype.
     if torch.is_autocast_enabled(own.device.type):
         dtypes.append(torch.get_autocast_dtype(own.device.type))
     for dtype in dtypes:

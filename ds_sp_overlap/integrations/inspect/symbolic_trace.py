@@ -1,9 +1,9 @@
-"""The symbolic trace of an attention layer's forward, for layers as transformers writes them.
+"""Traces the forward of an attention layer of transformers symbolically.
 
-The forward runs on labels: whole numbers, each of which occurs once. Its inputs are labels.
-Stand-ins for projections, norms, rotary functions and the attention function return new labels.
-Only operations that move numbers are allowed (`accounting`), so the places where the labels end up
-tell how they were moved. The trace computes with no weight and calls no module.
+The forward runs on labels instead of data: whole numbers, each of which occurs only once. Its
+inputs are labels. Stand-ins for projections, norms, rotary functions and the attention function
+return new labels. Only operations that move numbers are allowed (`accounting`), so the final place
+of each label shows how the forward moved it. The trace uses no weights and calls no module.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
-# Arguments that layers mostly ignore in training, and are read without.
+# Arguments that most layers ignore in training.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
-# The path to a layer's class, and the functions of the class that run when a module is called.
+# The path from a layer to its class, and the functions of the class that a call of a module runs.
 CLASS, RUNS = ("__class__",), ("forward", "__call__")
 
-# An attribute that a forward looked up: its path from the layer on, and its value.
+# An attribute that a forward looked up: its path, starting at the layer, and its value.
 Lookup = tuple[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to call a forward. `CASES` are those in which it must give the same reading.
+    """A way to call a forward; it must give the same reading in all of `CASES`.
 
-    With a mask the sequence has another length than without one. With optional arguments the batch
-    size is more than 1, and else 1.
+    The sequence length differs between cases with and without a mask. The batch size is 1 without
+    optional arguments, and larger with them.
 
     Attributes:
         training: Whether the layer is in training.
@@ -62,10 +62,10 @@ class TracedOutput:
     """The labels that a stand-in returned.
 
     Args:
-        name: The name of the module or function.
-        input: The labels that it was given.
-        shape: The shape of its output.
-        trace: Makes the labels.
+        name: The name of the module or function that the stand-in replaces.
+        input: The labels that the stand-in was given.
+        shape: The shape of the output.
+        trace: The trace, which makes the labels.
 
     Attributes:
         labels: The labels, ``count`` whole numbers from ``first`` on.
@@ -77,15 +77,15 @@ class TracedOutput:
         self.first, self.count = int(self.labels.flatten()[0]), self.labels.numel()
 
     def find(self, x: Tensor) -> Tensor:
-        """Return the flat index of each number of ``x`` among the labels; -1 for other numbers."""
+        """Return the flat index in ``labels`` of each number of ``x``; -1 for other numbers."""
         index = x - self.first
         return torch.where((index >= 0) & (index < self.count), index, -1)
 
     def rows_of(self, x: Tensor) -> Tensor | None:
-        """Return the row of the output that each row of ``x`` [.., d] is, as an index [..].
+        """Return, for each row of ``x`` [.., d], the index [..] of the equal row of the output.
 
-        None unless each row of ``x`` is a whole row of the output, in order, and the call returned
-        as many numbers as it was given.
+        None unless each row of ``x`` is a whole row of the output with its order, and the output
+        has as many numbers as the input.
         """
         index, width = self.find(x), self.labels.shape[-1]
         rows = index[..., 0] // width
@@ -95,16 +95,16 @@ class TracedOutput:
         return rows if torch.equal(index, whole) else None
 
     def input_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [.., d] of the input that lie where ``rows`` [..] lie in the output."""
-        # Both hold the rows one after another.
+        """Return the rows [.., d] of the input with the indices ``rows`` [..]."""
+        # Input and output have the same order of rows.
         return self.input.reshape(-1, self.labels.shape[-1])[rows]
 
 
 class Opaque:
-    """Stands for something that may be passed on or compared with None, and nothing else.
+    """Replaces an argument that code may only pass on, or compare with None.
 
     Args:
-        fail: `Accounting.fail`, called if the code does more.
+        fail: `Accounting.fail`, called for any other use.
     """
 
     what = "an argument"
@@ -124,7 +124,7 @@ class Opaque:
 
 
 class HiddenDtype(Opaque):
-    """Stands for the dtype or device of a tensor; may be passed on to another tensor."""
+    """Replaces the dtype or device of a tensor; code may only pass it to another tensor."""
 
     what = "the dtype or device of a tensor"
 
@@ -133,21 +133,21 @@ class Tables(tuple):
     """Position embeddings: (cos, sin), which a forward may unpack and move to another device."""
 
     def to(self, target: Any) -> Tables:
-        """Return the tables as they are; fail for a dtype that is written in the forward."""
+        """Return the tables unchanged; raise Unknown for a dtype that is not a tensor's."""
         if not isinstance(target, HiddenDtype):
             raise Unknown("its forward casts position embeddings")
         return self
 
 
 class Proxy:
-    """Stands for a layer, its config or an object in them while a forward runs.
+    """Replaces a layer, its config or an object in them while a forward runs.
 
-    It records the attributes that the forward looks up. For a child module the forward gets what
-    the trace makes to stand for it (`Trace.child`).
+    It records the attributes that the forward looks up. For a child module of the layer, it returns
+    a `ChildProxy`.
 
     Args:
         value: The object.
-        path: The path to the object from the layer on.
+        path: The path to the object, starting at the layer.
         trace: The running trace.
     """
 
@@ -155,7 +155,7 @@ class Proxy:
         vars(self).update(_value=value, _path=path, _trace=trace)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the object, or what stands for it."""
+        """Return an attribute of the object, or a proxy of the attribute."""
         trace = self._trace
         with torch._C.DisableTorchFunction():
             value = getattr(self._value, name, MISSING)
@@ -164,7 +164,7 @@ class Proxy:
             trace.lookups.append(((*self._path, name), MISSING))
             raise AttributeError(name)
         is_layer = not self._path
-        # The mode of the case, whatever mode the layer is in.
+        # Return the mode of the case, not the current mode of the layer.
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
@@ -173,21 +173,21 @@ class Proxy:
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
             if function not in trace.code.functions:
                 trace.fail(f"looks up {name} by no name in its code")
-            # Bound to this proxy, so that its code runs on stand-ins, too.
+            # Bind the method to this proxy, so that its code is traced, too.
             trace.lookups.append(((name, "__func__"), function))
             return types.MethodType(function, self)
-        # Later calls can compare constants and tensors.
+        # Record constants and tensors, which later calls compare.
         if is_plain(value) or isinstance(value, Tensor):
             trace.lookups.append(((*self._path, name), value))
             return value
-        # What is looked up in any other object is recorded by its proxy.
+        # For any other object, a proxy records the lookups of its attributes.
         return Proxy(value, (*self._path, name), trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
 
     def _class(self) -> Any:
-        """Return the class of the object, and record it."""
+        """Return the class of the object, and record the lookup."""
         kind = own_class(type(self._value))
         self._trace.lookups.append(((*self._path, *CLASS), kind))
         return kind
@@ -196,7 +196,7 @@ class Proxy:
     __class__ = property(_class)
 
     def _refuse(self, *_: Any) -> Any:
-        """Fail; stands for everything else that code may do with an object."""
+        """Fail; implements every other operation on an object."""
         return self._trace.fail(f"looks into {'.'.join(self._path)}")
 
     __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __getitem__ = _refuse
@@ -205,10 +205,10 @@ class Proxy:
 
 
 class ChildProxy(Proxy):
-    """Stands for a child of the layer; returns labels when it is called."""
+    """Replaces a child module of the layer; a call returns labels."""
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return new labels in the shape of the child's output; those of ``x`` for an identity."""
+        """Return new labels in the shape of the child's output; or ``x`` for an identity."""
         trace, (name,) = self._trace, self._path
         if args or kwargs or not isinstance(x, Tensor):
             trace.fail(f"gives {name} more than one tensor")
@@ -216,7 +216,7 @@ class ChildProxy(Proxy):
             return x
         width = trace.widths.get(name)
         with torch._C.DisableTorchFunction():
-            # A child that tells no width, such as a norm, returns the shape that it is given.
+            # A child without a known width, such as a norm, returns the shape of its input.
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
             output = TracedOutput(name, x, shape, trace)
         trace.outputs.append(output)
@@ -231,14 +231,13 @@ class ChildProxy(Proxy):
     def _is_identity(self) -> bool:
         """Return whether the child is ``nn.Identity``, or a dropout that drops nothing.
 
-        What this depends on is recorded among the lookups. Fails the trace for a dropout that
-        drops.
+        Records the attributes that this depends on as lookups. Fails for a dropout that drops.
         """
         trace, (name,), module = self._trace, self._path, self._value
         if has_own_call(module):
             trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
-        # Not for projections: adapters may wrap one between calls, which each call looks at by
-        # itself.
+        # Don't record the forward of projections: adapters may wrap a projection between calls, and
+        # each call handles that.
         kind = own_class(type(module))
         if getattr(module, "out_features", None) is None:
             if "forward" in vars(module):
@@ -253,7 +252,7 @@ class ChildProxy(Proxy):
 
 
 class _AttentionFunctions:
-    """Stands for transformers' registry of attention functions; has one function for all names."""
+    """Replaces transformers' registry of attention functions; has one function for all names."""
 
     def __init__(self, attend: Callable):
         self._attend = attend
@@ -265,35 +264,35 @@ class _AttentionFunctions:
 
 
 class Trace:
-    """One run of a layer's forward on labels, which the constructor makes.
+    """A run of a layer's forward on labels. The constructor runs it.
 
     Args:
         module: The layer.
-        case: The way to call it.
-        code: The functions that its forward may run.
-        keywords: Names of further keywords that it is given if it accepts any, beside "sp_overlap",
-            which no forward knows.
+        case: The way to call the forward.
+        code: The functions that the forward may run.
+        keywords: Names of the keywords that are passed to a forward which accepts any keywords,
+            besides "sp_overlap", which no forward knows.
 
     Attributes:
-        x: [b, s, m]. The hidden states that it was given.
-        mask: Stands for the mask; None without one.
-        tables: The position embeddings, (cos, sin), each labels of [b, s, 2].
-        position_ids: Stands for the positions.
-        further_keywords: The further keywords; empty if the forward accepts none.
-        widths: How many features each child returns; None for a child that doesn't tell.
-        outputs: What the children returned, in the order of their calls.
-        rotations: The calls of rotary functions: the function, its arguments as `rotary_of` takes
-            them, and its keywords.
-        rotated: What the rotary functions returned.
-        q, k, v: [b, h, s, d]. What the attention function was given.
-        options: Its keywords.
-        o: [b, s, h, d]. What the attention function returned.
-        weights: Stands for the attention weights, which it returned as well.
-        returned: What the forward returned.
-        lookups: What the forward looked up.
+        x: [b, s, m]. The labels of the hidden states.
+        mask: The `Opaque` that replaces the mask; None without a mask.
+        tables: The position embeddings (cos, sin), each labels [b, s, 2].
+        position_ids: The `Opaque` that replaces the positions.
+        further_keywords: The values of ``keywords``; empty if the forward doesn't accept them.
+        widths: The number of output features of each child; None if the child doesn't have one.
+        outputs: The outputs of the children, in the order of their calls.
+        rotations: The calls of rotary functions: the function, its arguments in the form that
+            `rotary_of` expects, and its keywords.
+        rotated: The outputs of the rotary functions.
+        q, k, v: [b, h, s, d]. The arguments of the attention function.
+        options: The keywords of the attention function.
+        o: [b, s, h, d]. The labels that the attention function returned.
+        weights: The `Opaque` that replaces the attention weights.
+        returned: The result of the forward.
+        lookups: The attributes that the forward looked up.
 
     Raises:
-        Unknown: if the forward does what is not accounted for.
+        Unknown: if the forward does something that is not allowed.
     """
 
     def __init__(self, module: Any, case: Case, code: Code, keywords: set[str]):
@@ -306,14 +305,13 @@ class Trace:
         self._label_count = 0
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
-        # Looked up before anything is accounted for, since ZeRO-3 runs code of its own where a
-        # weight is looked up.
+        # Do this before `Accounting` begins: ZeRO-3 runs its own code when a weight is looked up.
         children = module._modules.items()
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
-        # Without zeros, which every prime divides, and without the number that ZeRO-3 gives each
-        # module: those of a layer with adapters leave no prime.
+        # Leave out zeros, which every prime divides, and the ids that ZeRO-3 gives to modules: the
+        # ids in a layer with adapters would exclude all primes.
         for holder in (vars(config), *map(vars, module.modules())):
             held = (x for name, x in holder.items() if name != "ds_id")
             used.update(x for x in held if isinstance(x, int) and x)
@@ -327,7 +325,7 @@ class Trace:
         self.o: Any = None
         sizes = {self.batch, self.seq, self.batch * self.seq}
         self.accounting = Accounting((), sizes)
-        # Labels are integers, whatever the hidden states of a call are.
+        # Hide the dtype of labels, which are integers, unlike hidden states.
         self.accounting.hidden = HiddenDtype(self.fail)
         arguments = self._arguments(code.forward, keywords)
         with contextlib.ExitStack() as stack:
@@ -344,7 +342,7 @@ class Trace:
         self.accounting.fail(reason)
 
     def new_labels(self, *shape: int) -> Tensor:
-        """Return labels, whole numbers of which none was returned before, in this shape."""
+        """Return labels of ``shape``: whole numbers that no earlier call returned."""
         count = torch.Size(shape).numel()
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
@@ -372,17 +370,16 @@ class Trace:
             if name not in known:
                 raise Unknown(f"its forward takes {name}")
             arguments[name] = known[name]
-        # The forward takes any keywords.
+        # The forward has a parameter ``**kwargs``.
         if len(names) < len(parameters):
             further = {"sp_overlap", *keywords} - {*names}
             self.further_keywords = {name: Opaque(self.fail) for name in further}
         return arguments | self.further_keywords
 
     def _stand_in(self, name: str, value: Any) -> Any:
-        """Return what replaces a global of the layer's code; None if it stays.
+        """Return the stand-in for a global of the layer's code; None if the global stays.
 
-        Replaced are the registry of attention functions, and functions that the code knows by a
-        name with "rotary" in it.
+        Replaces the registry of attention functions, and functions with "rotary" in their name.
         """
         if value is attention_functions():
             return _AttentionFunctions(self._attend)
@@ -393,14 +390,14 @@ class Trace:
     def _rotate(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a rotary function, for `rotary_function.rotary_of`.
 
-        Returns labels for each positional tensor that is no table, in their order.
+        Returns labels for each positional argument that is a tensor, but no table.
         """
         tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
         sizes = {self.batch: "batch", self.seq: "seq"}
         recorded, outputs = [], []
         with torch._C.DisableTorchFunction():
             for argument in args:
-                # No labels are returned for a `Table`.
+                # A table is recorded as a `Table`, and gets no labels.
                 argument = tables.get(id(argument), argument)
                 if isinstance(argument, Tensor):
                     shape = tuple(argument.shape)
@@ -421,9 +418,9 @@ class Trace:
         attention_mask: Any = None,
         **options: Any,
     ) -> tuple:
-        """Record the call of the attention function, and return labels for o [b, s, h, d].
+        """Record the call of the attention function; return labels for o [b, s, h, d], and weights.
 
-        Stands for every attention function. Behind o it returns what stands for the weights.
+        Replaces every attention function.
         """
         if self.o is not None or module is not self.layer or attention_mask is not self.mask:
             self.fail(

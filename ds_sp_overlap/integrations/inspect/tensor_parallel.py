@@ -1,7 +1,8 @@
-"""Layers that DeepSpeed's AutoTP has cut, of which a tensor-parallel rank holds a slice.
+"""Determines the heads and widths of layers that DeepSpeed's AutoTP has cut.
 
-AutoTP puts classes of its own in the place of ``nn.Linear`` and leaves the model's config as it is.
-So the heads of a tensor-parallel rank are those of its slices, and not those of the config.
+AutoTP replaces ``nn.Linear`` by its own classes, which hold a slice of the weight, and does not
+change the model's config. So the number of heads on a tensor-parallel rank follows from its slices,
+and differs from the config.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 from .library import whole_shape
 
-# The module of AutoTP's classes. A model can hold one only if that is loaded.
+# The module that defines AutoTP's classes. If it isn't loaded, no model contains such a class.
 _LAYERS = "deepspeed.module_inject.layers"
 
 
@@ -25,19 +26,20 @@ def is_cut(module: nn.Module) -> bool:
 
 
 def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
-    """Return the query and KV heads of an attention layer on each tensor-parallel rank.
+    """Return the numbers of query and KV heads of an attention layer on each tensor-parallel rank.
 
-    Pairs (query heads, KV heads), by tensor-parallel rank; one pair for a layer that AutoTP did not
-    cut.
+    Returns:
+        A pair (query heads, KV heads) for each tensor-parallel rank; one pair for a layer that
+        AutoTP did not cut.
     """
     config, cut = module.config, _cut_layers(module)
     heads = config.num_attention_heads
-    # A config that gives no KV heads has as many as query heads.
+    # Without KV heads in the config, there are as many as query heads.
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # If no layer tells the sizes of the slices (fused layers don't), the slices are equal.
+    # Fused layers don't store the sizes of the slices: assume equal slices.
     sizes: Sequence[int] = (1,) * (cut[0].tp_world_size if cut else 1)
     for layer in cut:
-        # AutoTP cuts all layers of an attention along the same KV heads, so one of them is enough.
+        # AutoTP cuts all projections of an attention layer along the same KV heads; take the first.
         if getattr(layer, "_partition_sizes", None):
             sizes = layer._partition_sizes
             break
@@ -45,13 +47,13 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
 
 
 def heads_here(module: Any) -> tuple[int, int]:
-    """Return the query and KV heads of an attention layer on this tensor-parallel rank."""
+    """Return the numbers of query and KV heads of an attention layer on this rank."""
     cut = _cut_layers(module)
     return heads_of_ranks(module)[cut[0].tp_index if cut else 0]
 
 
 def out_features(module: Any) -> int | None:
-    """Return how many features a module returns on this rank; None if the module doesn't tell."""
+    """Return the number of output features of a module on this rank; None if it is not known."""
     if not _is_parallel(module):
         return getattr(module, "out_features", None)
     if getattr(module, "gather_output", False):
@@ -62,17 +64,17 @@ def out_features(module: Any) -> int | None:
 def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
     """Raise ValueError if two ranks of the sp group are in one tensor-parallel group.
 
-    `enable` calls this while the ranks agree.
+    `enable` calls this inside `SPGroup.agree`.
 
     Args:
-        model: The model, of which AutoTP may have cut layers.
-        sp_ranks: The ranks of the world in the sp group.
+        model: The model, whose layers AutoTP may have cut.
+        sp_ranks: The global ranks of the sp group.
     """
     for name, layer in model.named_modules():
         if not _is_cut(layer):
             continue
         tp_ranks = dist.get_process_group_ranks(layer.mp_group)
-        # Tensor-parallel ranks compute with the same tokens, sp ranks with tokens of their own.
+        # Tensor-parallel ranks hold the same tokens; sp ranks hold different tokens.
         if len(set(tp_ranks) & set(sp_ranks)) > 1:
             raise ValueError(
                 f"{name} is cut by AutoTP over ranks {tp_ranks}, which hold the same tokens, but "
@@ -83,16 +85,16 @@ def refuse_shared_ranks(model: nn.Module, sp_ranks: list[int]) -> None:
 
 
 def _is_parallel(layer: Any) -> bool:
-    """Return whether a layer is of a class of AutoTP."""
+    """Return whether the class of a layer is one of AutoTP's."""
     layers = sys.modules.get(_LAYERS)
     return layers is not None and isinstance(layer, layers.TensorParallel_Layer)
 
 
 def _is_cut(layer: Any) -> bool:
-    """Return whether AutoTP cut this very layer, which it does not in a group of one rank."""
+    """Return whether AutoTP cut this layer itself; in a group of one rank it cuts nothing."""
     return _is_parallel(layer) and layer.is_tp_parallel
 
 
 def _cut_layers(module: nn.Module) -> list[Any]:
-    """Return the layers in ``module``, itself included, that AutoTP cut."""
+    """Return the layers in ``module``, including ``module`` itself, that AutoTP cut."""
     return [layer for layer in module.modules() if _is_cut(layer)]

@@ -1,14 +1,14 @@
-"""Probes norms and MLPs: checks that each is a function of one token at a time.
+"""Checks that a norm or an MLP computes each token independently of the other tokens.
 
-Their code must be torch's, transformers' or PEFT's. A copy of the module with random weights runs
-on all tokens at once, then on the tokens in parts.
-Outputs and gradients must agree. See Note [Alike tokens].
+Its code must be torch's, transformers' or PEFT's. A copy of the module with random weights runs on
+all tokens at once, then on the tokens in parts. Outputs and gradients must agree. See Note [Alike
+tokens].
 
 Note [Alike tokens]
 ~~~~~~~~~~~~~~~~~~~
-Experts may depend on the other tokens that are sent to them, for instance where their capacity is
-limited. A few random tokens hardly meet in one expert. So an MLP is given a crowd as well: `CROWD`
-tokens that differ so little that all are sent to the same experts.
+The result of an expert may depend on the other tokens that are routed to it, for instance if its
+capacity is limited. A few random tokens are rarely routed to the same expert. So the input also has
+`CROWD` tokens that differ so little that all are routed to the same experts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BATCH, SEQ = 2, 5
 CROWD = 32
 # A prime, so that it is unlikely to divide the width of a layer.
 TOKENS = SEQ + CROWD
-# The most numbers in a parameter that the copy of a module may have.
+# The largest number of elements in a parameter of the copy.
 MOST = 2**26
 
 
 class _RankOneLinear(nn.Module):
-    """Stands for a linear layer, with a random weight ``out into^T`` of rank 1."""
+    """Replaces a linear layer; its random weight is the outer product of ``out`` and ``into``."""
 
     def __init__(self, linear: Any, generator: torch.Generator, dtype: torch.dtype):
         super().__init__()
@@ -49,7 +49,7 @@ class _RankOneLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        # Made only for code that reads it, so that a wide layer needs no memory.
+        # Computed only for code that reads it, since it may be large.
         with torch._C.DisableTorchFunction():
             return torch.outer(self.out, self.into)
 
@@ -62,20 +62,20 @@ class _RankOneLinear(nn.Module):
 def _random_copy(
     module: nn.Module, training: bool, generator: torch.Generator, dtype: torch.dtype
 ) -> nn.Module:
-    """Copy a module, with random numbers in parameters, buffers and linear layers, without hooks.
+    """Copy a module without hooks, with random parameters and buffers.
 
-    Dropouts, which drop nothing, become identities.
+    Replaces linear layers by `_RankOneLinear`, and dropouts, which drop nothing, by identities.
 
     Raises:
-        Unknown: if a parameter of the copy would have more than `MOST` numbers.
+        Unknown: if a parameter of the copy would have more than `MOST` elements.
     """
     if own_class(type(module)) is nn.Linear:
         return _RankOneLinear(module, generator, dtype)
-    # `probe_tokenwise` has refused dropouts that drop, and each call looks at the probability again
+    # `_check_parts` has refused dropouts that drop, and each call checks the probability again
     # (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
-    # Without its constructor, which would make weights in the size of the module's own.
+    # Don't call the constructor, which would allocate weights as large as the module's own.
     copy: Any = object.__new__(own_class(type(module)))
     hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
     vars(copy).update({**vars(module), **hooks, "training": training})
@@ -87,12 +87,12 @@ def _random_copy(
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
         numbers = torch.randn(shape, generator=generator, dtype=dtype)
-        # So that products with a matrix keep the scale of their input.
+        # Scale a matrix so that products with it keep the magnitude of their input.
         if len(shape) > 1:
             numbers = numbers / shape[-1] ** 0.5
         copy._parameters[name] = numbers.requires_grad_()
     for name, x in module.named_buffers(recurse=False):
-        # Whole numbers may be indices.
+        # Keep the values of integers, which may be indices.
         copy._buffers[name] = x.clone()
         if x.is_floating_point():
             copy._buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
@@ -102,21 +102,21 @@ def _random_copy(
 
 
 def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None:
-    """Check that ``module`` is a function of one token [.., size] at a time.
+    """Check that ``module`` computes each token [.., size] independently of the others.
 
-    Called when a layer is read: in `enable`, or again after a change. A random copy runs on the
-    CPU; the module itself doesn't run.
+    Called in `enable`, and again if the layer has changed. A random copy runs on the CPU; the
+    module itself doesn't run.
 
     Args:
-        name: Its name, for errors.
+        name: The module's name, for errors.
         module: The module.
-        size: The size of a token.
-        norm: Whether the module must be a norm, which has only parameters of its own. Other
-            modules may consist of linear layers, of modules without parameters, and of
+        size: The width of a token.
+        norm: Whether the module must be a norm, which has parameters, but no children or buffers.
+            Other modules may consist of linear layers, of modules without parameters, and of
             transformers' modules.
 
     Raises:
-        Unknown: if it is no such function, or has code of somebody's own.
+        Unknown: if the module fails the check, or contains third-party code.
     """
     where = f"{name} ({type(module).__name__})"
     if norm and [*module.children(), *module.buffers()]:
@@ -130,7 +130,7 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
         whole = _run(where, copy, x)
-        # For an MLP, one of the parts has no tokens.
+        # For an MLP, also try a part without tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
@@ -139,18 +139,16 @@ def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None
             of_parts = [part[index] for part in parts]
             # The first tensor has a row for each token; the others are sums over tokens.
             actual: Any = sum(of_parts) if index else torch.cat(of_parts, 1)
-            # The module may compute in fp32, and vector units round by position.
+            # The module may compute in fp32, and rounding may depend on a token's position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 raise Unknown(f"{where} makes something else of some tokens than of all")
 
 
 def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
-    """Check the types and parameters of a module's parts.
-
-    Arguments are those of `probe_tokenwise`.
+    """Check the classes and parameters of a module's submodules; see `probe_tokenwise`.
 
     Raises:
-        Unknown: as `probe_tokenwise` does.
+        Unknown: if a submodule is not allowed.
     """
     for path, part in module.named_modules(prefix=name):
         where = f"{path} ({type(part).__name__})"
@@ -175,9 +173,9 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
 
 
 def fixed_state(module: nn.Module) -> list[tuple]:
-    """Return what must stay the same in a module for its probe to hold, to be compared with ``==``.
+    """Return the state of a module that must not change after its probe; compare it with ``==``.
 
-    For each part: its class, its forward, and the probability of a dropout.
+    For each submodule: its class, its forward, and the probability of a dropout.
     """
     parts = []
     for part in module.modules():
@@ -189,15 +187,15 @@ def fixed_state(module: nn.Module) -> list[tuple]:
 def has_own_call(module: nn.Module) -> bool:
     """Return whether the class of a module has a ``__call__`` that may do more than its forward."""
     call = type(module).__call__
-    # transformers' ``__call__`` only checkpoints the forward. Those of torch don't count either.
+    # Accept transformers' ``__call__``, which only checkpoints the forward, and torch's.
     libraries = "transformers.modeling_layers", "torch.nn."
     return call is not nn.Module.__call__ and not (call.__module__ or "").startswith(libraries)
 
 
 def is_library_code(part: nn.Module) -> bool:
-    """Return whether the class of a module is torch's, transformers' or PEFT's, as is its forward.
+    """Return whether class and forward of a module are torch's, transformers' or PEFT's.
 
-    Somebody may have given the class another forward, or a function that the forward names.
+    Also checks the functions that the forward names, since somebody may have replaced one.
     """
     kind: Any = own_class(type(part))
     libraries = "torch.nn.", "transformers.", "peft."
@@ -221,16 +219,16 @@ def _run(where: str, copy: nn.Module, x: Tensor) -> list[Tensor]:
         x: [b, s, m]. The tokens.
 
     Returns:
-        The output and the gradient of the tokens, joined in the last dim: [b, s, 2 m]. Then the
-        gradients of the parameters.
+        The output and the gradient of the tokens, concatenated in the last dim, [b, s, 2 * m]; then
+        the gradients of the parameters.
 
     Raises:
-        Unknown: if it returns anything else.
+        Unknown: if the output is not one tensor with the shape of ``x``.
     """
     parameters = list(copy.parameters())
     with torch.enable_grad():
         x = x.clone().requires_grad_()
-        # The forward may change its input in place, which a leaf would not allow.
+        # The forward may change its input in place, which is not allowed for a leaf: pass x * 1.
         y = type(copy).forward(copy, x * 1)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")

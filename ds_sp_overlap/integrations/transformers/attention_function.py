@@ -1,8 +1,8 @@
 """Attention over the global sequence by transformers' attention functions.
 
-`local_attention` runs an attention function of transformers between the exchanges. `Dispatch`
-overlaps layers of unknown families: it stands in transformers' table in place of an attention
-function and is given q, k and v that the layer has projected and rotated itself.
+`local_attention` calls an attention function of transformers between the exchanges. `Dispatch`
+overlaps layers whose forward is not known: it replaces an attention function in transformers'
+table, and receives q, k and v that the layer itself has projected and rotated.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from .registration import refusal_of
 
 # Note [Documents in flash attention]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# transformers' own flash attention keeps documents apart by their edges (``cu_seq_lens_q``) or by
-# position_ids. By position_ids it would ask the device for the number of documents in every call,
-# so that the host waits. The edges are known on the host, and are given. A flash attention of
-# somebody else may know position_ids alone. It reads them for a batch of one row, so that several
-# rows with several documents are several calls.
+# transformers' own flash attention separates documents by their edges (``cu_seq_lens_q``) or by
+# position_ids. With position_ids, the host would wait for the device in every call, for the number
+# of documents. So this package passes the edges, which the host knows. A third-party flash
+# attention may accept only position_ids, and reads them only for a batch of one row. So a batch of
+# several rows with several documents is one call for each row.
 
 # Note [Queries of a share]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
-# Where ranks share heads, a call has the queries of a range alone, and their keys end where the
-# queries end. transformers' sdpa, given no mask, would cut the keys to the number of the queries,
-# from the front: wrong without any error. So it is given a mask whose last query sees the last
-# key. ``causal_lower_right`` is no tensor of values: CUDA's fused kernels are told to align so.
-# Flash attention aligns so by itself, from flash-attn 2.1 on.
+# If ranks share heads, a call has the queries of a range of tokens only, and the keys end where the
+# queries end. Without a mask, transformers' sdpa would align the first query with the first key:
+# a wrong result without an error. So sdpa is given a mask that aligns the last query with the last
+# key. ``causal_lower_right`` holds no values: it tells CUDA's fused kernels to align so. Flash
+# attention aligns so by default, from flash-attn 2.1 on.
 
 
 _FLASH = AttentionFunction(
     "is_causal", documents="edges", heads_alike=True, takes_sinks=True, takes_queries=True
 )
 _SDPA = AttentionFunction("is_causal", heads_alike=True, takes_queries=True, takes_masks=True)
-# transformers' own, by the module that defines them.
+# transformers' own attention functions, by the module that defines them.
 _LIBRARY = {
     "transformers.integrations.sdpa_attention": _SDPA,
     "transformers.integrations.flash_attention": _FLASH,
@@ -64,7 +64,7 @@ _LIBRARY = {
 
 
 def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
-    """Return the attention function of a layer, and what is known of it.
+    """Return the attention function of a layer, and its known properties.
 
     Raises:
         ValueError: if the layer now has an implementation that can't be overlapped.
@@ -74,11 +74,11 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
     if (reason := unfit(name)) is not None:
         raise ValueError(f"sp_overlap: {type(module).__name__}: {reason}")
     function = runs = core_of(name)
-    # transformers before 5.0 binds a kernel of its hub so.
+    # transformers before 5.0 binds a kernel from the hub in this way.
     if isinstance(function, functools.partial) and {*function.keywords} == {"implementation"}:
         runs = function.func
     home = defined_in(runs)
-    # Somebody may make another function with the globals of transformers'.
+    # A function of somebody else may have the globals of transformers' module.
     is_own = getattr(sys.modules.get(home), getattr(runs, "__name__", ""), None) is runs
     known = _LIBRARY.get(home) if is_own else None  # guard: by what runs, not by its name
     return function, declared(function) or known or UNKNOWN
@@ -87,7 +87,7 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
 def why_no_share(module: Any) -> str:
     """Explain why a layer's attention can't attend with a range of the queries; empty if it can.
 
-    Only where ranks share query heads must it attend so. See Note [Queries of a share].
+    It needs to do so only if ranks share query heads. See Note [Queries of a share].
     """
     name, (_, known) = module.config._attn_implementation, function_of(module)
     if not known.takes_queries:
@@ -101,18 +101,18 @@ def why_no_share(module: Any) -> str:
 
 
 def attention_of(name: str, module: Any) -> Callable | str:
-    """Return the local attention of a layer; or the reason why it needs all queries at once.
+    """Return the local attention of a layer, or the reason why it needs all queries at once.
 
-    The result is the argument ``attend`` of `shares_of`, by which `enable` decides on shares.
+    The result is the argument ``attend`` of `shares_of`, which decides whether ranks share heads.
     """
     why = why_no_share(module)
     return f"{name}: {why}" if why else local_attention
 
 
 def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an attention, without the parameter ``queries`` if the layer's function can't take it.
+    """Return ``attend``; without its parameter ``queries`` if the layer needs all queries at once.
 
-    `shares_of` goes by the parameter.
+    `shares_of` looks for this parameter.
     """
     return (lambda *args, **kwargs: attend(*args, **kwargs)) if why_no_share(module) else attend
 
@@ -121,21 +121,21 @@ def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callabl
 def _aligns_top_left() -> bool:
     """Return whether transformers' flash attention aligns queries with the first keys."""
     library = sys.modules["transformers.modeling_flash_attention_utils"]
-    # A library without this function takes no flash-attn that does; ``bool()`` is False.
+    # Without this function, transformers supports no flash-attn that does so; ``bool()`` is False.
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
 def _joined(x: Tensor, first: list[int]) -> Tensor:
     """Join the rows of ``x`` [b, s, h, d] into one row [1, n, h, d].
 
-    Of each row the tokens from its entry of ``first`` on are taken.
+    Each row contributes its tokens from ``first[row]`` on.
     """
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
 
 
 def _lower_right(length: int, keys: int) -> Tensor:
     """Return the causal mask of ``length`` queries whose last one sees the last of ``keys``."""
-    # torch makes no such object while somebody's dispatch mode (a counter of FLOPs) is on.
+    # torch can't make this object while a dispatch mode, such as a FLOP counter, is active.
     with _disable_current_modes():
         return causal_lower_right(length, keys)
 
@@ -151,10 +151,10 @@ def local_attention(
     queries: Range | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attend over the whole sequence with some heads, by the layer's own attention function.
+    """Attend over the whole sequence with one head group, by the layer's own attention function.
 
-    Runs between the exchanges, once per head group; no collective. As on one rank, sdpa takes the
-    sliding window from the mask (``pattern``), and any other function from ``options``.
+    Runs between the exchanges; no collective. As on one rank, sdpa takes the sliding window from
+    the mask (``pattern``), and any other function takes it from ``options``.
 
     Args:
         module: The layer.
@@ -179,8 +179,8 @@ def local_attention(
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
     attention = functools.partial(_call, function, module, options)
-    # The attention function reads the attribute. Ranks may share KV heads, so that this rank's
-    # number differs from the layer's.
+    # The attention function reads this attribute. If ranks share KV heads, the number on this rank
+    # differs from the layer's.
     with replaced(vars(module), "num_key_value_groups", q.shape[2] // k.shape[2]):
         if known.documents is None:
             document = functools.partial(_attend_in_document, attention, known, sequence, pattern)
@@ -196,7 +196,7 @@ def local_attention(
         # See Note [Documents in flash attention].
         if known.documents == "edges":
             first, edges = sequence.for_flash(queries or (0, q.shape[1]))
-            # Rows whose first keys differ are cut to different lengths, so they must be joined.
+            # If the first keys of the rows differ, the rows get different lengths: join them.
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, None, **edges)  # guard: edges, no positions
@@ -232,21 +232,21 @@ def _attend_in_document(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Attend within a document, whose last tokens are the queries."""
+    """Attend within documents [n, length, h, d]; the queries belong to the last tokens of each."""
     if not known.takes_masks:
         return attention(q, k, v, None)
     length, keys, window, mask = q.shape[1], k.shape[1], pattern.window, None
     if window is not None and window < keys:
-        # The keys before the window of the first query are seen by no query.
+        # No query attends to the keys before the window of the first query.
         first = max(keys - (length + window - 1), 0)
         keys, k, v = keys - first, k[:, first:], v[:, first:]
         mask = sequence.window_mask(length, keys, window) if window < keys else None
     if length == keys:
         return attention(q, k, v, mask)
-    # See Note [Queries of a share]. A single query sees all keys.
+    # See Note [Queries of a share]. A single query attends to all keys, without a mask.
     if mask is None and length > 1:
         mask = _lower_right(length, keys)  # guard: the last query sees the last key
-        # torch passes a mask of this kind by autocast.
+        # A mask of this class bypasses autocast.
         q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
     return attention(q, k, v, mask, is_causal=False)
 
@@ -254,13 +254,15 @@ def _attend_in_document(
 def _by_stock(
     stock: Callable, module: Any, mask: Any, keywords: dict[str, Any], *qkv: Tensor
 ) -> Tensor:
-    """Attend by stock Ulysses, which joins heads and head dim of o, to q, k, v [b, s/P, h, d]."""
+    """Attend with stock Ulysses to q, k, v [b, s/P, h, d]; return o [b, s/P, h, d]."""
     o = stock(module, *[x.transpose(1, 2) for x in qkv], mask, **keywords)[0]
     return o.unflatten(-1, (qkv[0].shape[2], -1)) if o.dim() == 3 else o
 
 
 def _named(function: Callable, options: tuple) -> dict[str, Any]:
-    """Return by name the options that an attention function is given by position, behind the mask.
+    """Return by name the options that were passed to an attention function by position.
+
+    These are the arguments after the mask.
 
     Raises:
         ValueError: for more options than the function has parameters.
@@ -276,12 +278,11 @@ def _named(function: Callable, options: tuple) -> dict[str, Any]:
 
 
 def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: int) -> Tensor:
-    """Correct q [b, s/P, h, d] by the factors of Llama 4's ``attn_temperature_tuning``.
+    """Correct q [b, s/P, h, d] for Llama 4's ``attn_temperature_tuning``.
 
-    `Llama4TextAttention.forward` multiplies q of a layer without RoPE by a factor for each
-    position, and counts positions from the first token of this rank. (`driven` leaves such layers
-    to their own forward.) Returns q with the factors of its positions in the global sequence; q of
-    other layers as it is.
+    In a layer without RoPE, `Llama4TextAttention.forward` multiplies q by a factor that depends on
+    the position, which it counts from the first token of this rank. This function replaces these
+    factors by those of the positions in the global sequence. It returns q of other layers as it is.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -289,22 +290,22 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     positions = torch.stack([local + sum(sequence.lengths[:rank]), local])
     steps = torch.floor((positions + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
-    # Never in half precision, in which a factor would be off for a whole position.
+    # Not in half precision, whose rounding would shift a factor by more than one position.
     correct, wrong = factors.to(torch.promote_types(q.dtype, torch.float32))
     return (q * (correct / wrong)[:, None, None]).to(q.dtype)
 
 
 class Layer:
-    """An attention layer that is overlapped, whole or at its attention function.
+    """An overlapped attention layer: its whole forward is replaced, or its attention function.
 
     Args:
         name: The layer's name.
-        module: The layer. Held weakly, since transformers' table reaches this object.
-        forwards: The forwards of its model.
+        module: The layer. Held by a weak reference, since transformers' table holds this object.
+        forwards: The forwards of the layer's model.
         overlap: The settings of the layer.
 
     Attributes:
-        known: What is known of the layer's attention function.
+        known: The known properties of the layer's attention function.
     """
 
     def __init__(self, name: str, module: Any, forwards: Forwards, overlap: OverlapSettings):
@@ -319,7 +320,7 @@ class Layer:
     def refuse_unhonoured(
         self, options: dict[str, Any], sequence: GlobalSequence, pattern: Pattern
     ) -> None:
-        """Refuse a call whose attention function would do something else than on one rank.
+        """Raise an error if the attention function would compute something else than on one rank.
 
         Args:
             options: The keywords of the attention function.
@@ -327,7 +328,7 @@ class Layer:
             pattern: The pattern of the layer's mask.
 
         Raises:
-            RuntimeError: for an attention function that is another one now.
+            RuntimeError: if the attention function is not the same as in `enable`.
             ValueError: for an option or a mask that can't be honoured.
         """
         known, kind = self.known, type(self.module).__name__
@@ -365,10 +366,10 @@ class Layer:
         pattern: Pattern,
         keywords: dict[str, Any],
     ) -> bool:
-        """Return whether the policy may time stock Ulysses as baseline: it must compute the same.
+        """Return whether stock Ulysses computes this call correctly, so that a policy may time it.
 
-        Asked in each call. Stock Ulysses must be registered over the same ranks, take the shape, be
-        given position_ids, and drop nothing of the call: it knows no packed documents, windows or
+        Called in each call of the layer. Stock Ulysses must be registered for the same ranks and
+        this shape, and must get position_ids. It does not support packed documents, windows or
         uneven local lengths.
 
         Args:
@@ -394,7 +395,7 @@ class Layer:
 
 
 class FunctionLayer(Layer):
-    """A layer that is overlapped at its attention function, and runs its own forward."""
+    """A layer that runs its own forward, in which the attention function is overlapped."""
 
     def make_attention(self) -> ProjectedAttention:
         """Make the overlapped attention."""
@@ -402,7 +403,10 @@ class FunctionLayer(Layer):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward, which must call the attention function."""
+        """Run the layer's own forward, and record the call.
+
+        The model's forward raises an error if the layer did not call the attention function.
+        """
         running = self.forwards.running
         if running is not None and not off_in_eval(self.module):
             running.note(self.name, self.module)
@@ -412,17 +416,17 @@ class FunctionLayer(Layer):
         """Attend over the global sequence. Collective.
 
         Args:
-            stock: The attention function in which stock Ulysses may exchange.
+            stock: The attention function that the table had before; stock Ulysses may be in it.
             mask: The attention mask that the layer is given.
             options: The keywords of the attention function.
-            *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. Where latents travel, these take the
-                place of k, and the rotated key that of v.
+            *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. If latents are exchanged, k holds the
+                latents and v the rotated key.
 
         Returns:
             o [b, s/P, h, d].
         """
         module, overlap, options_of_stock = self.module, self.overlap, dict(options)
-        # Under autocast, norms and rotations may have returned fp32.
+        # Under autocast, norms and rotations may return fp32: cast to the dtype of autocast.
         q, k, v = autocast(*[x.transpose(1, 2) for x in qkv])
         sequence, pattern = self.forwards.of(self.name, module, q, mask=mask, kwargs=options)
         self.refuse_unhonoured(options, sequence, pattern)
@@ -451,7 +455,7 @@ class FunctionLayer(Layer):
         """Overlap the attention function; `enable` calls this once the ranks have agreed.
 
         Returns:
-            The function that undoes the rebinding, for `disable`.
+            The function that undoes this, for `disable`.
         """
         functions, implementation = attention_functions(), self.module.config._attn_implementation
         if not isinstance(functions[implementation], Dispatch):
@@ -463,7 +467,7 @@ class FunctionLayer(Layer):
         def undo(module: nn.Module) -> None:
             undo_forward(module)
             del dispatch.layers[module]
-            # The last layer is gone, and nobody has put another function over this one.
+            # Leave the table alone if somebody has replaced or wrapped the `Dispatch` in it.
             if not dispatch.layers and functions[implementation] is dispatch:
                 functions[implementation] = dispatch.before
 
@@ -474,14 +478,14 @@ class Dispatch:
     """An attention function that overlaps some layers, and passes on the calls of all others.
 
     transformers calls it in every forward of every layer of its implementation, in all models of
-    the process. It stands in the table from `FunctionLayer.bind` until its last layer is given
-    back.
+    the process. It is in transformers' table from `FunctionLayer.bind` until its last layer is
+    restored.
 
     Args:
-        before: The attention function whose place it takes.
+        before: The attention function that it replaces.
 
     Attributes:
-        layers: The layers that it overlaps. Weak, so that it keeps no model alive.
+        layers: The layers that it overlaps. A weak dictionary, which keeps no model alive.
     """
 
     def __init__(self, before: Callable):
@@ -490,9 +494,9 @@ class Dispatch:
 
     @torch._disable_dynamo
     def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
-        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d] and None, no weights.
+        """Attend to q, k, v [b, h, s/P, d]; return o [b, s/P, h, d], and None for the weights.
 
-        Collective for a layer that it overlaps.
+        Collective for the layers in ``layers``.
         """
         if module not in self.layers or off_in_eval(module):
             return self.before(module, query, key, value, attention_mask, *args, **kwargs)

@@ -1,10 +1,10 @@
-"""Gradient checkpointing of a transformers model that saves the results of attention.
+"""Lets the gradient checkpoints of a transformers model save the results of attention.
 
 A plain checkpoint would recompute attention and repeat its exchanges in backward. torch's
-non-reentrant checkpoint takes a ``context_fn``, by which `keep_attention` saves the results of
-attention over the checkpoint. ``gradient_checkpointing_enable`` may give each layer a checkpoint
-function at any time. So the functions are replaced at the beginning of each forward of the model,
-and put back at its end.
+non-reentrant checkpoint has a parameter ``context_fn``, by which `keep_attention` saves the results
+of attention. The user may call ``gradient_checkpointing_enable``, which sets the checkpoint
+function of each layer, at any time. So this file replaces these functions at the beginning of each
+forward of the model, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ...config import SpOverlapConfig
 from ...warn import warn_once
 from ..inspect.library import replaced
 
-# Attributes that transformers gives to each module that it can checkpoint: whether it does now, and
-# by which function.
+# Attributes that transformers sets on each module that it can checkpoint: whether checkpointing is
+# on, and the checkpoint function.
 SWITCH, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class Checkpoints:
     """The modules of a model whose checkpoints must save attention.
 
-    The `Host` that is called (the outermost, of several) replaces their functions in its forward.
+    The forward of the outermost `Host` that is called replaces their checkpoint functions.
 
     Args:
         name: The name of the model, for errors.
@@ -41,8 +41,8 @@ class Checkpoints:
         config: The ``sp_overlap`` section.
 
     Attributes:
-        around: By name, the modules that can be checkpointed and hold such a layer or are one, as
-            they were in `enable`.
+        around: By name, the modules that can be checkpointed and that are or contain one of
+            ``layers``, as they were in `enable`.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Checkpoints:
     ):
         self.name, self.config = name, config
         switches = {at: x for at, x in model.named_modules() if hasattr(x, SWITCH)}
-        # All modules that can be checkpointed. One that is replaced later is not kept alive.
+        # All modules that can be checkpointed; weak, so that a replaced module is not kept alive.
         self._switches = weakref.WeakValueDictionary(switches)
-        # The innermost modules come first: mostly these run the checkpoints, and errors name them.
+        # Innermost modules first: these usually run the checkpoints, and errors should name them.
         inward = sorted(switches, key=lambda at: -at.count("."))
         around = (at for at in inward if not layers.isdisjoint(switches[at].modules()))
         self.around = {at: switches[at] for at in around}
 
     def checkpointed(self) -> list[str]:
-        """Return the names of the modules that are checkpointed now.
+        """Return the names of the modules whose checkpointing is on.
 
-        A name is followed by the reason why the module's checkpoint can't save attention, if there
-        is one. `Positions.gather` compares the names of the ranks.
+        If a module's checkpoint can't save attention, the reason follows its name.
+        `Positions.gather` compares the names over the ranks.
         """
         if not torch.is_grad_enabled():
             return []
@@ -71,20 +71,20 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Have checkpoints save attention while the body runs a forward of the model.
+        """Let checkpoints save attention while the body runs a forward of the model.
 
         Raises:
-            ValueError: if a layer is checkpointed by a function that can't save attention. The
-                ranks have compared their checkpoints (`checkpointed`), so all of them raise.
+            ValueError: if the checkpoint function of a layer can't save attention. The ranks have
+                compared their checkpoints (`checkpointed`), so all ranks raise this.
         """
         with contextlib.ExitStack() as originals:
-            # Without gradients no checkpoint has anything to save.
+            # Without gradients, checkpoints save nothing.
             for at, module in self.around.items() if torch.is_grad_enabled() else ():
                 function = vars(module).get(FUNCTION)
                 if function is None or not is_checkpointed(module):
                     continue
                 if self._can_save(at or self.name, module, function):
-                    # Of transformers' functions all but torch's own move inputs to the host.
+                    # All of transformers' functions except torch's checkpoint offload the inputs.
                     moves = getattr(function, "func", function) is not checkpoint
                     offloads = self.config.keeps_where_possible and moves
                     saving = functools.partial(keep_attention, offloads)
@@ -95,7 +95,8 @@ class Checkpoints:
     def _can_save(self, at: str, module: nn.Module, function: Callable) -> bool:
         """Return whether a checkpoint function can save attention.
 
-        Raises ValueError, on this rank, where it can't and must.
+        Raises:
+            ValueError: on this rank, if it can't, but the section asks for it.
         """
         reason, kind = _why_not(function), type(module).__name__
         if reason and not self.config.keeps_where_possible:
@@ -113,7 +114,7 @@ class Checkpoints:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether gradient checkpointing is on for a module; it works in training alone."""
+    """Return whether gradient checkpointing is on for a module, and the module is in training."""
     return module.training and bool(getattr(module, SWITCH, False))
 
 
@@ -129,7 +130,7 @@ def _why_not(function: Any) -> str:
     if inner is not checkpoint and not module.startswith("transformers."):
         name = getattr(inner, "__qualname__", type(inner).__name__)
         return f"by {module or '?'}.{name}"
-    # Only a non-reentrant checkpoint takes a ``context_fn``, and it takes one only.
+    # Only a non-reentrant checkpoint takes a ``context_fn``, and it takes no second one.
     if keywords.get("use_reentrant") is not False:
         return f"with use_reentrant={keywords.get('use_reentrant')}"
     if keywords.get("context_fn", noop_context_fn) is not noop_context_fn:

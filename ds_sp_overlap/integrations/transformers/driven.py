@@ -1,7 +1,8 @@
-"""Attention layers of transformers whose whole forward is replaced.
+"""Replaces the whole forward of attention layers of transformers.
 
-A layer whose forward is known (`inspect.attention`) needs none of its own code: `SelfAttention`
-calls its projections and norms and rotates q and k, so that the projections hide the exchanges.
+If the forward of a layer is known (`inspect.attention`), none of the layer's own code runs:
+`SelfAttention` calls its projections and norms and rotates q and k, so that the projections hide
+the exchanges.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ def _join(*modules: nn.Module) -> nn.Module:
 
 
 def _attend(module, q, k, v, options, queries=None, **per_head):
-    """Attend with the layer's attention function; ``options`` is one keyword (`Driven.forward`)."""
+    """Attend with the layer's attention function; ``options`` holds its keywords."""
     return local_attention(module, q, k, v, queries=queries, **options, **per_head)
 
 
 class Driven(Layer):
     """An attention layer whose forward `SelfAttention` replaces.
 
-    `enable` makes it for a layer whose forward could be read, and rebinds the forward.
+    `enable` makes this object if the layer's forward is known, and rebinds the forward.
 
     Args:
         name: The layer's name.
         module: The layer.
-        reader: The reading of its forward.
-        forwards: The forwards of its model.
+        reader: The reader of the layer's forward.
+        forwards: The forwards of the layer's model.
         overlap: The settings of the layer.
 
     Attributes:
         block: The `SelfAttention` that calls the layer's submodules.
-        children: The names of these by keywords of the block (`Reading.children`).
-        falls_back: Whether a window is left out (`Forwards.fallible`).
+        children: The names of the submodules by keywords of the block (`Reading.children`).
+        falls_back: Whether the layer runs without its window (`Forwards.fallible`).
     """
 
     falls_back = False
@@ -69,9 +70,9 @@ class Driven(Layer):
         super().__init__(name, module, forwards, overlap)
         self.reader, reading = reader, reader.reading
         self.children, self.heads = reading.children, (reading.heads["q"], reading.heads["k"])
-        # Cached, so that the same modules are the same Sequential in every call.
+        # Cached, so that the same modules give the same Sequential in every call.
         self._joined = functools.lru_cache(maxsize=16)(_join)
-        # Functions of input and weight alone, which backward may compute again.
+        # Forwards that depend on input and weight only, so that backward may recompute them.
         pure = set(PURE)
         for source in reading.sources.values():
             if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
@@ -97,9 +98,9 @@ class Driven(Layer):
             forwards.fallible[name] = self
 
     def _children(self) -> dict[str, Any]:
-        """Return the submodules as they are now, as keywords of `SelfAttention`.
+        """Return the layer's current submodules, as keywords of `SelfAttention`.
 
-        Somebody may have replaced some, for instance by adapters.
+        The user may have replaced submodules since `enable`, for instance by adapters.
         """
         children = {}
         for name, chain in self.children.items():
@@ -107,35 +108,41 @@ class Driven(Layer):
         return children
 
     def use(self) -> None:
-        """Let the block use the layer's submodules as they are now."""
+        """Let the block use the layer's current submodules."""
         self.block.use(**self._children())
 
     def must_fall_back(self) -> bool:
-        """Return whether the layer, as its modules are on this rank now, runs by no window."""
+        """Return whether the layer's current modules on this rank prevent a window."""
         self.use()
         self.block.falls_back = False
         return not self.block.can_window(self.block.split_projections())
 
     def _refuse_difference(self, own: Callable, arguments: dict[str, Any]) -> None:
-        """Raise RuntimeError, on all ranks, if own forward and block differ on any. Collective."""
+        """Compare the results of the layer's own forward and of the block. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if the results differ on any rank.
+        """
         module, reader = self.module, self.reader
         compare = functools.partial(difference, self, own, arguments, reader.options(module))
         refuse_difference(reader.probes, self.name, module, self.overlap.sp_group, compare)
 
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the block in place of the layer's own forward; return y [b, s/P, m] and no weights.
+        """Run the block instead of the layer's own forward. Collective.
 
-        Collective.
+        Returns:
+            y [b, s/P, m], and None for the attention weights.
 
         Raises:
             ValueError: for a mask that can't be honoured (`Forwards.of`).
-            RuntimeError: on all ranks, if the layer's own forward and the block differ on any rank.
+            RuntimeError: on all ranks, if the results of the layer's own forward and of the block
+                differ on any rank.
         """
         module, reader, overlap = self.module, self.reader, self.overlap
         if off_in_eval(module):
             return own(*args, **kwargs)
         arguments = by_name(module, args, kwargs)
-        # Empty ones: the model's forward refuses a cache that is in use.
+        # Drop KV caches, which are empty: the model's forward has refused a cache in use.
         arguments |= dict.fromkeys(arguments.keys() & set(CACHES))
         rest = {key: value for key, value in arguments.items() if key not in UNUSED}
         x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
@@ -146,15 +153,15 @@ class Driven(Layer):
         options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
         if reader.reading.passes_keywords:
             options |= rest
-        # What the layer passes by itself goes before what its caller passes.
+        # The keywords that the layer itself passes override those that its caller passes.
         options |= reader.options(module)
         self.refuse_unhonoured(options, sequence, pattern)
         if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
             self._refuse_difference(own, arguments)
         per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
         timed = self.has_baseline(x, self.heads, sequence, pattern=pattern, keywords=arguments)
-        # The options are one keyword, a dict. As keywords of their own, a tensor such as the labels
-        # [b, s/P] of Trainer could be taken for a tensor with a slice for each head.
+        # Pass the options as one dict. As separate keywords, a tensor such as the labels [b, s/P]
+        # of Trainer could be mistaken for a tensor with a slice for each head.
         y = self.block(
             x,
             baseline=(lambda x: own(**{**arguments, "hidden_states": x})[0]) if timed else None,

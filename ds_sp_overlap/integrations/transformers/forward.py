@@ -1,8 +1,8 @@
-"""The forward of a transformers model around its overlapped attention layers.
+"""Replaces the forward of a transformers model around its overlapped attention layers.
 
-Positions and masks of all ranks must be known before a layer attends. Gathering them in every
-layer, as stock Ulysses does with positions, costs a collective per layer. Here the forward of the
-model itself is rebound (`Host`): it gathers them once, and the layers find them in `Forwards`.
+A layer needs the positions and masks of all ranks before it attends. To gather them in every layer,
+as stock Ulysses gathers positions, costs a collective per layer. Here the forward of the model
+itself is rebound (`Host`): it gathers them once, and the layers look them up in `Forwards`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from ..sequence.positions import DOCUMENTS, NO_GRAPH, TOKENS, GlobalSequence, Po
 from .checkpoints import Checkpoints
 from .modules import Watched, by_name, first_of, off_in_eval
 
-# Keywords that describe the tokens of this rank alone.
+# Keywords that describe only the tokens of this rank.
 _LOCAL_KEYWORDS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Forwards:
     """The forwards of a model, with the global sequence of each; made by `enable`.
 
-    A layer's call belongs to the forward that is running, to an earlier forward if a checkpoint
-    recomputes the layer, or to no forward if the layer is called by itself.
+    A call of a layer belongs to the forward that is running; or to an earlier forward if a
+    checkpoint recomputes the layer; or to no forward if the user calls the layer directly.
 
     Attributes:
         positions: Gathers positions and masks.
-        masks: The placeholders that layers are given in place of masks.
-        running: The forward that is running, the inner one of two; None between forwards.
-        fallible: By name, the layers that fall back where a hook or an adapter stands in the way:
-            they exchange something else then, so all ranks must. Each has a method
-            ``must_fall_back()`` for this rank, and an attribute ``falls_back``, set in each forward
-            of the model: whether it does on any rank.
+        masks: The placeholders that layers are given instead of masks.
+        running: The forward that is running, the innermost if they are nested; None between
+            forwards.
+        fallible: By name, the layers that fall back to a simpler method if a hook or an adapter on
+            some rank requires it. They then exchange other tensors, so all ranks must fall back
+            together. ``must_fall_back()`` of a layer returns whether this rank requires it. Each
+            forward of the model sets the layer's attribute ``falls_back``: whether any rank does.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
@@ -57,7 +58,8 @@ class Forwards:
         """Return the names of the layers that fall back on this rank, in ascending order."""
         names = []
         for name, layer in self.fallible.items():
-            falls_back = True  # also where a module is gone, of which the layer's own call tells
+            # True also if a module is missing; the layer's own call will raise the error.
+            falls_back = True
             with contextlib.suppress(Exception):
                 falls_back = layer.must_fall_back()
             if falls_back:
@@ -68,7 +70,7 @@ class Forwards:
         """Return the global sequence of the forward that is running; None between forwards.
 
         Args:
-            where: The name of the layer, or rotary embedding, that asks for the tokens of all ranks.
+            where: The name of the layer or rotary embedding that needs the tokens of all ranks.
         """
         refuse_captured(where, NO_GRAPH)
         if self.running is None:
@@ -79,21 +81,22 @@ class Forwards:
     def of(
         self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
     ) -> tuple[GlobalSequence, Pattern]:
-        """Return the global sequence and the pattern of a layer's call.
+        """Return the global sequence and the mask pattern of a layer's call.
 
-        Collective if no forward of the model is running and there is no placeholder: the layer is
-        called by itself, and positions are gathered for this call.
+        Collective if no forward of the model is running and ``mask`` is no placeholder: the user
+        has then called the layer directly, and positions are gathered for this call.
 
         Args:
             where: The name of the layer, for errors.
             module: The layer.
             x: [b, s/P, ..]. The layer's hidden states or queries.
             mask: The attention mask that the layer is given.
-            kwargs: Its other keywords. Those that describe this rank's tokens are removed.
+            kwargs: The layer's other keywords. This method removes those that describe only this
+                rank's tokens.
 
         Raises:
-            ValueError: for a bias for each head, or a mask that the model's mask functions did not
-                make.
+            ValueError: for a mask that the model's mask functions did not make, for a bias for each
+                head, or if the layer must have a mask and is given none.
         """
         sequence = self.sequence_for(where)
         for keyword in _LOCAL_KEYWORDS:
@@ -104,7 +107,7 @@ class Forwards:
                 f"{where}: attention with position_bias (a mask for each head) can't be split "
                 "over ranks here"
             )
-        # A placeholder tells both.
+        # A placeholder identifies both the sequence and the pattern.
         if (of_mask := self.masks.find(mask)) is not None:
             return of_mask
         if mask is not None:
@@ -131,8 +134,8 @@ class _Running(NamedTuple):
     Attributes:
         host: The model.
         sequence: The global sequence.
-        ran: By name, the modules that ran and may have attended to this rank's tokens alone.
-        attended: The names of the layers, and rotary embeddings, that asked for the tokens of all
+        ran: By name, the modules that ran, and should use the tokens of all ranks.
+        attended: The names of the layers and rotary embeddings that did use the tokens of all
             ranks.
     """
 
@@ -142,31 +145,31 @@ class _Running(NamedTuple):
     attended: set[str]
 
     def note(self, name: str, module: nn.Module, *_: Any) -> None:
-        """Note that a module ran; a hook of the module, or called by it."""
+        """Record that a module ran. Called by its forward, or registered on it as a hook."""
         self.ran[name] = module
 
 
 def _given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
-    """Return the first argument of these names that is given; None if none is."""
+    """Return the first of these arguments that is not None; None if all are None."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 @dataclass(eq=False)
 class Host:
-    """A model that holds overlapped layers, with the forward that takes the place of its own.
+    """A model that contains overlapped layers, with the forward that replaces its own.
 
-    Models inside of each other have a host each; the outermost that is called gathers. A model that
-    is called meanwhile and is not inside of that one gathers for itself.
+    Each of several nested models has a host. Only the outermost model that is called gathers. A
+    model that is called meanwhile, but is not nested in it, gathers separately.
 
     Attributes:
         name: The model's name, for errors.
         model: The model.
-        forwards: Its forwards.
-        layer: Its first attention layer; the model itself if all its layers are mixers.
+        forwards: The forwards of the whole model that `enable` was given.
+        layer: The first attention layer in the model; the model itself if all layers are mixers.
         own_code: The names of the layers that run transformers' code on this rank's tokens.
         checkpoints: The checkpoints in the model that `enable` was given.
-        watched: Checks that its layers are still in place.
-        has_looked: Whether units of FSDP were looked for that were made since `enable`.
+        watched: Checks that the layers are still in place.
+        has_looked: Whether a forward has already looked for FSDP units made after `enable`.
     """
 
     name: str
@@ -185,7 +188,7 @@ class Host:
         Collective. Returns what the model's own forward returns.
         """
         outer, masks = self.forwards.running, self.forwards.masks
-        # An outer model has gathered already, or stock Ulysses is off in evaluation.
+        # Don't gather if an outer model has done so, or if stock Ulysses is off in evaluation.
         inside = [] if outer is None else [*outer.host.model.modules()][1:]
         has_gathered = self.model in inside  # guard: not another model
         if has_gathered or off_in_eval(self.layer):
@@ -203,10 +206,10 @@ class Host:
             for name, layer in self.forwards.fallible.items():
                 layer.falls_back = name in sequence.fallbacks
             self._refuse_empty(sequence.lengths)
-            # A model of mixers alone may make no masks, but hand on the mask that it is given.
+            # A model with mixers only may make no masks, and pass on the mask that it is given.
             hands_on = self.layer is self.model and not masks.namespaces
             if hands_on:  # guard: mixers find their sequence
-                # By the placeholder a checkpoint finds the sequence of its forward.
+                # With a placeholder, a layer that a checkpoint recomputes finds its sequence.
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())
                 return own(**{**arguments, "attention_mask": mask})
@@ -217,7 +220,7 @@ class Host:
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
 
-        That code fails without tokens: the rank alone would raise, and the others wait for it.
+        That code fails without tokens: only this rank would raise, and the others would wait.
         """
         if self.own_code and 0 in lengths:
             raise ValueError(
@@ -228,11 +231,11 @@ class Host:
 
     @contextlib.contextmanager
     def _running(self, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
-        """Gather the global sequence and hold it while the body runs the forward. Collective.
+        """Gather the global sequence, and provide it while the body runs the forward. Collective.
 
         Raises:
-            RuntimeError: after the body, if a module ran that should exchange, and did not: a layer
-                at its attention function, or one of `Watched.suspects`.
+            RuntimeError: after the body, if a module ran that should have exchanged but did not: a
+                `FunctionLayer`, or one of `Watched.suspects`.
         """
         forwards, cache = self.forwards, _given(arguments, CACHES)
         sequence = forwards.positions.gather(
@@ -284,8 +287,8 @@ def run_with_largest_position(
         module: The rotary embedding.
         forwards: The forwards of its model.
         own: The forward of the rotary embedding.
-        x: Gives the dtype of the tables.
-        position_ids: [b, s/P], or with more dims in front.
+        x: A tensor with the dtype of the tables.
+        position_ids: [.., b, s/P].
         *args: More arguments for ``own``.
         **kwargs: More keyword arguments for ``own``.
 
@@ -300,9 +303,9 @@ def run_with_largest_position(
             f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
             "of the whole sequence, which is known in the model's forward only; call the model"
         )
-    # The positions of one rank would give other frequencies than those of the whole sequence. So
-    # the embedding is given the largest position of the global sequence as one more token, whose
-    # table row is cut off again.
+    # From the positions of one rank, the embedding would choose wrong frequencies. So it is given
+    # the largest position of the global sequence as an additional token, whose row in the tables is
+    # removed afterwards.
     token, most = position_ids[..., :1], sequence.largest_position
     largest = torch.full_like(token, most)  # guard: the longest of all ranks
     tables = own(x, torch.cat([position_ids, largest], -1), *args, **kwargs)

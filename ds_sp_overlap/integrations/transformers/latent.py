@@ -1,11 +1,11 @@
-"""Latent attention of transformers models (DeepSeek's MLA), whose latents travel instead of k, v.
+"""Exchanges the latents of latent attention (DeepSeek's MLA) instead of k and v.
 
-k and v of all heads are made of one latent for each token. If the latent is smaller than the k and
-v that a rank would receive, exchanging the latent is cheaper. In every family with latent
-attention, the forward of a layer hands a latent and a rotated key to its ``expand_kv``, and the
-result to the attention function. While a forward runs here, ``expand_kv`` returns its arguments
-unchanged, and they are expanded behind the exchange. Everything else, such as the rotation, stays
-the layer's own.
+A layer computes k and v of all heads from one latent per token. If the latent is smaller than the k
+and v that a rank would receive, exchanging the latent is cheaper. In every transformers model with
+latent attention, the forward of a layer passes a latent and a rotated key to the layer's
+``expand_kv``, and passes the result to the attention function. While such a forward runs,
+``expand_kv`` is replaced: it returns its arguments unchanged, and they are expanded after the
+exchange. The layer itself computes everything else, such as the rotation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .forward import Forwards
 from .modules import off_in_eval
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
-# Digests of the sources of ``expand_kv`` that compute the same as `LatentAttention`.
+# Digests of the sources of ``expand_kv`` whose results `LatentAttention` reproduces.
 KNOWN = {"596e3777c27d516d"}
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Return whether a layer expands latents in a way that is known here.
+    """Return whether a layer expands latents in a known way.
 
-    Not if somebody replaced ``forward`` or ``expand_kv`` of this layer object.
+    False if somebody has replaced ``forward`` or ``expand_kv`` of this layer object.
     """
     kind: Any = type(module)
     is_replaced = vars(module).keys() & {"forward", EXPAND}
@@ -42,16 +42,16 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def _code_of(kind: Any) -> tuple[Any, Any]:
-    """Return the functions of a class that may tell latents; somebody may replace them."""
+    """Return ``forward`` and ``expand_kv`` of a class, to notice when somebody replaces them."""
     return kind.forward, getattr(kind, EXPAND, None)
 
 
 @functools.cache
 def _only_passes_to_attention(kind: Any, _: tuple[Any, Any]) -> bool:
-    """Return whether ``forward`` hands the results of ``expand_kv`` to attention alone."""
+    """Return whether ``forward`` uses the results of ``expand_kv`` only as k and v of attention."""
     if digest(kind, EXPAND) not in KNOWN:  # guard: only code that is known
         return False
-    # A statement of the body itself, not of a branch in it, that gives both results names.
+    # Find a statement of the body itself, not of a branch in it, that names both results.
     code = textwrap.dedent(source_of(kind.forward))
     names = re.search(rf"^    \(?(\w+), (\w+)\)? = self\.{EXPAND}\(", code, re.MULTILINE)
     if names is None:
@@ -67,14 +67,14 @@ def _only_passes_to_attention(kind: Any, _: tuple[Any, Any]) -> bool:
 
 
 def why_not(layer: Any, size: int) -> str | None:
-    """Explain why the latents of a layer don't travel; asked by `enable`.
+    """Explain why the latents of a layer are not exchanged; `enable` calls this.
 
     Args:
         layer: The layer.
         size: The sp size.
 
     Returns:
-        The reason; empty if the latents travel; None if the layer isn't known to have latents.
+        The reason; empty if the latents are exchanged; None if the layer has no known latents.
     """
     if not is_latent(layer):
         return None
@@ -96,10 +96,10 @@ def why_not(layer: Any, size: int) -> str | None:
 
 
 class LatentLayer(FunctionLayer):
-    """A layer whose latents travel instead of its k and v; `why_not` is empty for it.
+    """A layer whose latents are exchanged instead of k and v; `why_not` is empty for the layer.
 
     Attributes:
-        falls_back: Whether k and v travel (`Forwards.fallible`).
+        falls_back: Whether k and v are exchanged after all (`Forwards.fallible`).
     """
 
     falls_back = False
@@ -114,24 +114,27 @@ class LatentLayer(FunctionLayer):
         return LatentAttention(runtime, lambda: getattr(self.module, PROJECTION), nope_dim)
 
     def must_fall_back(self) -> bool:
-        """Return whether k and v travel in place of the latents, by this rank's modules."""
-        # An adapter around the projection expands all latents itself.
+        """Return whether this rank's modules require that k and v are exchanged."""
+        # The rows of the projection can't be computed separately if an adapter wraps it.
         return not can_expand_rows(getattr(self.module, PROJECTION))  # guard: adapters are heard
 
     def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what travels in place of k and v; takes the place of ``expand_kv``."""
+        """Return the latents and the rotated keys unchanged, or k and v if the layer falls back.
+
+        Replaces ``expand_kv`` of the layer.
+        """
         if off_in_eval(self.module) or self.falls_back or self.must_fall_back():
             return type(self.module).expand_kv(self.module, latent, rotated)
         return latent, rotated
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward, which calls `expand` in place of ``expand_kv``."""
+        """Run the layer's own forward, which calls `expand` instead of ``expand_kv``."""
         if _code_of(type(self.module)) != self.code:  # guard: latents are expanded as was read
             raise RuntimeError(
                 f"{self.name}: {type(self.module).__name__} computes something else since its "
                 "class was given another forward or expand_kv; call ds_sp_overlap.enable again"
             )
-        # The attribute is there only while the layer's forward runs.
+        # Set the attribute only while the layer's forward runs.
         with replaced(vars(self.module), EXPAND, self.expand):
             return FunctionLayer.forward(self, own, *args, **kwargs)

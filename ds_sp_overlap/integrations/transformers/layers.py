@@ -1,10 +1,10 @@
-"""Finding the attention layers of a transformers model, and choosing how each is overlapped.
+"""Finds the attention layers of a transformers model, and chooses how each is overlapped.
 
-Stock Ulysses (``UlyssesSPAttentionHF``) sits in ``ALL_ATTENTION_FUNCTIONS``, behind the
-projections, gathers ``position_ids`` in every layer, and drops packed documents, padding, windows
-and chunks. Here a layer whose forward is known is driven whole, positions and masks are gathered
-once in each forward of the model (`forward.Host`), and they are those of the global sequence. A
-model that can't be served correctly is refused on all ranks.
+Stock Ulysses (``UlyssesSPAttentionHF``) is an entry of ``ALL_ATTENTION_FUNCTIONS``, so it runs
+after the projections. It gathers ``position_ids`` in every layer, and ignores packed documents,
+padding, windows and chunks. This package replaces the whole forward of a layer if it is known. It
+gathers positions and masks of the global sequence once in each forward of the model
+(`forward.Host`). It raises an error, on all ranks, for a model that would compute wrong results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .driven import Driven
 from .forward import Forwards, Host, run_with_largest_position
 from .mixers_by_states import Cca
 
-# Why no more is overlapped of a layer that runs its own forward.
+# In reports: why no more is overlapped in a layer that runs its own forward.
 OWN = "projections stay its own, and nobody looked whether tokens meet outside attention"
 
 
 def find_group(model: nn.Module) -> Any:
-    """Return the sp group of stock Ulysses, if that is registered in transformers' table under the
-    attention implementation that the config of ``model`` names.
+    """Return the sp group of the stock Ulysses that exchanges for ``model``.
 
-    None if it is not, if ``model`` has no config, or if transformers isn't loaded.
+    This is the one registered for the attention implementation in the model's config. None if none
+    is registered, if ``model`` has no config, or if transformers isn't loaded.
     """
     stock = None if attention_functions() is None else modules.stock_for(model)
     return None if stock is None else stock.process_group
@@ -55,17 +55,18 @@ def is_pretrained(model: nn.Module) -> bool:
 def unregister(model: nn.Module) -> None:
     """Undo ``register_with_transformers`` for the attention implementations of ``model``.
 
-    `disable` calls it if asked to. Concerns all models of the process with these implementations.
+    `disable` calls this for ``stock_too=True``. It affects all models of the process with these
+    implementations.
     """
     functions = attention_functions()
     if functions is None:
         return
     configs = [getattr(module, "config", None) for module in model.modules()]
     for name in {getattr(config, "_attn_implementation", None) for config in configs}:
-        # Each registration wraps the one before.
+        # Each registration wraps the earlier one.
         while (stock := modules.stock_of(function := functions.get(name))) is not None:
             if isinstance(function, Dispatch):
-                # It overlaps layers of another model, which stays overlapped.
+                # Keep this `Dispatch`: it overlaps layers of another model.
                 function.before = stock.attn
             else:
                 functions[name] = stock.attn
@@ -74,20 +75,20 @@ def unregister(model: nn.Module) -> None:
 def find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
     """Find the attention layers of a transformers model, and the modules around them.
 
-    `enable` calls it on every rank, and rebinds what it returns once the ranks have agreed. Nothing
-    is changed in the model here.
+    `enable` calls this on every rank, and rebinds the layers and ``binds`` once the ranks have
+    agreed. Nothing in the model is changed here.
 
     Args:
         model: The model.
         overlap: The settings of its layers.
-        binds: The other modules whose forward must be rebound are added here.
+        binds: Receives the other modules whose forward must be rebound.
 
     Returns:
         The layers; none for a model of another framework.
 
     Raises:
-        ValueError: if ``head_groups`` is out of range, tokens meet outside an exchange, or a layer
-            can be served neither here nor by stock Ulysses.
+        ValueError: if ``head_groups`` is out of range, if tokens are mixed outside an exchange, or
+            if neither this package nor stock Ulysses can exchange for a layer.
     """
     if attention_functions() is None:
         return []
@@ -104,17 +105,17 @@ def find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> lis
 
 
 class _Search:
-    """Collects the attention layers of one model; `find_layers` calls its methods in their order.
+    """Collects the attention layers of one model for `find_layers`.
 
     Attributes:
         named: The modules of the model by name.
         mixers: The recurrent and convolutional layers by name.
-        layers: The layers that were found.
-        hosted: For the name of each model around overlapped layers, the first attention layer; the
-            model itself if all its layers are mixers.
+        layers: The layers found so far.
+        hosted: By the name of each model around overlapped layers: its first attention layer, or
+            the model itself if all its layers are mixers.
         own_code: The names of layers that run transformers' code on this rank's tokens.
         saving: The layers whose attention is saved over checkpoints.
-        known: The readings of forwards; layers that are alike share a reading.
+        known: The readers of forwards so far; layers that are alike share a reading.
         binds: The other modules whose forward must be rebound.
     """
 
@@ -133,13 +134,13 @@ class _Search:
         self.known: list[Reader] = []
 
     def add_attention(self, name: str, module: Any) -> None:
-        """Find out how an attention layer is overlapped, and add it to ``layers``.
+        """Choose how an attention layer is overlapped, and add it to ``layers``.
 
         Raises:
-            ValueError: if neither this package nor stock Ulysses can exchange for it.
+            ValueError: if neither this package nor stock Ulysses can exchange for the layer.
         """
         models = modules.models_around(name, self.named)
-        # A layer without a ``bind`` is left as it is: here no exchange is needed.
+        # A layer of images or sound needs no exchange: it gets no ``bind``.
         is_told = models and not modules.hides_arguments(models[0][1])
         if is_told and not modules.takes_tokens(models[0][1]):
             lacks = "not of the sequence that is split"
@@ -153,7 +154,7 @@ class _Search:
                 "parallelism"
             )
         self._refuse_going_by_mask(name, models)
-        # Stock Ulysses can exchange for it, or `why_not` had a reason.
+        # Only stock Ulysses can exchange for this layer.
         if (reason := modules.unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
             self.layers.append(FoundLayer(name, module, lacks=lacks))
@@ -163,7 +164,7 @@ class _Search:
             overlap = overlap.in_one_group(undeclared(function))
         self._check_tensor_parallel(name, module, overlap)
         try:
-            # A reading holds for the forward of the class.
+            # A reading describes the forward of the class.
             if "forward" in vars(module):
                 raise Unknown("its forward was replaced")
             reader = Reader(name, module, self.known)
@@ -171,16 +172,16 @@ class _Search:
             self._add_function(name, module, str(unknown), overlap)
         else:
             self._add_driven(name, module, reader, overlap)
-        # Any of these may be the outermost model that is called, which gathers for the others.
+        # Any of these models may be the outermost model that is called, and must then gather.
         for at, outer in models:
             if modules.takes_tokens(outer):
                 self.hosted.setdefault(at, module)
 
     def _refuse_going_by_mask(self, name: str, models: list[tuple[str, nn.Module]]) -> None:
-        """Raise ValueError if a module between a layer and its model goes by the mask being None.
+        """Raise ValueError if a module between a layer and its model compares the mask with None.
 
-        Such a module would take another branch here: it is given a placeholder where transformers
-        gives None.
+        Such a module would take a wrong branch: it is given a placeholder where transformers would
+        give None.
         """
         around = name.rpartition(".")[0]
         while models and around != models[0][0]:
@@ -196,7 +197,7 @@ class _Search:
     def _check_tensor_parallel(self, name: str, module: Any, overlap: OverlapSettings) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
         of_ranks = heads_of_ranks(module) if is_cut(module) else []
-        # Each rank checks all, since a rank that is refused alone leaves the others waiting.
+        # Each rank checks the heads of all ranks, so that all ranks raise the error together.
         for rank, (heads, kv_heads) in enumerate(of_ranks):
             try:
                 if not kv_heads:
@@ -209,7 +210,7 @@ class _Search:
                 ) from None
 
     def _add_driven(self, name: str, module: Any, reader: Reader, overlap: OverlapSettings) -> None:
-        """Add a layer whose forward a `Driven` replaces."""
+        """Add a layer whose whole forward is replaced (`Driven`)."""
         driven = Driven(name, module, reader, self.forwards, overlap)
         linear = {}
         for keyword, parts in driven.children.items():
@@ -222,7 +223,7 @@ class _Search:
             self.saving.add(module)
 
     def _add_function(self, name: str, module: Any, unknown: str, overlap: OverlapSettings) -> None:
-        """Add a layer that is overlapped at its attention function.
+        """Add a layer in which the attention function is overlapped (`FunctionLayer`).
 
         Args:
             name: The layer's name.
@@ -231,7 +232,7 @@ class _Search:
             overlap: The layer's settings.
         """
         heads = heads_here(module)
-        # Empty if latents travel in place of k and v; None for a layer that has none.
+        # Empty if latents are exchanged instead of k and v; None for a layer without latents.
         no_latents = latent.why_not(module, overlap.sp_group.size)
         if no_latents == "":
             why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
@@ -248,15 +249,15 @@ class _Search:
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=layer.bind))
 
     def add_mixers(self) -> None:
-        """Add the mixers, once the models that host attention layers are known.
+        """Add the mixers. Call this after `add_attention`, which fills ``hosted``.
 
         Raises:
-            ValueError: if AutoTP cut one.
+            ValueError: if AutoTP cut a mixer.
         """
         for name, module in self.mixers.items():
             (at, model), *outer = modules.models_around(name, self.named)
             if outer and at not in self.hosted:
-                # Models of mixers alone take no position_ids. The outermost one is given them.
+                # A model with mixers only takes no position_ids; the outermost model takes them.
                 at, model = outer[-1]
             self.hosted.setdefault(at, model)
             if is_cut(module):
@@ -269,16 +270,18 @@ class _Search:
             )
 
     def add_hosts(self) -> None:
-        """Add the models around the layers, which gather positions and masks; and the rotary
+        """Add the modules to rebind besides the layers to ``binds``.
+
+        These are the models around the layers, which gather positions and masks, and the rotary
         embeddings whose frequencies depend on the largest position.
         """
         masks = self.forwards.masks
-        # Masks are made with the config of the model, or of the language model in it.
+        # A mask function is given the config of the model, or of the language model in it.
         for at in self.hosted:
             config: Any = self.named[at].config
             masks.configs += [config, config.get_text_config()]
-        # The globals of a file once, however many layers the file defines. Mamba's models make no
-        # masks.
+        # Add the globals of each file once, even if several layers come from the file. Files whose
+        # models make no masks, such as Mamba's, are left out.
         files = map(names_around, self.mixers.values())
         namespaces = {id(names): names for names in files if RECURRENT in names}
         masks.namespaces += namespaces.values()
@@ -306,18 +309,18 @@ class _Search:
 def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
     """Return the sizes of a layer, and the model on the meta device, from a model's config.
 
-    ``ds-sp-overlap plan --model`` asks for them.
+    ``ds-sp-overlap plan --model`` uses them.
 
     Args:
-        model: A name, a folder or a file.
+        model: The name, folder or file of a transformers config.
 
     Returns:
         The sizes and the number of layers, by the options of ``plan`` (``kv_heads`` for
-        ``--kv-heads``), None for one that the config doesn't give; and the model.
+        ``--kv-heads``), each None if the config lacks it; and the model.
 
     Raises:
         OSError: if there is no config.
-        ValueError: if it can't be read.
+        ValueError: if the config can't be read.
         ImportError: without transformers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -337,9 +340,10 @@ def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
 
 
 def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, type[Mixer] | None]]]:
-    """Return the layers that mix tokens, by the names of their types; none without mixers.
+    """Return the layers that mix tokens, by the names of their classes.
 
-    A mixer comes with its description. Zaya's are projections of its attention, and left out.
+    Each layer comes with the `Mixer` class that describes it, or None for attention. Zaya's mixers
+    are omitted, since they are the projections of its attention. Empty for a model without mixers.
     """
     found: dict[str, list] = {}
     for module in model.modules():

@@ -1,13 +1,13 @@
-"""Finding mixers in transformers models, and binding them.
+"""Finds mixers (recurrent and convolutional layers) in transformers models, and rebinds them.
 
-A layer is recognised by the source of its forward. `MixerLayer` does the work of the forward, with
-the same functions for convolution and scan: those of transformers, or the kernels that stand in for
-them. The functions that fuse a scan with the gate or the output projection can't be used, since
-states or heads travel between the two.
+A mixer is recognised by the source of its forward. `MixerLayer` replaces the forward. It calls the
+same functions for convolution and scan: those of transformers, or the kernels that replace them in
+transformers. Functions that fuse the scan with the gate or the output projection can't be used,
+since states or heads are exchanged between the two.
 
-A document begins with an empty state, and the convolution doesn't look back beyond the beginning,
-so that padding in front of a document has no effect. transformers zeroes padding instead, and keeps
-documents apart only where it is given their edges and has kernels for them.
+Each document begins with an empty state, and the convolution does not read tokens before its
+document, so padding in front of a document has no effect. transformers zeroes padding instead, and
+separates documents only if it is given their edges and has kernels for this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from . import mixers_by_states as states
 from .forward import Forwards
 from .modules import by_name, off_in_eval, parameters_of
 
-# The kinds of mixers. A key is the digest of a layer's forward and of the method that it calls. It is
-# followed by the digest of the unit in the layer for which there is a stand-in.
+# The supported mixers. A key is the digest of the source of the layer's forward and of the method
+# that it calls, followed by the digest of the layer's forget gate or RG-LRU unit if it has one.
 KNOWN = {
     "09cbb1628e8d0160": states.Short,  # LFM2, LFM2-MoE, LFM3, transformers 5.24
     "d3d92e71dc093a41": states.Mamba2,  # Nemotron-H, Granite 4 hybrid, Bamba, Zamba 2, Mamba 2, 5.24
@@ -56,14 +56,14 @@ KNOWN = {
 
 @functools.cache
 def _digest(kind: Any, forward: Any) -> str:
-    """Return the digest by which a class of mixers is known; again where its forward is another."""
+    """Return the digest of a class of mixers; ``forward`` makes the cache notice a new forward."""
     return digest(kind, "fix_query_key_value_ordering", "_rnn_scan", "forward")
 
 
 def mixer_of(module: nn.Module) -> type[Mixer] | None:
-    """Return what describes a mixer; None for any module that is not a known one.
+    """Return the `Mixer` class that describes a module; None if the module is no known mixer.
 
-    `enable` asks for every module of the model.
+    `enable` calls this for every module of the model.
     """
     kind = type(module)
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
@@ -76,12 +76,12 @@ def mixer_of(module: nn.Module) -> type[Mixer] | None:
 def describe(
     name: str, layer: Any, model: Any, forwards: Forwards, overlap: OverlapSettings
 ) -> FoundLayer:
-    """Describe a mixer, and how to overlap it; nothing is rebound yet.
+    """Describe a mixer and its overlap for `enable`. Nothing is rebound here.
 
     Args:
         name: The layer's name.
         layer: The layer, for which `mixer_of` isn't None.
-        model: The innermost transformers model around it.
+        model: The innermost transformers model around the layer.
         forwards: The forwards of the model.
         overlap: The settings of the model's layers.
 
@@ -98,7 +98,7 @@ def describe(
         under = f"the projection of {', '.join(mixer.late)}"
     if mixer.by_states or not mixer.by_heads:
         got = ["states"] if mixer.by_states else []
-        # No heads are dealt to ranks, so there are no groups of heads to choose.
+        # Heads are not split over ranks, so there are no head groups to choose.
         overlap = overlap.in_one_group("")
     else:
         why = f"{name} ({type(layer).__name__}): its {mixer.by_heads} needs all queries at once"
@@ -123,7 +123,7 @@ class _Driven:
         self.run, self.known = MixerLayer(overlap.runtime(name), mixer), type(mixer.layer).forward
 
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the layer's forward [b, s/P, m] -> [b, s/P, m]. Collective."""
+        """Replace the layer's forward, [b, s/P, m] -> [b, s/P, m]. Collective."""
         name, mixer, layer = self.name, self.mixer, self.mixer.layer
         if off_in_eval(self.model):
             return own(*args, **kwargs)

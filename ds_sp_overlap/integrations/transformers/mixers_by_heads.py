@@ -1,4 +1,7 @@
-"""Mixers that meet whole sequences of some heads: delta nets, and Mamba 1 by channels."""
+"""Describes mixers that run on the whole sequence with some heads: delta nets, and Mamba 1.
+
+Mamba 1 has channels instead of heads.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,21 @@ from .mixers_by_states import PER_HEAD, StandIn, convolve, in_proj_parts, itself
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
-    """Return x [b, s/P, count, d], which may come with heads and head dim flattened."""
+    """Return x as [b, s/P, count, d]; x may have heads and head dim flattened."""
     return x if x.dim() == 4 else x.unflatten(-1, (count, -1))
 
 
 def _with_rates(v: Tensor, b: Tensor, a: Tensor) -> Tensor:
-    """Return v [b, s/P, h, ..] with b [b, s/P, h] and a [b, s/P, h x n] behind each head."""
+    """Append b [b, s/P, h] and a [b, s/P, h * n] to the last dim of v, [b, s/P, h, d + 1 + n]."""
     heads = b.shape[-1]
     return torch.cat([_heads(v, heads), b.unsqueeze(-1), a.unflatten(-1, (heads, -1))], -1)
 
 
 class _DeltaNet(Mixer):
-    """A gated delta net, with many heads of v, and few of q and k, each for several of v.
+    """A gated delta net, which has more heads of v than of q and k.
 
-    So v, with the input of rate b and decay a behind it, travels in place of q, and q in place of v.
+    The exchange expects at least as many heads of q as of k and v. So v, with the inputs b of the
+    rate and a of the decay appended, is exchanged as "q", and q is exchanged as "v".
 
     Attributes:
         rule: The name of the function that computes the delta rule.
@@ -40,16 +44,22 @@ class _DeltaNet(Mixer):
     norm_and_out = "norm", "out_proj"
 
     def counts(self) -> tuple[int, int]:
-        """Return the heads of v, and those of q and k."""
+        """Return the number of heads of v, and the number of heads of q and k."""
         return self.layer.num_v_heads, self.layer.num_k_heads
 
     def parameters(self) -> list[tuple[Tensor | None, Sections]]:
-        """Return weight and bias of the convolution, the decays, and what is added to a."""
+        """Return weight and bias of the convolution, the log decays, and the bias of a."""
         few, many = self.layer.head_k_dim, self.layer.head_v_dim
         return self._learned(self.layer, few, many)
 
     def _learned(self, gate: Any, few: int, many: int) -> list[tuple[Tensor | None, Sections]]:
-        """Return the parameters, with those of a gate, for the dims of heads of k and of v."""
+        """Return the parameters of the convolution and of ``gate``, with their sections.
+
+        Args:
+            gate: The module with ``A_log`` and ``dt_bias``.
+            few: The head dim of q and k.
+            many: The head dim of v.
+        """
         convolution, (heads, _) = self.layer.conv1d, self.counts()
         channels: Sections = (("k", few), ("k", few), ("q", many))
         return [
@@ -63,12 +73,12 @@ class _DeltaNet(Mixer):
         """Compute the convolution and the delta rule of some heads, as the layer's forward does.
 
         Args:
-            vba: [b, s, h', ..]. v with b and a behind it.
+            vba: [b, s, h', ..]. v with b and a appended (`_with_rates`).
             k: [b, s, h_k', d_k].
             q: [b, s, h_k', d_k].
-            *learned: Those of `parameters` for these heads: weights of the convolution for the
-                channels of q, k and v, [channels, 1, taps]; biases [channels], or None; the
-                logarithm of the decay of each head, [h']; what is added to a, [h', ..].
+            *learned: The `parameters` of these heads: the convolution's weight for the channels of
+                q, k and v, [channels, 1, taps]; its bias [channels], or None; the log decay of
+                each head, [h']; the bias of a, [h', ..].
 
         Returns:
             o [b, s, h', d_v].
@@ -132,8 +142,8 @@ class Separate(_DeltaNet):
     """OLMo Hybrid's delta net, with a projection for each result.
 
     Attributes:
-        decay: The names of the modules that make the input of the decay, one after another.
-        gate: Those that make the gate.
+        decay: The names of the modules that compute the input of the decay, in the order of calls.
+        gate: The names of the modules that compute the gate, in the order of calls.
     """
 
     decay: Sequence[str] = ["a_proj"]
@@ -160,7 +170,7 @@ class Separate(_DeltaNet):
 
 
 class Bailing(Separate):
-    """Bailing Hybrid's delta net: as many heads of q and k as of v, and a decay for each channel."""
+    """Bailing Hybrid's delta net: q, k and v have the same heads; each channel has a decay."""
 
     decay = ["forget_gate.f_proj"]
     rule = "chunk_kimi_delta_attention"
@@ -172,17 +182,17 @@ class Bailing(Separate):
         return self._learned(self.layer.forget_gate, self.layer.head_dim, self.layer.head_dim)
 
     def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        """Return the log decay of each channel of some heads, by the forward of the forget gate.
+        """Return the log decay of each channel of some heads, from the forget gate's own forward.
 
         Args:
             a: [b, s, h', d]. The result of the gate's projections.
-            decay: [h']. Its ``A_log`` for these heads.
-            bias: [h', d]. Its ``dt_bias`` for these heads.
+            decay: [h']. The gate's ``A_log`` for these heads.
+            bias: [h', d]. The gate's ``dt_bias`` for these heads.
         """
         gate = self.layer.forget_gate
         if gate.A_log.dim() == 4:
             decay = decay.view(1, 1, -1, 1)
-        # The projections are behind it: their results are its input.
+        # ``a`` is already projected, so the gate's projections become identities.
         projections = dict.fromkeys(("f_a_proj", "f_b_proj", "f_proj"), itself)
         heads = dict(num_heads=len(bias), A_log=decay, dt_bias=bias.flatten())
         return StandIn(gate, **heads, **projections).run(a.flatten(2))
@@ -196,10 +206,10 @@ class Kimi(Bailing):
 
 
 class Mamba1(Mixer):
-    """Mamba 1, whose decays are numbers for each channel and state.
+    """Mamba 1, which has a decay for each channel and state; its heads are channels.
 
-    in_proj gives x, which is convolved, and the gate z; x_proj gives the latent of dt, B and C,
-    which are the same for all channels.
+    in_proj returns x, which is convolved, and the gate z. x_proj returns the latent of dt, B and C,
+    which all channels share.
     """
 
     split, late, by_heads = "in_proj", ["z"], "selective scan"
@@ -215,7 +225,7 @@ class Mamba1(Mixer):
         return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
 
     def inputs(self, given: dict[str, Tensor]) -> list[Source]:
-        """Return the source of x by channels; of dt's latent; and of B and C."""
+        """Return the source of three tensors: x by channels, dt's latent, and B with C."""
         return [Source("qkv", self._project)]
 
     def _project(self, x: Tensor) -> list[Tensor]:
@@ -229,7 +239,7 @@ class Mamba1(Mixer):
         return self.layer.x_proj(x).unsqueeze(2)
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of channels, and of the heads that dt, B and C have.
+        """Return the number of channels, and the number of heads of dt, B and C.
 
         Raises:
             ValueError: for a projection of dt whose weight can't be cut by channels.
@@ -243,12 +253,12 @@ class Mamba1(Mixer):
         return layer.intermediate_size, 1
 
     def parameters(self) -> list[tuple[Tensor | None, Sections]]:
-        """Return weight and bias of dt's projection, the decays, and D, [channels, ..] each."""
+        """Return weight and bias of dt's projection, the log decays, and D, each [channels, ..]."""
         layer, dt = self.layer, self.layer.dt_proj
         return [(x, PER_HEAD) for x in (dt.weight, dt.bias, layer.A_log, layer.D)]
 
     def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
-        """Scan some channels; as many of them, one after another, share each head of dt, B, C."""
+        """Scan some channels; equal runs of successive channels share a head of dt, B and C."""
         layer, heads = self.layer, dt.shape[2]
         options = dict(use_associative_scan=layer.use_associative_scan)
         options |= dict(use_mambapy=getattr(layer, "use_mambapy", False))
@@ -276,7 +286,7 @@ class Mamba1(Mixer):
 
 
 class Zamba(Mamba1):
-    """Zamba's Mamba 1, whose dt, B and C are the same for the channels of a head."""
+    """Zamba's Mamba 1, in which the channels of a head share dt, B and C."""
 
     split = ""
 

@@ -1,4 +1,7 @@
-"""Mixers that work on each rank's own tokens: short convolutions, Mamba 2, lightning attention, RG-LRU."""
+"""Describes mixers that run on each rank's own tokens, given states or tokens of earlier ranks.
+
+These are short convolutions, Mamba 2, lightning attention, RG-LRU and Zaya's projections.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,28 @@ from torch import Tensor, nn
 from ...attention.mixer import Mixer, Sections, Source
 from ..inspect.library import names_around
 
-# The sections of a parameter that has one row for each head.
+# The sections of a parameter with one row for each head.
 PER_HEAD: Sections = (("q", 1),)
 
 
 def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor], Tensor]]:
-    """Return for each run of rows of a projection the function of x that computes it."""
+    """Split the rows of a projection by ``sizes``; return a function of x for each part."""
     biases: Sequence[Tensor | None] = [None] * len(sizes)
     if projection.bias is not None:
         biases = projection.bias.split(sizes)
-    # The gradients of the rows are joined in one pass.
+    # ``split``, since its backward concatenates the gradients of the parts in one pass.
     pairs = zip(projection.weight.split(sizes), biases)
     return [functools.partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
 
 
 def in_proj_parts(layer: Any, splits: bool, sizes: dict[str, int]) -> list[Source]:
-    """Return the sources of the results of ``in_proj`` that lie end to end, by name and size."""
+    """Return the sources of the results of ``in_proj``.
+
+    Args:
+        layer: The layer.
+        splits: Whether to compute each result by itself, from its rows of the weight.
+        sizes: The widths of the results, by name, in the order of the rows.
+    """
     if splits:
         rows = _rows(layer.in_proj, [*sizes.values()])
         return [Source([name], project) for name, project in zip(sizes, rows)]
@@ -37,13 +46,13 @@ def in_proj_parts(layer: Any, splits: bool, sizes: dict[str, int]) -> list[Sourc
 
 
 def convolve(layer: Any, convolution: nn.Conv1d, x: Tensor, **options: Any) -> Tensor:
-    """Return the causal convolution of one document [b, n, channels]."""
+    """Return the causal convolution of x, one document [b, n, channels]."""
     function, weight = names_around(layer)["causal_conv1d_fn"], convolution.weight.squeeze(1)
     return function(x.transpose(1, 2), weight, convolution.bias, **options).transpose(1, 2)
 
 
 class StandIn:
-    """Stands for a module in the module's own forward, with other values for some attributes."""
+    """Replaces ``self`` in a module's own forward, with other values for some attributes."""
 
     module: nn.Module
 
@@ -54,12 +63,12 @@ class StandIn:
         return getattr(self.module, name)
 
     def run(self, *args: Any) -> Any:
-        """Run the module's own forward, undecorated."""
+        """Run the module's own forward, without decorators, on this stand-in."""
         return inspect.unwrap(type(self.module).forward)(self, *args)
 
 
 def itself(x: Tensor) -> Tensor:
-    """Stand for a module, in a forward that is run for what it does between its modules."""
+    """Return x; replaces a submodule whose work has been done elsewhere, in a `StandIn`."""
     return x
 
 
@@ -110,7 +119,7 @@ class Mamba2(Mixer):
         return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x [b, n, h, d], B and C [b, n, groups, n_state] of the convolution's result."""
+        """Split the convolution's result into x [b, n, h, d], B and C [b, n, groups, n_state]."""
         layer, groups = self.layer, self.layer.n_groups
         few = groups * layer.ssm_state_size
         inner, b, c = x.split([layer.intermediate_size, few, few], -1)
@@ -120,7 +129,7 @@ class Mamba2(Mixer):
     def _kernel(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
     ) -> Any:
-        """Run the kernel on some heads; ``learned`` are those of `parameters` for these heads."""
+        """Run the scan on some heads; ``learned`` are the `parameters` of these heads."""
         layer, (a_log, d, bias) = self.layer, learned
         options |= dict(chunk_size=layer.chunk_size, dt_softplus=True)
         options |= dict(D=d, dt_bias=bias, dt_limit=layer.time_step_limit)
@@ -151,11 +160,11 @@ class Mamba2(Mixer):
         return self.layer.num_heads, self.layer.n_groups
 
     def parameters(self) -> list[tuple[Tensor, Sections]]:
-        """Return the decays, D, and what is added to dt."""
+        """Return the log decays, D, and the bias of dt."""
         return [(x, PER_HEAD) for x in (self.layer.A_log, self.layer.D, self.layer.dt_bias)]
 
     def inputs(self, given: dict[str, Tensor]) -> list[Source]:
-        """Return the source of x, with dt behind each head; of B; and of C."""
+        """Return the source of three tensors: x with dt appended to each head, B, and C."""
 
         def project(x: Tensor) -> list[Tensor]:
             inner, b, c = self.parts(x)
@@ -187,7 +196,7 @@ class Falcon(Mamba2):
 
 
 class Lightning(Mixer):
-    """Lightning attention: the loop over blocks stands in the forward, which returns the state."""
+    """Lightning attention; the scan runs the layer's own forward, which contains the block loop."""
 
     late, by_states = ["z"], True
 
@@ -198,7 +207,7 @@ class Lightning(Mixer):
 
     def scan(self, x: Tensor) -> tuple[Tensor, Tensor]:
         modules = dict.fromkeys(("act_fn", "qkv_proj", "norm", "out_proj"), itself)
-        # The gate is 1.
+        # An input of infinity makes the sigmoid gate 1; `merge` applies the true gate.
         inner = StandIn(self.layer, **modules, output_gate=lambda x: x.new_full((), float("inf")))
         y, state = inner.run(x, None, None)
         return y.unflatten(-1, (self.layer.num_attention_heads, -1)), state
@@ -218,8 +227,8 @@ class Lightning(Mixer):
 class Lru(Mixer):
     """RG-LRU: a state and a decay for each channel.
 
-    The unit's own forward runs, which starts the document anew where a position is 0. A stand-in for
-    the unit takes the state.
+    The scan runs the unit's own forward, which resets the state where a position is 0. The forward
+    sets the final state on a `StandIn` instead of the unit.
     """
 
     late, by_states, by_positions = ["z"], True, True
@@ -239,7 +248,7 @@ class Lru(Mixer):
         return unit.run(x, positions).unsqueeze(-1), unit.recurrent_states.unsqueeze(-1)
 
     def log_decay(self, x: Tensor, positions: Tensor) -> Tensor:
-        # The decay that the scan is given, rounded as it is there.
+        # Take the decay that the forward passes to the scan, with the same rounding.
         given = {"_rnn_scan": lambda recurrent_gate, **_: (recurrent_gate, None)}
         y = StandIn(self.layer.rg_lru, recurrent_states=None, **given).run(x, positions).float()
         return y.clamp_min(torch.finfo(y.dtype).tiny).log()
@@ -252,9 +261,10 @@ class Lru(Mixer):
 
 
 class Cca(Mixer):
-    """Zaya's compressed convolutional attention, which makes q, k and v of a few tokens.
+    """The projections of Zaya's compressed convolutional attention, which convolve q, k and v.
 
-    Its own forward runs on them. v has half of each head from the token before.
+    The layer's own forward runs on this rank's tokens and a few tokens before them. Half of each
+    head of v comes from the previous token.
     """
 
     def sources(self, splits: bool) -> list[Source]:

@@ -1,7 +1,8 @@
-"""Classifying the modules of a transformers model by how they let tokens meet.
+"""Classifies the modules of a transformers model by whether and how they mix tokens.
 
-Where tokens meet outside an exchange, each rank would compute with its own tokens alone, without
-any error. So every module that mixes tokens must be known: overlapped, or refused by name.
+If a module mixed tokens without an exchange, each rank would compute with its own tokens only, and
+give wrong results without an error. So every module that mixes tokens must either be overlapped, or
+raise an error with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..rebinding import is_ours
 from ..sequence.positions import TOKENS
 from .registration import refusal_of
 
-# Arguments of a forward that only a module which mixes tokens takes.
+# Parameters of a forward that only modules which mix tokens have.
 _SEQUENCE_ARGUMENTS = {
     *CACHES, "state", "use_cache", "attention_mask", "padding_mask", "conv_mask", "alibi",
 }  # fmt: skip
@@ -43,9 +44,9 @@ def stock_of(function: Any) -> Any:
     Args:
         function: An entry of transformers' table of attention functions, or None.
     """
-    # An `attention_function.Dispatch` holds the function that it replaced.
+    # An `attention_function.Dispatch` has the function that it replaced as ``before``.
     function = getattr(function, "before", function)
-    # DeepSpeed puts a closure over the instance into the table.
+    # DeepSpeed's entry of the table is a closure that refers to the instance.
     for cell in getattr(function, "__closure__", None) or ():
         if type(cell.cell_contents).__name__ == "UlyssesSPAttentionHF":
             return cell.cell_contents
@@ -53,15 +54,15 @@ def stock_of(function: Any) -> Any:
 
 
 def stock_for(module: Any) -> Any:
-    """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer; None if none."""
+    """Return the ``UlyssesSPAttentionHF`` that exchanges for an attention layer, or None."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return stock_of(attention_functions().get(implementation))
 
 
 def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run the own forward of an attention layer that is not of the sequence that is split.
+    """Run the own forward of a layer whose tokens are not split over ranks, without stock Ulysses.
 
-    Meanwhile the function around which stock Ulysses exchanges stands in transformers' table.
+    During the call, transformers' table holds the attention function that stock Ulysses wraps.
     """
     stock = stock_for(module)
     with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
@@ -69,9 +70,9 @@ def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def off_in_eval(module: Any) -> bool:
-    """Return whether ``module`` is in evaluation, which stock Ulysses was told to leave alone.
+    """Return whether ``module`` is in evaluation, and stock Ulysses is told to be off then.
 
-    Asked in every call. Each rank then attends to its own tokens, here as well.
+    Called in every call of a layer. If true, each rank attends to its own tokens only.
     """
     if module.training:
         return False
@@ -83,7 +84,7 @@ def refuse_copy(module: Any) -> None:
     """Raise RuntimeError for a copy of an overlapped module, unless stock Ulysses exchanges for it.
 
     The forward that `rebind` installs calls this (``of_copy``) in each call of a copy, such as an
-    EMA model, which would attend to the tokens of this rank alone.
+    EMA model. The copy would attend to the tokens of this rank only.
 
     Args:
         module: The copy.
@@ -97,21 +98,21 @@ def refuse_copy(module: Any) -> None:
         )
 
 
-# transformers' attention functions that know by a mask alone what a token sees.
+# transformers' attention functions that need a mask, even for causal attention.
 _MASKED = "transformers.integrations.flex_attention", "transformers.integrations.eager_paged"
 
 
 class Watched:
-    """Finds, before each forward of a model, what attends without an exchange since `enable`.
+    """Finds, before each forward of a model, modules that no longer exchange as in `enable`.
 
     Args:
         model: The model.
-        bound: The modules in it whose forward `enable` replaces, by name.
+        bound: The modules in the model whose forward `enable` replaces, by name.
 
     Attributes:
-        kinds: The classes of layers that are bound.
-        known: The modules that need the tokens of all ranks, as `enable` has found them. Weak, so
-            that none is kept alive by this.
+        kinds: The classes of the layers in ``bound``.
+        known: The modules that needed the tokens of all ranks at the time of `enable`. A weak set,
+            which keeps no module alive.
     """
 
     def __init__(self, model: nn.Module, bound: dict[str, nn.Module]):
@@ -123,12 +124,12 @@ class Watched:
     def suspects(self) -> dict[str, nn.Module]:
         """Return the modules, by name, that may run without an exchange.
 
-        They have another forward than `enable` gave them: their own again, somebody's, or a wrapper
-        around ours. Or they were put into the model since, or need the tokens of all ranks only
-        since. Those for which stock Ulysses exchanges are left out.
+        These are modules whose forward is no longer the one that `enable` set, and modules that
+        were added to the model after `enable` or need the tokens of all ranks only since then.
+        Modules for which stock Ulysses exchanges are omitted.
 
         Raises:
-            RuntimeError: for a shallow copy, whose forward drives the module that was copied.
+            RuntimeError: for a shallow copy, whose forward would run the original module.
         """
         foreign = {name: module for name, module in self.bound.items() if not is_ours(module)}
         for name, part in self.model.named_modules():
@@ -144,25 +145,28 @@ class Watched:
         return {name: x for name, x in foreign.items() if not (is_attention(x) and stock_for(x))}
 
     def _needs_tokens_of_all(self, part: nn.Module) -> bool:
-        """Return whether a module computes with tokens, or the largest position, of all ranks."""
+        """Return whether a module needs the tokens, or the largest position, of all ranks."""
         return is_attention(part) or type(part) in self.kinds or goes_by_length(part)
 
 
 def core_of(implementation: str) -> Any:
     """Return the attention function of an implementation, without sequence parallelism around it.
 
-    This is the one inside stock Ulysses, or the one whose place an `attention_function.Dispatch`
-    took; each may lie within another. None for "eager", which is no entry of transformers' table.
+    Unwraps stock Ulysses and `attention_function.Dispatch`, which may be nested. None for "eager",
+    which is no entry of transformers' table.
     """
     function = attention_functions().get(implementation)
-    # Stock may be registered over the Dispatch of another model.
+    # Stock Ulysses may be registered over the `Dispatch` of another model.
     while (stock := stock_of(function)) is not None or hasattr(function, "before"):
         function = function.before if stock is None else stock.attn
     return function
 
 
 def unfit(implementation: str) -> str | None:
-    """Explain why an attention implementation ("eager") can't be overlapped; None if it can."""
+    """Explain why an attention implementation can't be overlapped; None if it can be.
+
+    "eager" is one that can't.
+    """
     core = core_of(implementation)
     if core is not None and defined_in(core) not in _MASKED:
         return None
@@ -179,7 +183,7 @@ def _parameters(forward: Callable) -> list[str]:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """Return the names of the parameters of a module's forward, as its class is now."""
+    """Return the names of the parameters of the forward of a module's class."""
     return _parameters(type(module).forward)
 
 
@@ -195,12 +199,12 @@ def is_attention(kind: type[nn.Module]) -> bool:
         return False
     name, library = "ALL_ATTENTION_FUNCTIONS", attention_functions()
     using = (x for x in functions_of(kind) if name in x.__code__.co_names)
-    # Some files have another table under this name.
+    # Some files of transformers define a different table under this name.
     return any(x.__globals__.get(name, library) is library for x in using)
 
 
 def mixes(module: nn.Module) -> bool:
-    """Return whether a module lets tokens meet, judged by the arguments of its forward."""
+    """Return whether a module seems to mix tokens, judged by the parameters of its forward."""
     if isinstance(module, nn.Embedding):
         return False
     return not _SEQUENCE_ARGUMENTS.isdisjoint(parameters_of(module))
@@ -230,9 +234,9 @@ def goes_by_mask(kind: type[nn.Module]) -> bool:
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Return whether a model runs on the sequence that is split over ranks.
+    """Return whether the input of a model is the sequence that is split over ranks.
 
-    Models of images or sound don't: every rank runs them on the whole input.
+    False for models of images or sound: every rank runs them on the whole input.
     """
     return not set(TOKENS).isdisjoint(parameters_of(model))
 
@@ -248,19 +252,19 @@ def hides_arguments(model: nn.Module) -> bool:
 
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
-    # Of its own: a module around it may pass on its attributes.
+    # Don't use ``hasattr``: a wrapper may forward attributes of the module inside.
     if "rope_type" not in vars(module) and not hasattr(type(module), "rope_type"):
         return False
-    # A dict where layers of several kinds have a type each.
+    # A dict if the layers of a model have different types.
     kinds: Any = module.rope_type
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def refuse_prompts(model: nn.Module) -> None:
-    """Raise ValueError if an adapter of PEFT puts learned tokens in front of every call.
+    """Raise ValueError if an adapter of PEFT prepends learned tokens to the input of every call.
 
-    Each rank would put them in front of its own tokens. PEFT also drops or shifts position_ids.
+    Each rank would prepend them to its own tokens. PEFT also drops or shifts position_ids.
     """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
@@ -274,27 +278,27 @@ def refuse_prompts(model: nn.Module) -> None:
 
 
 def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
-    """Refuse a model in which tokens meet outside an exchange; `find_layers` calls it first.
+    """Raise an error for a model in which tokens are mixed outside an exchange.
 
     Args:
         modules: The modules of the model by name.
-        exchanged: The names of layers whose tokens meet over exchanges, beside those that call
-            transformers' attention functions.
+        exchanged: The names of the layers that mix tokens by an exchange, other than those that
+            call transformers' attention functions.
 
     Raises:
         ValueError: if another module mixes tokens.
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
-    # The innermost models around attention layers. A convolution elsewhere (of images) is harmless.
+    # The innermost models around attention layers. Convolutions elsewhere, of images, are harmless.
     around = (models_around(name, modules) for name in attention)
     decoders = {models[0][1] for models in around if models}
-    # Decoder layers and whole models take a sequence's arguments to pass them to their children.
+    # Decoder layers and whole models have these parameters only to pass them to their children.
     library = sys.modules.get("transformers.modeling_layers")
     passing_on = getattr(library, "GradientCheckpointingLayer", ()), pretrained()
     mixing: dict[str, nn.Module] = {}
     known = (*attention, *exchanged)
     inside_exchanged = tuple(f"{name}." for name in exchanged)
-    # Inner modules come first: only the innermost module that mixes is named.
+    # Inner modules come first, so that the error names the innermost module that mixes tokens.
     for name, module in reversed(modules.items()):
         models = models_around(name, modules)
         of_tokens = models and takes_tokens(models[0][1])
@@ -306,7 +310,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
             name = name.rpartition(".")[0]
         elif name in attention or isinstance(module, passing_on) or not mixes(module):
             continue
-        # A module around one of these takes the arguments of a sequence to pass them on.
+        # A module around one of these has the parameters only to pass them on.
         if not any(inner.startswith(f"{name}.") for inner in (*known, *mixing)):
             mixing[name] = modules[name]
     if mixing:
@@ -319,13 +323,15 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
 
 
 def first_of(name: str, module: nn.Module, count: int) -> str:
-    """Return the words that name the first of ``count`` modules in an error."""
+    """Return the name of the first of ``count`` modules for an error: "a.b (Class, and 3 more)"."""
     more = f", and {count - 1} more" if count > 1 else ""
     return f"{name} ({type(module).__name__}{more})"
 
 
 def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str | None:
-    """Explain why neither this package nor stock Ulysses can exchange for a layer; None if one can.
+    """Explain why neither this package nor stock Ulysses can exchange for a layer.
+
+    Returns None if one of the two can.
 
     Args:
         name: The layer's name.
@@ -334,7 +340,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
     """
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:
-        # Stock Ulysses exchanges around flex attention.
+        # Stock Ulysses can exchange around flex attention.
         stock = stock_for(module)
         if implementation == "flex_attention" and stock is not None:
             return refusal_of(stock)

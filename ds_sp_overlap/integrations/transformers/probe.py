@@ -1,15 +1,15 @@
-"""transformers: compares an attention layer's own forward with its driver (`inspect.probe`).
+"""Compares the own forward of a transformers attention layer with its replacement (a probe).
 
-From the hidden states and tables of the call both compute q, k, v and the output, and both are
-differentiated. See Note [Nobody sees a probe].
+From the hidden states and rotary tables of the call, both compute q, k, v and the output, and both
+are differentiated. See `inspect.probe`, and Note [Nobody sees a probe].
 
 Note [Nobody sees a probe]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A module of the user's may count its calls: in an attribute of its class, in a global, in a log, by
-a hook. So a probe calls no module of the layer. Own forward and driver both call a `_StandIn` in
-the place of each projection and each norm. Nothing is lost: both would call the same module, and
-what is compared is where the numbers go before and behind it. The code of the layer's own forward
-is transformers' own, or it could not have been read (`inspect.accounting`).
+A module of the user may count its calls: in an attribute of its class, in a global, in a log, by a
+hook. So a probe calls no module of the layer. The own forward and the replacement both call a
+`_StandIn` instead of each projection and each norm. The comparison loses nothing by this: both
+would call the same module, and the probe compares the computation before and after it. The code of
+the layer's own forward is transformers' own, or else it would not be known (`inspect.accounting`).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from ..inspect.library import MISSING, in_registry, own_class, replaced
 from ..inspect.probe import first_difference
 from ..inspect.tensor_parallel import out_features
 
-# The most tokens that are compared: of all tokens of a long sequence, the comparison would hold more
-# than a training step does.
+# The largest number of tokens that are compared. With all tokens of a long sequence, the comparison
+# would need more memory than a training step.
 TOKENS = 512
-# The size of the numbers that a stand-in returns for numbers of size 1: large, so that a limit on
-# them takes effect.
+# The magnitude of a stand-in's results for inputs of magnitude 1. It is large, so that a clamp in
+# the forward changes the results.
 SCALE = 64
 
 
 class _StandIn(nn.Module):
-    """Stands for a projection or a norm, see Note [Nobody sees a probe].
+    """Replaces a projection or a norm; see Note [Nobody sees a probe].
 
     Args:
         module: The projection or norm.
-        index: Any number; stand-ins with another one return other numbers.
+        index: Any number; stand-ins with different indices return different results.
     """
 
     def __init__(self, module: nn.Module, index: int):
         super().__init__()
         self.kind, self.index = own_class(type(module)), index
-        # How many features it returns; None for as many as it is given.
+        # The number of output features; None if it equals the number of input features.
         self.width = out_features(module)
 
-    # For isinstance.
+    # So that isinstance() sees the class of the replaced module.
     __class__ = property(lambda self: self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by a matrix of rank 1; or each number by one of its own."""
+        """Multiply x by a matrix of rank 1; or for a norm, multiply each feature by a factor."""
         size = x.shape[-1]
         if self.width is None:
             return x * self._made_up(size, x)
@@ -61,21 +61,21 @@ class _StandIn(nn.Module):
         return y * SCALE * self._made_up(self.width, y)
 
     def _made_up(self, size: int, like: Tensor) -> Tensor:
-        """Return [size] numbers up to 1, with the dtype and the device of another tensor."""
+        """Return numbers [size] between -1 and 1, with the dtype and the device of ``like``."""
         steps = torch.arange(1, size + 1, device=like.device)
         return torch.sin((self.index + 1) * steps).to(like.dtype)
 
 
 @contextlib.contextmanager
 def _stood_in(driven: Any) -> Iterator[None]:
-    """Let stand-ins take the place of a layer's children, for its own forward and its driver."""
+    """Replace a layer's children by stand-ins while the body runs, also for its `Driven`."""
     held = vars(driven.module)
     children, stand_ins = held["_modules"], dict[str, nn.Module]()
     called = set[str]().union(*driven.children.values())
     for index, (name, child) in enumerate(children.items()):
         if name in called:
             stand_ins[name] = _StandIn(child, index)
-        # Others do nothing: identities, and dropouts that drop nothing.
+        # The other children do nothing: identities, and dropouts that drop nothing.
         elif child is not None:
             stand_ins[name] = without_hooks(child)
     try:
@@ -91,14 +91,14 @@ def difference(
 ) -> str:
     """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
-    All tokens are compared where the arguments can't be cut, or the first tokens differ. `Driven`
-    compares in the first call of one layer of each kind, before anything is exchanged.
+    Compares all tokens if the arguments can't be cut to the first tokens, or if these differ.
+    `Driven` compares in the first call of one layer of each kind, before any exchange.
 
     Args:
-        driven: The layer and its driver, a `Driven`.
+        driven: The `Driven` of the layer.
         own: The layer's own forward.
         arguments: The layer's arguments by name.
-        options: The keywords of the block's attention that were read from the layer.
+        options: The keywords that the block's attention takes from the reading of the layer.
 
     Returns:
         The first difference, in words; empty if there is none.
@@ -106,7 +106,7 @@ def difference(
     size = arguments["hidden_states"].shape[1]
     if size > TOKENS:
         first = {name: _cut(value, size) for name, value in arguments.items()}
-        # Of any kind: an argument that was cut, and should not be, says nothing of the layer.
+        # Ignore all errors: cutting an argument may have caused them.
         with contextlib.suppress(Exception):
             if not _difference(driven, own, first, options):
                 return ""
@@ -144,7 +144,7 @@ def _difference(
             dx, dx_of_ours = (_gradient(leaf, ys, dys) for ys in (theirs, ours))
             pairs.append(("gradient of the hidden states", dx, dx_of_ours))
         text = first_difference(pairs)
-    # The layer must give its attention all that was read, with these values.
+    # The own forward must pass these keywords, with these values, to its attention function.
     for name, value in options.items():
         given = own_options.get(name, MISSING)
         is_same = given is value or not isinstance(value, Tensor) and given == value
@@ -154,7 +154,7 @@ def _difference(
 
 
 def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor | None:
-    """Return the gradient of ``x``, of those tensors that have one; None if it takes no part."""
+    """Return the gradient of ``x`` from those ``ys`` that require one; None if ``x`` is unused."""
     learning = [(y, dy) for y, dy in zip(ys, dys) if y.requires_grad]
     of_ys, with_dys = zip(*learning)
     (dx,) = torch.autograd.grad(of_ys, x, with_dys, allow_unused=True)
@@ -164,10 +164,10 @@ def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor | None:
 def _run_own(
     module: Any, own: Callable, arguments: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
-    """Run the layer's own forward, with a made-up o in place of attention.
+    """Run the layer's own forward, with a random o instead of attention.
 
     Returns:
-        The made-up o [b, s, h, d]; q, k, v [b, h, s, d] and the output; the keywords of attention.
+        The random o [b, s, h, d]; q, k, v [b, h, s, d] and the output; the keywords of attention.
     """
     given: list[Tensor] = []
     options: dict[str, Any] = {}

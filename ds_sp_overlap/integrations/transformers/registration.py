@@ -1,9 +1,9 @@
 """Lets stock Ulysses be registered for head counts that only this package can split.
 
-``UlyssesSPAttentionHF.register_with_transformers``, which Accelerate, Trainer and TRL call, refuses
-head counts that don't divide by the sp size, before there is a model to overlap. `install` makes it
-return its mpu all the same. DeepSpeed's refusal then comes from the first attention of a layer that
-nobody has overlapped.
+``UlyssesSPAttentionHF.register_with_transformers``, which Accelerate, Trainer and TRL call, raises
+an error for head counts that don't divide by the sp size, before there is a model to overlap.
+`install` makes it return its mpu anyway. DeepSpeed's error is then raised by the first attention of
+a layer that is not overlapped.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-# For each instance of stock Ulysses that can't exchange, DeepSpeed's reason.
+# DeepSpeed's error message for each instance of stock Ulysses that can't exchange.
 _refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def refusal_of(stock: Any) -> str | None:
-    """Return the reason why an instance of stock Ulysses can't exchange; None if it can."""
+    """Return DeepSpeed's reason why an instance of stock Ulysses can't exchange; None if it can."""
     return _refusals.get(stock)
 
 
 def _refuse(stock: Any, module: nn.Module) -> None:
-    """Raise ValueError if ``stock`` is to exchange for ``module``, and can't.
+    """Raise ValueError if ``stock`` should exchange for ``module``, but can't.
 
-    Runs before each attention of stock Ulysses.
+    Called before each attention of stock Ulysses.
     """
     is_off = stock.disable_in_eval and not module.training
     if stock in _refusals and not is_off:  # guard: no exchange of heads that don't divide
@@ -40,10 +40,10 @@ def _refuse(stock: Any, module: nn.Module) -> None:
 
 
 def install() -> None:
-    """Defer the refusal of head counts from stock's registration to its first attention.
+    """Defer DeepSpeed's error for head counts from the registration to the first attention.
 
-    Called where ``deepspeed.initialize`` is patched. Replaces ``__init__`` and ``forward`` of
-    stock's class.
+    Replaces ``__init__`` and ``forward`` of ``UlyssesSPAttentionHF``. Called once, by
+    `integrations.deepspeed.initialize.install`.
     """
     try:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -61,12 +61,12 @@ def install() -> None:
             arguments = bound.arguments
             size = dist.get_world_size(arguments["process_group"])
             heads, kv_heads = arguments["attn_head_count"], arguments["kv_head_count"]
-            # DeepSpeed takes these counts, so it refused something else.
+            # DeepSpeed supports these counts, so the error has another reason.
             if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
                 raise
             reason = str(error)
-        # Run again with counts that it takes, so that everything is made but what its own exchange
-        # needs; then set the true counts.
+        # Run the constructor again with counts that it supports, which sets everything except what
+        # stock's own exchange needs; then set the true counts.
         arguments["attn_head_count"] = arguments["kv_head_count"] = size
         original_init(*bound.args, **bound.kwargs)
         stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads

@@ -84,7 +84,7 @@ def _trainer(
     }  # fmt: skip
     model = model() if model else tiny(initializer_range=0.2, **(EXPERTS if moe else {}))
     arguments = dict(
-        output_dir=folder, deepspeed=config, max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True,
+        output_dir=folder, deepspeed=config, max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True, bf16=False,
         gradient_accumulation_steps=accumulation, gradient_checkpointing=checkpointing is not None,
         gradient_checkpointing_kwargs={"use_reentrant": checkpointing} if checkpointing is not None else None,
         parallelism_config=ParallelismConfig(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..relayout.ops import sum_dtype
-from .layout import Side, Sides, shape_of
+from .layout import Block, Side, Sides, shape_of
 
 Strides = tuple[int, ...]
 
@@ -207,7 +207,7 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
     place = 0  # in the wire
     for peer in range(len(sides.sizes)):
         for tensor, side in enumerate(sides.each):
-            for block in side.parts[peer]:
+            for block in _continued(side.parts[peer]):
                 shape, offset = shape_of(block), 0
                 for (start, _), stride in zip(block, strides[tensor]):
                     offset += start * stride
@@ -221,6 +221,23 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
     while len(merged := _merged(runs)) < len(runs):
         runs = merged
     return runs
+
+
+def _continued(blocks: Sequence[Block]) -> list[Block]:
+    """Join blocks that continue the one before them along one dimension, in the wire as well."""
+    joined: list[Block] = []
+    for block in blocks:
+        before = joined[-1] if joined else ()
+        for dim, ((first, middle), (start, stop)) in enumerate(zip(before, block)):
+            if middle == start and before[dim + 1 :] == block[dim + 1 :]:
+                block = (*block[:dim], (first, stop), *block[dim + 1 :])
+                joined.pop()
+                break
+            # Behind a dimension of several elements, the wire would not go on where it ended.
+            if (first, middle) != (start, stop) or stop - start > 1:
+                break
+        joined.append(block)
+    return joined
 
 
 def _merged(runs: list[Run]) -> list[Run]:

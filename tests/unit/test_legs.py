@@ -56,6 +56,15 @@ def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)  # sums of at most 8 numbers of size 1, in another order
 
 
+def test_a_piece_is_given_to_its_siblings_and_summed_by_one_copy():
+    """Also where its tokens, end to end in the piece, are those of ranks with unequal sequences."""
+    for rank in ranks_of(4, (0, 0, 1, 1), 8, 1, lengths=(1, 5, 3, 8)):
+        pieces = legs_of(rank, ("k", "v"), 0, (3, 2)).second.sources
+        copies = copies_of(pieces)
+        assert [run.tensor for run in copies.runs] == [0, 1]
+        assert copies.disjoint  # one sum over the siblings, and no zeros to add to
+
+
 def elements_over_the_network(size, heads, kv_heads, shares, in_legs):
     """Of each rank, forward and backward, in units of s d, in nodes of 8: the received elements; and the sum, over exchanges, of what
     is more, received or sent."""

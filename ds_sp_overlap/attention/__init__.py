@@ -1,1 +1,1 @@
-"""Attention layers, which run a schedule: with their projections, or as the drop-in without."""
+"""Runs attention layers by a schedule, with their projections or, as a drop-in, without them."""

@@ -1,4 +1,7 @@
-"""Binds the arguments of a local attention beside q, k and v, and looks for what else it reads."""
+"""Binds the extra arguments of a local attention, and finds the modules and tensors it holds.
+
+An extra argument is any argument beside q, k and v.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,19 @@ from .runtime.execution import Call
 class PerHead:
     """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
 
-    `bind_arguments` cuts it. `call_geometry` checks its length, and `heads` cuts its probe.
-    `SelfAttention.local_of` takes the tensor out, for its gradient.
+    `bind_arguments` gives each call of the local attention the slices of that call's heads.
 
     Attributes:
-        tensor: [h, ..]. The slices of all heads. Every call of the local attention gets the slices
-            of the heads that it is called with.
+        tensor: [h, ..]. The slices of all query heads.
     """
 
     tensor: Tensor
 
     def check(self, heads: int) -> None:
-        """Check that there is a slice for each of ``heads`` heads.
+        """Check that the tensor has a slice for each of ``heads`` heads.
 
         Raises:
-            ValueError: if there isn't.
+            ValueError: if the tensor has another number of slices.
         """
         if self.tensor.dim() == 0 or len(self.tensor) != heads:
             raise ValueError(
@@ -45,13 +46,14 @@ class PerHead:
 
 @dataclass(frozen=True)
 class ForAllHeads:
-    """An argument of local attention that is one for all heads, whatever its shape.
+    """An argument of local attention that applies to all heads, whatever its shape.
 
-    Other tensors are suspected to have a slice for each head if a dimension is as long as the
-    number of heads of a rank (`call_geometry`). The local attention takes ``tensor`` out itself.
+    A bare tensor with a dimension as long as a rank's number of heads may have a slice for each
+    head, so it costs the layer its head groups (`call_geometry`). This wrapper rules that out. The
+    local attention receives the wrapper and reads ``tensor`` from it.
 
     Attributes:
-        tensor: Of any shape; None for none.
+        tensor: A tensor of any shape, or None.
     """
 
     tensor: Tensor | None
@@ -63,8 +65,8 @@ def bind_arguments(
     """Bind the arguments of a local attention beside q, k and v.
 
     Returns:
-        An `execution.Attend`, which gives the attention the slices of each `PerHead` that belong to
-        the heads of the group.
+        An `execution.Attend`. It passes the bound arguments to the local attention; of each
+        `PerHead`, it passes the slices of the group's heads.
     """
     geometry = call.geometry
     has_slices = any(isinstance(x, PerHead) for x in (*args, *kwargs.values()))
@@ -83,14 +85,14 @@ def bind_arguments(
 
 
 def _sliced(x: Any, heads: slice) -> Any:
-    """Return the slices of some query heads of a `PerHead`, or any other argument as it is."""
+    """Return the slices of ``heads`` if ``x`` is a `PerHead`; otherwise return ``x``."""
     return x.tensor[heads] if isinstance(x, PerHead) else x
 
 
 def takes(local_attention: Any, name: str) -> bool:
-    """Return whether a local attention has a parameter, for instance ``queries``.
+    """Return whether a local attention has a parameter called ``name``.
 
-    ``**kwargs`` does not count, since the value might be ignored.
+    ``**kwargs`` does not count, since the attention might ignore the value.
     """
     attend = local_attention.forward if isinstance(local_attention, nn.Module) else local_attention
     try:
@@ -100,9 +102,9 @@ def takes(local_attention: Any, name: str) -> bool:
 
 
 def modules_of(attend: Any) -> list[nn.Module]:
-    """Return the modules that an attention is or is made of, as far as they can be found.
+    """Return the modules that an attention is or holds, as far as they can be found.
 
-    Looks into modules, partials, the object of a bound method, and closures.
+    Looks into modules, partials, closures, and the object of a bound method.
     """
     modules: list[nn.Module] = []
     for x in _made_of(attend):
@@ -114,17 +116,18 @@ def modules_of(attend: Any) -> list[nn.Module]:
 def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
     """Return the tensors that an attention may read beside its arguments, as far as found.
 
-    Those are parameters, buffers and attributes of its modules (`modules_of`), tensors in its
-    partials and closures, and attributes of objects that are in there or called.
+    These are: parameters, buffers and attributes of its modules (`modules_of`); tensors in its
+    partials and closures; attributes of the objects in its partials and closures, and of the
+    callable itself.
 
     Args:
         attend: The local attention.
-        without: Modules whose parameters are left out: an attention that reaches the whole layer,
-            by a closure for instance, reads nothing of its projections and norms.
+        without: Modules whose parameters are left out, such as the layer's projections and norms:
+            attention does not read them, even if a closure of it reaches the whole layer.
     """
     held: list[Any] = []
     for x in _made_of(attend):
-        if isinstance(x, ModuleType):  # a function of C belongs to one
+        if isinstance(x, ModuleType):  # `__self__` of a function written in C is its module
             continue
         held.append(x)
         for inner in x.modules() if isinstance(x, nn.Module) else (x,):
@@ -137,7 +140,7 @@ def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
 
 
 def _made_of(attend: Any) -> Iterator[Any]:
-    """Yield what an attention is made of: what is called, and what that holds or is bound to."""
+    """Yield the callables of an attention, and the objects that they hold or are bound to."""
     if isinstance(attend, functools.partial):
         for x in (attend.func, *attend.args, *attend.keywords.values()):
             yield from _made_of(x)
@@ -145,5 +148,5 @@ def _made_of(attend: Any) -> Iterator[Any]:
     yield attend
     yield getattr(attend, "__self__", None)
     for cell in getattr(attend, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a variable that has no value now
+        with contextlib.suppress(ValueError):  # the variable has no value now
             yield cell.cell_contents

@@ -1,4 +1,4 @@
-"""Chooses the heads and tokens that each rank holds in a call: head groups, shares of queries."""
+"""Chooses the geometry of a call: which heads and tokens each rank attends with, and when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
 _geometry = lru_cache(maxsize=4096)(Geometry)
-# Where ranks share query heads, the parts of an exchange may be equal on some ranks alone.
+# Why copy engines exclude shares: where ranks share query heads, the parts of an exchange may be
+# equal on one rank and unequal on another.
 EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
@@ -45,15 +46,15 @@ def geometry_of(
 ) -> Geometry:
     """Return the geometry of a call, with the default number of head groups.
 
-    Equal calls get one and the same object.
+    Equal calls get the same object.
 
     Args:
         layer: The layer that is called.
-        x: A tensor of the call, [b, s/P, ..] or [s/P, b, ..].
+        x: A tensor of the call, [b, s/P, ..] or [s/P, b, ..]; its shape gives ``b`` and ``s/P``.
         all_heads: ``h`` and ``h_kv``.
         tokens: The tokens of the call.
-        extra: Arguments of the local attention beside q, k and v. If one of them may have a slice
-            for each head of a rank, there is one head group.
+        extra: Arguments of the local attention beside q, k and v. A tensor that may have a slice
+            for each head of a rank makes the layer run in one head group.
         attend: As for `shares_of`.
 
     Raises:
@@ -65,10 +66,10 @@ def geometry_of(
     seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
     if tokens.lengths is not None:
         seq_lens = tuple(map(int, tokens.lengths))
-    # The signature of the attention is looked at once a layer, not in every call.
+    # Cached, so that the signature of the attention is read once a layer and not in every call.
     chosen = layer.shares_and_groups.get(all_heads)
     if chosen is None:
-        # Also where the transport was given to the layer, and the section does not name it.
+        # The layer may have been given this transport as an object, which the config doesn't name.
         if isinstance(sp_group.transport, CopyEngine):
             attend = EQUAL_PARTS
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
@@ -79,7 +80,7 @@ def geometry_of(
     for argument in extra:
         if isinstance(argument, PerHead):
             argument.check(heads)
-    # Left out where they say nothing, so that more calls share one object.
+    # Without shares the chunks have no effect. Leaving them out lets more calls share one object.
     query_chunks = tokens.query_chunks if shares > 1 else None
     nodes = sp_group.nodes if layer.config.kv_once_per_node else None
     counts, how = (batch, heads, kv_heads, groups), (tokens.batch_first, shares)
@@ -106,18 +107,18 @@ def shares_of(
     kv_heads: int,
     attend: Callable[..., Any] | str,
 ) -> int:
-    """Return how many ranks share query heads in a layer, r; see Note [Shares] in `shares`.
+    """Return r, the number of ranks that share query heads; see Note [Shares] in `shares`.
 
     Args:
         config: The ``sp_overlap`` section.
         sp_size: ``P``.
         heads: ``h``.
         kv_heads: ``h_kv``.
-        attend: The local attention; or the reason why it needs all queries at once.
+        attend: The local attention; or a text that says why it needs all queries at once.
 
     Raises:
-        ValueError: if r is above 1, asked for or since there are more ranks than heads, and the
-            layer can't attend with a share of the queries.
+        ValueError: if the config asks for r > 1, or there are fewer heads than ranks, but the layer
+            can't attend with a share of the queries.
     """
     asked = config.shares
     shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
@@ -134,7 +135,7 @@ def shares_of(
         )
     else:
         return shares
-    # Nobody asked for shares, and there is a head for every rank.
+    # The config does not ask for shares, and every rank has a head without them.
     if asked == "auto" and heads >= sp_size:
         return 1
     why = f"sp_overlap.shares is {asked}"
@@ -149,9 +150,9 @@ def shares_of(
 def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
-    Head groups would misuse such a tensor: every group would get the slices of the first heads.
+    With head groups, every group would wrongly get the slices of the rank's first heads.
     """
-    # Suspected is a dimension as long as the number of heads of any rank, so that all ranks answer
-    # alike. Ranks have one of two numbers. A wrong suspicion costs only overlap.
+    # A rank has one of two numbers of heads. Both count on every rank, so that all ranks return the
+    # same. A tensor that has such a dimension by chance costs only overlap.
     counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

@@ -1,13 +1,13 @@
-"""Records what attention functions do, by the function object that runs.
+"""Records the declared properties of attention functions, keyed by the function object.
 
 Note [Heads alike]
 ~~~~~~~~~~~~~~~~~~
 Head groups call an attention function with some of a rank's heads at a time, and with other heads
 than without groups (`Geometry.groups_first`). If the function has a value for each head (ALiBi
 slopes, a scale of each KV head, a sink), every group silently gets the values of the first heads.
-Nothing tells this of a function from outside: not its name, and no trial, since what it holds may
-be alike for all heads at first. So a function that nobody has declared gets all of a rank's heads
-at once, in one head group.
+Nothing outside the function shows this. Its name does not, and a trial run does not, since the
+values may start equal for all heads. So a function that nobody has declared gets all of a rank's
+heads at once, in one head group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _Function = TypeVar("_Function", bound=Callable)
 
 @dataclass(frozen=True)
 class AttentionFunction:
-    """Says what an attention function does; the fields are arguments of `attention_function`.
+    """Holds the properties of an attention function.
+
+    The other fields are described as arguments of `attention_function`.
 
     Attributes:
-        takes_masks: Whether it takes a mask [1, 1, n, s], by which transformers' sdpa is told a
-            sliding window.
+        takes_masks: Whether the function takes a mask [1, 1, n, s]; transformers' sdpa gets a
+            sliding window in this form.
     """
 
     causal: bool | str = True
@@ -39,10 +41,10 @@ class AttentionFunction:
     takes_masks: bool = False
 
 
-# A function that nobody has declared. It is called as under DeepSpeed's class: with all of a rank's
-# heads, all tokens, their positions and no mask.
+# The properties of a function that nobody has declared. The function is called as under DeepSpeed's
+# class: with all of a rank's heads, all tokens, their positions and no mask.
 UNKNOWN = AttentionFunction(documents="positions", takes_sinks=True)
-# By the object, which is kept alive.
+# The declared properties of each function or module, which this dict keeps alive.
 _declared: dict[Any, AttentionFunction] = {}
 
 
@@ -55,32 +57,33 @@ def attention_function(
     takes_sinks: bool = False,
     takes_queries: bool = False,
 ) -> _Function:
-    """Declare what an attention function does, so that it is overlapped as one that is known.
+    """Declare what an attention function supports, so that layers can overlap it in head groups.
 
-    For a function in transformers' ``AttentionInterface``, declared before `enable`. Of the local
-    attention of a `SelfAttention` or a ``DistributedAttention``, ``heads_alike`` alone counts. A
-    function that is not declared runs in one head group.
+    Declare a function of transformers' ``AttentionInterface`` before `enable`. For the local
+    attention of a `SelfAttention` or a ``DistributedAttention``, only ``heads_alike`` matters.
+    A function that is not declared runs in one head group.
 
     Args:
-        function: The function object that is called, a wrapper and not what it wraps; or a module.
-        causal: True for attention that is always causal; or the name of the option by which it is
-            told (``is_causal``). A layer that gives this option as False is refused.
-        documents: How it learns of packed documents. "edges": as transformers' flash attention, by
-            ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, counted
-            over all rows one after another. "positions": by ``position_ids``, for one row at a
-            time. None: not at all, so that it is called for one document at a time, and for a batch
-            of short ones.
-        heads_alike: Whether it treats all heads alike, see Note [Heads alike].
-        takes_sinks: Whether it honours ``s_aux``, a sink for each head that it is called with.
-        takes_queries: Whether it can be called with the last queries alone, fewer than there are
-            keys, where the last query sees the last key. Needed where ranks share query heads.
+        function: The function object or the module that is called. For a wrapped function, this is
+            the wrapper.
+        causal: True if the function is always causal; otherwise the name of the option that makes
+            it causal (``is_causal``). A layer that passes False for this option is refused.
+        documents: How the function receives packed documents. "edges": as transformers' flash
+            attention does, by ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and
+            ``max_length_k``, counted over all rows one after another. "positions": by
+            ``position_ids``, for one row at a time. None: the function knows no documents, so it is
+            called for one document at a time, or for a batch of short documents.
+        heads_alike: Whether the function treats all heads alike, see Note [Heads alike].
+        takes_sinks: Whether the function uses ``s_aux``, a sink for each head of the call.
+        takes_queries: Whether the function accepts fewer queries than keys and aligns the last
+            query with the last key. Needed where ranks share query heads.
 
     Returns:
         ``function``.
 
     Raises:
-        ValueError: for ``documents`` or ``causal`` of another kind, and for "positions" of a function
-            that ``takes_queries``, since positions of keys alone are not given.
+        ValueError: for an unknown ``documents`` or ``causal``; and for "positions" together with
+            ``takes_queries``, since ``position_ids`` would be those of the keys.
     """
     if documents not in ("edges", "positions", None):
         raise ValueError(
@@ -103,15 +106,15 @@ def attention_function(
 
 
 def declared(function: Any) -> AttentionFunction | None:
-    """Return what was declared of a function or module; None if nothing was."""
+    """Return the declared properties of a function or module; None if it was not declared."""
     try:
         return _declared.get(function)
-    except TypeError:  # an object without a hash
+    except TypeError:  # the object has no hash
         return None
 
 
 def undeclared(function: Any) -> str:
-    """Return the words that an attention function runs in one head group, and how to get more."""
+    """Return a text that says why a function runs in one head group, and how to get more groups."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return (
         f"{name} runs in one head group, since it isn't known to treat all heads alike; if it "
@@ -120,18 +123,20 @@ def undeclared(function: Any) -> str:
 
 
 def in_one_group(config: SpOverlapConfig) -> SpOverlapConfig:
-    """Return a config that lets a layer run in one head group, see Note [Heads alike]."""
+    """Return a copy of ``config`` with one head group, see Note [Heads alike]."""
     return config.model_copy(update={"head_groups": 1})
 
 
 def config_for(function: Any, config: SpOverlapConfig, heads_alike: bool) -> SpOverlapConfig:
-    """Return the config of a layer with a local attention of the caller's; says so once if it runs
-    in one head group.
+    """Return the config of a layer whose local attention is the caller's.
+
+    Unless that attention is known to treat all heads alike, the layer gets one head group, and a
+    warning says so once.
 
     Args:
         function: The local attention.
         config: The ``sp_overlap`` section.
-        heads_alike: Whether the caller says that all heads are treated alike.
+        heads_alike: Whether the caller declares that the attention treats all heads alike.
     """
     known = declared(function)
     if heads_alike or config.head_groups == 1 or (known is not None and known.heads_alike):

@@ -1,4 +1,4 @@
-"""Takes the place of DeepSpeed's ``DistributedAttention``."""
+"""Provides the drop-in replacement of DeepSpeed's ``DistributedAttention``."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .projected import ProjectedAttention
 
 
 class DistributedAttention(nn.Module):
-    """Drop-in for ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
+    """Replaces ``deepspeed.sequence.layer.DistributedAttention``, with overlap.
 
-    Takes any numbers of heads. Where there are fewer query heads than ranks, ranks share them
-    (Note [Shares] in `shares`), which the local attention must allow. A layer that was made
-    without ``config`` follows the ``sp_overlap`` section, once `enable` has seen it.
+    Any number of heads works. Where there are fewer query heads than ranks, ranks share heads
+    (Note [Shares] in `shares`); the local attention must then accept ``queries=``. A layer that was
+    made without ``config`` takes the model's ``sp_overlap`` section when `enable` is called.
 
     Args:
         local_attention: Attention over the global sequence with this rank's heads. Where ranks
             share query heads, it is called once for each range of this rank's queries, with
-            ``queries=(a, b)``: q then holds the tokens a to b of the sequence, k and v all tokens,
-            and token t of q attends to no key behind t if attention is causal.
-        sequence_process_group: The sp group; None for all ranks, as to DeepSpeed's class.
-        scatter_idx: DeepSpeed's; 2, the dimension of the heads.
-        gather_idx: DeepSpeed's; 0 or 1, the dimension of the sequence.
-        sp_stream: Carries the transfers; None for our own stream, which all layers share.
-        num_kv_heads: KV heads before the exchange; None to read them from the key.
+            ``queries=(a, b)``: q then holds the tokens a to b of the sequence, and k and v hold all
+            tokens. If attention is causal, token t of the sequence attends to keys up to t.
+        sequence_process_group: The sp group; None for all ranks, as in DeepSpeed's class.
+        scatter_idx: As in DeepSpeed's class; must be 2, the dimension of the heads.
+        gather_idx: As in DeepSpeed's class; 0 or 1, the dimension of the sequence.
+        sp_stream: The stream for the transfers; None for our own stream, which all layers share.
+        num_kv_heads: KV heads before the exchange; None to read the number from the key.
         config: An ``sp_overlap`` section.
-        transport: The mover of bytes; None for that of ``config``.
+        transport: The mover of bytes; None for the transport that ``config`` names.
         name: Name of the layer, for errors and logs.
-        heads_alike: Whether the local attention treats all heads alike on all ranks; otherwise, and
-            unless `attention_function` declares it, there is one head group. The slices of a
-            `PerHead` follow the heads.
+        heads_alike: Whether the local attention treats all heads alike on all ranks. If False, and
+            `attention_function` does not declare it either, the layer runs in one head group. An
+            attention that has a value for each head only in a `PerHead` counts as alike.
 
     Raises:
-        ValueError: for arguments that can't work.
+        ValueError: for an unsupported ``scatter_idx``, ``gather_idx`` or ``config``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         self.heads_alike = heads_alike
-        # Whether the layer runs as it was made, whatever the section of the model says.
+        # Whether the layer keeps the config it was made with when `enable` gives the model's.
         self.has_own_config = config is not None or transport is not None
         parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         group = sequence_process_group or dist.group.WORLD
@@ -104,7 +104,7 @@ class DistributedAttention(nn.Module):
             rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after
                 their exchange. None without RoPE.
             *args: More arguments for the local attention, which is called once per head group. A
-                tensor has the same shape on every rank, except for a dimension of heads.
+                tensor must have the same shape on every rank, except for a dimension of heads.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
             **kwargs: More keyword arguments for the local attention.
 
@@ -112,7 +112,8 @@ class DistributedAttention(nn.Module):
             As ``query``; 3-D if the local attention returns 3-D.
 
         Raises:
-            ValueError: for arguments that can't work; on all ranks alike in the first call.
+            ValueError: for tensors or lengths that don't fit together; on all ranks alike in the
+                first call.
         """
         tokens, arrive = self._attend.translate(
             query, batch_dim_idx, rotary_pos_emb, sequence_lengths

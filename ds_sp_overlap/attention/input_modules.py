@@ -1,4 +1,4 @@
-"""The modules in front of a layer's attention: projections, norms and rotation of q, k and v."""
+"""Makes q, k and v from hidden states, by a layer's projections, norms and rotation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .runtime.execution import Call
 from .runtime.linear import Plain, Pure, can_recompute, can_split, products_of, without_hooks
 from .runtime.parts import cut
 
-# What `rope` must be, for errors.
+# The signature that `rope` must have, for errors.
 ROPE = (
     "it takes (x, position_embeddings), with x the heads of q or of k [b, s/P, heads, d], and "
     "returns x rotated, in its shape; ds_sp_overlap.Rotary is one such function"
@@ -29,17 +29,18 @@ ROPE = (
 class InputModules:
     """Makes q, k and v from hidden states, with the modules that `use` gives.
 
-    A linear layer makes each, a norm and a rotation follow for q and k. Either in parts, by rows of
-    the weights, inside of nodes (`of_call`); or with projections that are called whole (`whole`),
-    see Note [Called whole] in `self_attention`. The arguments are those of `SelfAttention`;
-    ``heads`` and ``kv_heads`` are ``h`` and ``h_kv``.
+    A linear layer projects q, k and v; for q and k, a norm and a rotation follow. The projections
+    are computed in one of two ways (Note [Called whole] in `self_attention`): part by part, by rows
+    of the weights, inside nodes of autograd (`of_call`); or whole, by calling the modules
+    (`whole`). The arguments are those of `SelfAttention`; ``heads`` and ``kv_heads`` are ``h`` and
+    ``h_kv``.
 
     Attributes:
-        projections: The projections of q, k and v, or the fused one.
-        norms: The norms of q and k, of those that have one. Backward recomputes them, so that
-            nothing but their input is saved.
+        projections: The projections of q, k and v, or the fused projection.
+        norms: The norm of q and the norm of k, where given. Backward recomputes the norms, so that
+            forward saves only their input.
         cuts: In a call: how the projections are cut into parts.
-        folded: In a call: the parts that are rotated by the kernels that pack them.
+        folded: In a call: the parts that the packing kernels rotate.
         cast: In a call: the autocast state, see `linear.products_of`.
     """
 
@@ -59,12 +60,12 @@ class InputModules:
     def use(
         self, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
     ) -> None:
-        """Call these modules from now on.
+        """Set the modules for the calls that follow.
 
-        Called by `SelfAttention.use`. The arguments are those of its constructor.
+        The arguments are those of the constructor of `SelfAttention`.
 
         Raises:
-            ValueError: unless there are either three separate projections or a fused one.
+            ValueError: unless either all three separate projections or the fused one is given.
         """
         modules = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
         given = [name for name, module in modules.items() if module is not None]
@@ -96,8 +97,8 @@ class InputModules:
         return list(dict.fromkeys((*self.projections, *self.norms.values())))
 
     def can_split(self) -> bool:
-        """Return whether q, k and v can be made in parts, as the modules are now."""
-        # Backward rotates back by hand, which is known of a `Rotary` alone.
+        """Return whether the current modules can make q, k and v part by part."""
+        # Backward undoes the rotation by hand, which only a `Rotary` supports.
         return (
             (self.rope is None or isinstance(self.rope, Rotary))
             and all(can_recompute(norm, self.pure) for norm in self.norms.values())
@@ -105,33 +106,36 @@ class InputModules:
         )
 
     def of_call(self, call: Call) -> InputModules:
-        """Return these modules, whatever `use` gives later, to make q, k and v of a call in parts."""
+        """Return a copy for one call, which makes q, k and v part by part.
+
+        A later `use` does not change the modules of the copy.
+        """
         own = object.__new__(InputModules)
         cuts = self._cuts(call)
         vars(own).update(vars(self), cuts=cuts, folded=call.folded, cast=call.autocast)
         return own
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
-        """Return the rotation of q and k if the kernels that pack them are to do it; else None."""
+        """Return the rotation for the kernels that pack q and k to apply; None if they can't."""
         rope = self.rope
-        # A norm between rotation and exchange needs the rotated heads in memory.
+        # A norm after the rotation needs the rotated heads in memory before they are packed.
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
-        # Kernels that don't fold would take more time than PyTorch's rotation.
+        # Kernels that can't rotate while they pack would be slower than PyTorch's rotation.
         return rope if ops.implementation(sp_group.kernels).folds else None
 
     def rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
         """Return a function that rotates q or k by ``rope``; None without ``rope``.
 
-        The function raises ValueError where a ``rope`` of the caller fails, or returns something of
-        another shape.
+        The function raises ValueError if the caller's ``rope`` fails, or doesn't return a tensor of
+        the shape of its input.
         """
         rope = self.rope
         if rope is None or isinstance(rope, Rotary):
             return None if rope is None else lambda heads: rope(heads, position_embeddings)
 
         def rotate(heads: Tensor) -> Tensor:
-            """Call the caller's ``rope``, and refuse a result that is no rotated heads."""
+            """Call the caller's ``rope``; raise ValueError if the result has another shape."""
             try:
                 rotated = rope(heads, position_embeddings)
             except (AttributeError, IndexError, TypeError) as error:
@@ -148,10 +152,11 @@ class InputModules:
         return rotate
 
     def tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
-        """Return the tables by which q and k are rotated.
+        """Return the tables (cos, sin) by which q and k are rotated.
 
-        Empty if no `Rotary` rotates; None if the tables need a gradient, so that q and k can't be
-        made in parts.
+        Returns:
+            The tables; () if there is no `Rotary` or it has no tables; None if a table needs a
+            gradient, in which case q and k can't be made part by part.
         """
         if not isinstance(self.rope, Rotary):
             return ()
@@ -166,10 +171,10 @@ class InputModules:
         return cuts_of(call.geometry, call.schedule, call.by_rank, *of_layer)
 
     def parameters(self) -> list[Tensor | None]:
-        """Return weight and bias of each linear layer, as autocast casts them, then the parameters
-        of the norms.
+        """Return weight and bias of each linear layer, then the parameters of the norms.
 
-        `operations` counts on two places for each linear layer, see `products_of`.
+        Weights and biases are cast as autocast would cast them. Each linear layer has two places in
+        the list, also without a bias (`products_of`).
         """
         parameters = products_of(self.projections, self.plain, self.cast)
         for norm in self.norms.values():
@@ -177,18 +182,18 @@ class InputModules:
         return parameters
 
     def is_needed(self, part: Part, needs: dict[tuple[Any, ...], bool]) -> bool:
-        """Return whether dq, dk or dv of a group is needed: by x, its projection, or its norm.
+        """Return whether the gradient of a part is needed: for x, its projection or its norm.
 
         Args:
-            part: The kind and the group.
-            needs: By name of register, whether x and each of the parameters need a gradient.
+            part: The kind, "q", "k" or "v", and the head group.
+            needs: For each register of x and of the parameters, whether it needs a gradient.
         """
         linear = 2 * self.cuts.rows[part].module
         places = (linear, linear + 1, *self.cuts.norm_places.get(part[0], ()))
         return needs["x",] or any(needs["parameter", index] for index in places)
 
     def turns(self, part: Part) -> bool:
-        """Return whether `shape` rotates a part, if there are tables."""
+        """Return whether `shape` rotates a part when tables are given."""
         return part[0] != "v" and part not in self.folded
 
     def shape(
@@ -198,27 +203,27 @@ class InputModules:
         tables: tuple[Tensor, ...],
         norm_parameters: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Apply the norm and the rotation to a projected part; its memory order stays as it is.
+        """Apply the norm and the rotation to a projected part, and keep its order in memory.
 
         Args:
-            part: The kind and the group.
-            heads: What the linear layer made.
-            tables: (cos, sin), [.., 1, d_rot] each, that q and k are rotated by; they need no
-                gradient. Empty if nothing is rotated.
+            part: The kind, "q", "k" or "v", and the head group.
+            heads: [.., .., h_g, d]. The output of the linear layer, by heads.
+            tables: (cos, sin), [.., 1, d_rot] each, without a gradient; rotate q and k. Empty for
+                no rotation.
             norm_parameters: In backward, the saved parameters of the norms. None in forward, where
-                the norms are being called and have their parameters in place.
+                each norm uses its own.
 
         Returns:
             A tensor of the shape of ``heads``.
         """
         module = self.norms.get(part[0])
-        # Not the call: hooks run around all parts, once.
+        # Not `__call__`, whose hooks would run for each part: they run once, around all parts.
         norm: Callable[..., Tensor] | None = None if module is None else module.forward
         if module is not None and norm_parameters is not None:
             place, first = self.cuts.norm_places[part[0]], 2 * len(self.projections)
             norm = _with(module, norm_parameters[place.start - first : place.stop - first])
         ranks = self.cuts.rows[part].ranks
-        # The ranks are the first dimension in memory: moved there, heads and result are contiguous.
+        # In memory the ranks are the first dimension. Moved there, heads and result are contiguous.
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
         heads = self.rope.rotate(heads, *tables) if tables and self.turns(part) else heads
@@ -231,10 +236,10 @@ class InputModules:
         x: Tensor,
         rotate: Callable[[Tensor], Tensor] | None,
     ) -> Callable[[str, int], Tensor]:
-        """Return a function that gives q, k or v of a group, of projections that are called whole.
+        """Return a function that gives q, k or v of a head group; it calls projections whole.
 
-        A projection is called when its first part is asked for, and its output is cut. Each part
-        can be asked for once.
+        The function calls a projection when the first part of its output is asked for, and cuts
+        the output into parts. Each part can be asked for once.
 
         Args:
             call: The call.
@@ -250,11 +255,12 @@ class InputModules:
             module = rows[kind, group].module
             if (kind, group) not in pieces:
                 y = self.projections[module](x)
-                # A bias beside y is for the caller to add, and no caller adds one to q, k and v.
+                # Some linear layers return (y, bias) and leave the bias for their caller to add.
+                # Models drop that bias for q, k and v.
                 y = y[0] if isinstance(y, tuple) else y
                 of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
                 pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
-                del y  # freed once its last part is asked for
+                del y  # so that y is freed once its last part is taken
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":
                 return heads
@@ -270,8 +276,8 @@ class InputModules:
     def learns(self) -> list[bool]:
         """Return for each of q, k and v whether its projection or its norm requires a gradient.
 
-        The ranks compare this in a first call. Which gradients are computed is decided elsewhere
-        (`is_needed`).
+        The ranks compare this in the layer's first call. `is_needed` decides which gradients
+        backward computes.
         """
         learning = []
         for kind, (index, _) in self.of_kinds:
@@ -281,7 +287,7 @@ class InputModules:
 
 
 def _parameters(*modules: Any) -> list[nn.Parameter]:
-    """Return the parameters of those that are modules."""
+    """Return the parameters of all ``modules``; an entry that is no module has none."""
     parameters: list[nn.Parameter] = []
     for module in modules:
         parameters += module.parameters() if isinstance(module, nn.Module) else ()
@@ -289,12 +295,13 @@ def _parameters(*modules: Any) -> list[nn.Parameter]:
 
 
 def _with(norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """Return ``norm`` with the saved tensors in the place of its parameters."""
+    """Return a function that applies ``norm`` with ``saved`` in place of its parameters."""
     own = dict(norm.named_parameters())
-    # Mostly they are the norm's own, and the call below would only cost the host time.
+    # Mostly the saved tensors are the norm's own parameters, and `functional_call` would only cost
+    # the host time.
     if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
         return norm
     # They differ where a caller's `functional_call` replaced the parameters in forward, and in an
     # activation checkpoint, which saves tensors of its own.
-    norm = without_hooks(norm)  # hooks of ZeRO-3 expect parameters of its own
+    norm = without_hooks(norm)  # ZeRO-3's hooks expect the norm's own parameters
     return lambda heads: functional_call(norm, dict(zip(own, saved)), (heads,))

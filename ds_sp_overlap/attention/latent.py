@@ -1,4 +1,4 @@
-"""Exchanges the latent of latent attention in place of the heads that are made of it.
+"""Exchanges the latent of latent attention instead of the heads that are expanded from it.
 
 In latent attention k and v of all heads are made of one latent per token, and of one rotated key
 that all heads share. Where these two have fewer numbers per token than the heads that a rank would
@@ -40,34 +40,34 @@ from .runtime.slices import Ranges
 
 
 def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: int) -> bool:
-    """Return whether a rank receives fewer numbers per token if the latent travels.
+    """Return whether a rank receives fewer elements per token if the latent travels.
 
     Args:
         sp_size: ``P``.
         heads: Query heads, ``h``.
         latent: Dim of the latent.
         rotated: Dim of the rotated key.
-        per_head: Numbers per token of k and v of one head, d + d_v.
+        per_head: Elements per token of k and v of one head, d + d_v.
     """
     return 1 < sp_size <= heads and sp_size * (latent + rotated) < heads * per_head
 
 
 def can_expand_rows(projection: nn.Module) -> bool:
-    """Return whether some rows of the projection of a latent can be computed without the others.
+    """Return whether the projection of a latent can be computed for some of its rows alone.
 
-    True for a plain linear layer without bias, see `linear.can_split`.
+    This holds for a plain linear layer without bias, see `linear.can_split`.
     """
     return can_split(projection) and projection.bias is None
 
 
 class LatentAttention(ProjectedAttention):
-    """Ulysses attention of q, a latent and a rotated key; holds no module and no parameter.
+    """Runs Ulysses attention of q, a latent and a rotated key; holds no module and no parameter.
 
     Args:
         layer: The runtime of the layer.
-        projection: Gives the linear layer from the latent to k and v of all heads, which
-            `can_expand_rows` affirms.
-        nope_dim: The dims of k of a head that are made of the latent, d - d_rot.
+        projection: Returns the linear layer that expands the latent to k and v of all heads;
+            `can_expand_rows` must be true for the layer.
+        nope_dim: The part of the head dim of k that is expanded from the latent, d - d_rot.
     """
 
     def __init__(self, layer: LayerRuntime, projection: Callable[[], nn.Module], nope_dim: int):
@@ -89,8 +89,8 @@ class LatentAttention(ProjectedAttention):
     ) -> Tensor:
         """Attend over the global sequence.
 
-        Collective. k and v of all heads may come in place of latent and rotated key, for instance
-        where an adapter expands all latents; then `ProjectedAttention` attends to them.
+        Collective. The caller may pass k and v of all heads instead of latent and rotated key, for
+        instance where an adapter changes the expansion; these are exchanged as they are.
 
         Args:
             local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
@@ -99,8 +99,8 @@ class LatentAttention(ProjectedAttention):
             value: The rotated key: as ``query``, with one head of d_rot.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            tokens: How the tokens lie.
-            **how: As for `ProjectedAttention`, for k and v of all heads.
+            tokens: The layout of the tokens.
+            **how: As for `ProjectedAttention`; used only for k and v of all heads.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -115,15 +115,15 @@ class LatentAttention(ProjectedAttention):
         projection: Any = self.projection()
 
         def body(*tensors: Tensor) -> Tensor:
-            """Run the call as the forward of the projection; the tensors come through its hooks."""
+            """Run the call as the forward of the projection, after the projection's pre-hooks."""
             weight = projection.weight
             geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
             learned = "gradients of q, latent, rotated key and projection"
             types = partial(types_of, tensors, (*tensors, weight), learned)
             run, call = self.layer.begin(geometry, types, tensors)
-            # `begin` returns no `Call` only where a baseline is to run, and latents have none.
+            # `begin` returns None only where a baseline is to run, and latents have no baseline.
             assert call is not None
-            # Rows of the weight for each head: those of k without rotation, then those of v.
+            # The weight has this many rows for each head: d - d_rot of k, then d_v of v.
             per_head = weight.shape[0] // query.shape[2]
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
             parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
@@ -136,7 +136,7 @@ class LatentAttention(ProjectedAttention):
         return call_through([projection], body, *tensors)  # guard: its weight is whole
 
     def _one_head(self, tensors: Sequence[Tensor], tokens: Tokens, extra: tuple) -> Geometry:
-        """Return the geometry of a call, in which the latent counts as one KV head."""
+        """Return the geometry of a call; the latent counts as one KV head."""
         _check(*tensors)
         query, why = tensors[0], "latent attention needs all queries at once"
         return geometry_of(self.layer, query, (query.shape[2], 1), tokens, extra, attend=why)
@@ -151,7 +151,7 @@ class LatentAttention(ProjectedAttention):
         latent: Tensor,
         rotated: Tensor,
     ) -> Tensor:
-        """Make k and v of the global sequence, for the heads of a group on this rank, and attend.
+        """Expand the latent to k and v of the group's heads on this rank, and attend.
 
         See Note [Gradients of parts].
         """
@@ -162,7 +162,7 @@ class LatentAttention(ProjectedAttention):
 
 
 def _check(query: Tensor, latent: Tensor, rotated: Tensor) -> None:
-    """Check that q, latent and rotated key belong together; raise ValueError if not."""
+    """Raise ValueError unless q, latent and rotated key have matching shapes and one dtype."""
     one_head = latent.shape[2] == rotated.shape[2] == 1
     if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Makes the calls of an attention layer, of whatever kind, once the ranks have agreed on them.
+"""Begins the calls of attention layers of all kinds, once the ranks have agreed on them.
 
 Note [Agreement of the ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
 are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
-all ranks. The comparison costs a collective that the host waits for, so it is made for the first
-call of a layer only, or for the first call of a kind (`agree_on_o`); later calls use its outcome.
-Whatever decides about such a comparison is therefore the same on every rank.
+all ranks. The comparison costs a collective that the host waits for, so only the first call of a
+layer makes it, or the first call of a kind (`agree_on_o`); later calls use its outcome. All ranks
+must enter this collective together, so whatever decides to enter it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from ..schedule import Schedule, by_head_groups, check
 from ..warn import inform, warn_once
 from .runtime.execution import Call
 
-# Makes a schedule of what travels with each head group, and of whether the output projection's
-# wgrads come last.
+# Makes a schedule from the kinds that travel with each head group (`Geometry.kinds`), and from
+# whether the wgrads of the output projection come last.
 MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
-# Gives the geometry of a call, or refuses its arguments.
+# Returns the geometry of a call, or raises ValueError for its arguments.
 FindGeometry = Callable[[], Geometry]
-# Gives whatever else must be the same on all ranks: dtypes, head dims, which gradients are needed.
+# Returns what else must be the same on all ranks: dtypes, head dims, which gradients are needed.
 FindTypes = Callable[[], tuple]
 
 
 @lru_cache(maxsize=256)
 def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bool) -> Schedule:
-    """Make a schedule; raise ValueError if a layer can't run by it.
+    """Make a schedule and check it; raise ValueError if a layer can't run by it.
 
-    ``kinds`` are what travels with each head group, as in `Geometry.kinds`.
+    The arguments after ``make_schedule`` are those of a `MakeSchedule`.
     """
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
-# The policies of layers of one's own, which choose together over one group with one config. They
-# outlive the layers, which ranks free at different times: later layers join them on all ranks.
+# The policies of layers that the caller builds instead of `enable`. Layers with the same group and
+# the same config share a policy. The policies outlive the layers: ranks free layers at different
+# times, and a later layer must join the same policy on all ranks.
 _policies: dict[tuple, Policy] = {}
-# What was logged for such layers.
+# The lines that were logged for such layers.
 _told: set[str] = set()
 
 
 def _policy_of(config: SpOverlapConfig, sp_group: SPGroup) -> Policy | None:
-    """Return the policy of a layer that `enable` does not know; None where nothing is chosen."""
+    """Return the policy of a layer that `enable` did not build; None if there is no choice."""
     key = sp_group.group, config.model_dump_json()
     policy = _policies.get(key) or Policy.of(config, sp_group)
     if policy is not None:
@@ -68,22 +69,23 @@ def _policy_of(config: SpOverlapConfig, sp_group: SPGroup) -> Policy | None:
 
 
 class LayerRuntime:
-    """Makes the `Call`s of one layer; all kinds of attention layer share it.
+    """Begins the calls of one layer; all kinds of attention layer use this class.
 
     Args:
         sp_group: The sp group.
         config: The ``sp_overlap`` section.
         where: Name of the layer, for errors and logs.
-        policy: Shared with the other layers of the model; None for a policy of its own.
-        schedule: Makes the schedule.
+        policy: The policy that the layers of the model share; None for the policy that layers with
+            this group and config share.
+        schedule: Makes the schedule of a call.
 
     Attributes:
         agreed: Whether the ranks have agreed on a call, see Note [Agreement of the ranks].
-        windowed: Whether the layer could have a window when it was made, which decides G where the
-            section gives the window alone.
+        windowed: Whether the layer could run by a window when it was made. This decides G where
+            the config sets the window but not G.
     """
 
-    # Whether the first call logs what the layer got. `enable` reports its own layers itself.
+    # Whether the first call logs G. `enable` logs this for the layers that it builds.
     tells = False
 
     def __init__(
@@ -96,18 +98,17 @@ class LayerRuntime:
     ):
         self.sp_group, self.config, self.where, self.schedule = sp_group, config, where, schedule
         self.policy = policy or _policy_of(config, sp_group)
-        # The place among the layers of the policy, which try different candidates in one step.
+        # The index among the layers of the policy, which try different candidates in one step.
         self.index = self.policy.join() if self.policy else 0
         Timeline.of(config, sp_group)
         self.agreed = self.windowed = False
         # The name by which the ranks compare calls; it counts the layers that were called.
         self._name_of_calls = where
-        # For each number of query and KV heads, r and the default G: what the attention supports is
-        # looked up once.
+        # (h, h_kv) -> (r, default G), so that the attention's signature is read once.
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}
-        # What of the section no CUDA graph can hold, in words.
+        # The settings under which no CUDA graph can hold a call.
         no_graph = {
             "sp_overlap.timeline": config.timeline is not None,
             "sp_overlap.kv_once_per_node": config.kv_once_per_node,
@@ -116,8 +117,8 @@ class LayerRuntime:
         self._no_graph = ", ".join(key for key, is_given in no_graph.items() if is_given)
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
-        # A process group can't be copied, so the copy exchanges over the same one. Its place in the
-        # policy is its own.
+        # A process group can't be copied, so the copy uses the same group. The copy joins the
+        # policy as another layer.
         copy = LayerRuntime(self.sp_group, self.config, self.where, self.policy, self.schedule)
         copy.windowed = self.windowed
         return copy
@@ -140,17 +141,17 @@ class LayerRuntime:
         Collective as `call` and `Calls.count` are.
 
         Args:
-            geometry_of_call: Gives the geometry.
-            types: Gives what else is compared; asked where the ranks compare their calls.
-            inputs: The tensors that the layer works on.
+            geometry_of_call: Returns the geometry.
+            types: Returns what else the ranks compare; called only where they compare.
+            inputs: The input tensors of the layer.
             has_baseline: Whether a baseline computes the same without overlap.
 
         Returns:
-            The clock of the call, whose ``inputs`` the layer must use, and whose ``end`` it must
-            call with its output; and the call, or None where the baseline is to run.
+            The clock of the call, and the call itself, or None where the baseline is to run. The
+            layer must use the clock's ``inputs``, and pass its output to the clock's ``end``.
 
         Raises:
-            RuntimeError: while a CUDA graph is captured that can't hold the call; and as
+            RuntimeError: if a CUDA graph that can't hold the call is being captured; and as
                 `Calls.count` does.
             ValueError: as `call` does.
         """
@@ -158,7 +159,7 @@ class LayerRuntime:
             self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(geometry_of_call, types)
-        # Only here: one rank's input may be no tensor, of which all learn in the first call.
+        # Not before `call`: where one rank's input is no tensor, `call` raises on all ranks.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
             self.refuse_graph("exchanges by gloo")
@@ -167,7 +168,8 @@ class LayerRuntime:
         has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
         least = 1
         if self.windowed and self.config.window is not None:
-            # Stock, and fewer groups of which a window holds as many, hold more than the default.
+            # The baseline would need more memory than the window that was asked for, and so would
+            # fewer groups, since the window holds a fixed number of groups.
             has_baseline, least = False, call.geometry.groups
         policy, geometry, run = self.policy, call.geometry, TimedCall(inputs)
         # G; or "off" for the baseline.
@@ -187,11 +189,14 @@ class LayerRuntime:
         return run, call
 
     def refuse_graph(self, what: str) -> None:
-        """Raise RuntimeError, on this rank, while a CUDA graph is captured; none can hold ``what``."""
+        """Raise RuntimeError, on this rank, if a CUDA graph is being captured.
+
+        ``what`` names the setting that no CUDA graph can hold.
+        """
         refuse_captured(self.where, f"{what} can't work; capture without")
 
     def warn_if_window_is_ignored(self) -> None:
-        """Warn once if the section asks for a window, in a layer that can't recompute q, k, v."""
+        """Warn once if the config asks for a window; called for layers that can't recompute q."""
         if self.config.window_of(1) is not None:
             warn_once(
                 "sp_overlap: window and checkpointing need projections that are computed part by "
@@ -201,17 +206,17 @@ class LayerRuntime:
             )
 
     def agree_on_o(self, kind: tuple, reads_o: bool, foreign: str) -> bool:
-        """Agree whether o travels again in backward.
+        """Let the ranks agree on whether o is exchanged again in backward.
 
-        Called after the forward of attention of a layer that recomputes q, k and v. Collective for
-        the first call of a kind.
+        A layer that recomputes q, k and v calls this after the forward of its attention. Collective
+        for the first call of a kind.
 
         Args:
             kind: The kind of the call, which is the same on every rank: the dtype, and whether
                 autocast is on. Calls of one kind need one comparison of the ranks.
             reads_o: Whether the backward of attention reads o on this rank.
-            foreign: A tensor that attention learns without being called with it, in words; empty
-                for none.
+            foreign: A description of a tensor that needs a gradient through attention but is not an
+                argument of the attention; empty for none.
 
         Returns:
             Whether the backward of attention reads o on any rank, in the first call of this kind.
@@ -220,7 +225,7 @@ class LayerRuntime:
             ValueError: if ``foreign`` isn't empty; on all ranks alike in the first call of a kind,
                 later on this rank alone.
         """
-        # In later calls, only ``foreign`` counts: `_reads_o` has the answer.
+        # In later calls `_reads_o` has the answer, and only this rank's ``foreign`` is checked.
         answers = [(False, foreign)]
         if kind not in self._reads_o:
             answers = self.sp_group.gather((reads_o, foreign), self.where)
@@ -236,12 +241,13 @@ class LayerRuntime:
     def call(self, geometry_of_call: FindGeometry, types: FindTypes) -> Call:
         """Make a call; the arguments are those of `begin`.
 
-        Collective on the layer's first call, and with ``sp_overlap.check`` on every call. See
+        Collective in the layer's first call, and with ``sp_overlap.check`` in every call. See
         Note [Agreement of the ranks].
 
         Raises:
-            ValueError: if an argument raises on any rank, or if the ranks differ; on all ranks
-                alike where this is collective. Otherwise what an argument raises, on this rank.
+            ValueError: on all ranks, where this is collective, if ``geometry_of_call`` or ``types``
+                raises on any rank, or if the ranks differ. In other calls, on this rank, if
+                ``geometry_of_call`` raises.
         """
         is_first = not self.agreed
         if is_first or self.config.check:
@@ -253,14 +259,14 @@ class LayerRuntime:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
-        # Once more, since the geometry depends on nodes that may have been found just now.
+        # Called again, since the geometry depends on the nodes that `find_nodes` may just have set.
         geometry = geometry_of_call()
         if is_first and self.tells:
             self._tell(geometry)
         return self._call_of(geometry, is_first and self.config.check)
 
     def _tell(self, geometry: Geometry) -> None:
-        """Log the start-up line of layers of one shape, once in a process."""
+        """Log the start-up line, once in a process for layers of the same shape."""
         got = f"G = {geometry.groups}"
         if self.policy is not None:
             got = f"G by timing in the first {self.policy.warmup_steps} steps"
@@ -278,10 +284,10 @@ class LayerRuntime:
         return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
 
     def refuse(self, error: Exception) -> None:
-        """Raise ``error``; on every rank, if this is the layer's first call.
+        """Raise ``error``, on every rank if this is the layer's first call.
 
-        For arguments that are refused before `begin`. The other ranks, which call `begin`, then
-        raise too instead of waiting.
+        A layer that refuses its arguments before `begin` calls this instead of `begin`. The other
+        ranks, which call `begin`, then raise too and do not wait for this rank.
         """
 
         def raising() -> NoReturn:
@@ -290,11 +296,11 @@ class LayerRuntime:
         self.call(raising, raising)
 
     def _comparable(self, geometry: Geometry, types: FindTypes) -> str:
-        """Return what must be the same on all ranks, in words.
+        """Return a text that must be the same on all ranks.
 
         Args:
-            geometry: Of the call.
-            types: As for `begin`; it may raise ValueError.
+            geometry: The geometry of the call.
+            types: As for `begin`; may raise ValueError.
 
         Raises:
             ValueError: if this rank can't run the layer; `SPGroup.agree` raises it on all ranks.
@@ -307,7 +313,7 @@ class LayerRuntime:
                 "torch.distributed is initialised (torch.distributed.group.WORLD for all of them, "
                 "a group of this rank alone for no sequence parallelism)"
             )
-        # Here, so that all ranks refuse kernels that one rank can't use.
+        # Checked where the ranks compare, so that all ranks raise if one can't use the kernels.
         ops.check_usable(sp_group.kernels)
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (  # guard: same layer, same call

@@ -1,4 +1,4 @@
-"""Describes recurrent and convolutional mixers: how the tokens of a layer meet (`Mixer`)."""
+"""Defines how a recurrent or convolutional mixer is described to a `MixerLayer`."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from torch import Tensor
 
 
 class Documents(Protocol):
-    """The documents of some tokens, as ``integrations.sequence.documents`` has them.
+    """The interface to packed documents, which ``integrations.sequence.documents`` implements.
 
     Attributes:
-        long: The row, the start and the stop of the first calls of a function in `attend`.
+        long: (row, start, stop) of each document for which `attend` makes a call of its own; these
+            are its first calls, in this order.
     """
 
     long: list[tuple[int, int, int]]
 
     def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
-        """Return the results of ``attention`` for each document of tensors [b, s, ..]."""
+        """Apply ``attention`` to each document of tensors [b, s, ..]; return all results joined."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of documents among this rank's tokens.
+    """Holds where documents lie in the sequence; a piece is a document's part on this rank.
 
     Attributes:
         lengths: Local sequence length of every rank, in tokens.
-        window: The pieces of this rank's tokens and of the `reach` tokens before; None if each row
-            is one piece.
+        window: The pieces of this rank's tokens and the `Mixer.reach` tokens before them; None if
+            each row is one piece.
         own: The pieces of this rank's tokens alone; None if each row is one piece.
-        whole: The documents of the whole sequence; None if each row is one document.
-        last_starts: [b]. The first token of the last piece of each row; empty where it is 0.
-        reached: [b, s/P]. Whether a token's document has begun on an earlier rank; None if all have.
-        reaches: [b, rank]. Whether the document of this rank's first token has begun on that
-            earlier rank, or before; None if all have.
+        whole: The documents of the global sequence; None if each row is one document.
+        last_starts: [b]. The local index at which the last piece of each row starts; empty if it is
+            0 in all rows.
+        reached: [b, s/P]. Whether the token's document began on an earlier rank; None if all did.
+        reaches: [b, earlier rank]. Whether the document of this rank's first token began on that
+            rank or before it; None if all did.
     """
 
     lengths: list[int]
@@ -49,11 +51,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Source:
-    """A projection of a layer's hidden states.
+    """Describes a projection of a layer's hidden states to one or more named results.
 
     Attributes:
-        names: The results, in order.
-        project: Maps x [b, s/P, m] to the results; to the tensor itself where there is one name.
+        names: The names of the results, in order.
+        project: Maps x [b, s/P, m] to the results; to a bare tensor if there is one name.
     """
 
     names: Sequence[str]
@@ -61,7 +63,7 @@ class Source:
 
 
 class Projected:
-    """The projections of one call; each runs when one of its results is first asked for.
+    """Runs the projections of one call, each when one of its results is first asked for.
 
     Args:
         sources: The projections.
@@ -73,7 +75,7 @@ class Projected:
         self._results: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
-        """Return and forget a result."""
+        """Return the result called ``name`` and drop the reference; ask for each result once."""
         if name not in self._results:
             source = next(source for source in self.sources if name in source.names)
             results = source.project(self.x)
@@ -83,47 +85,50 @@ class Projected:
         return self._results.pop(name)
 
 
-# Rows of a parameter that belong to heads, in order: the kind of the heads, "q", or "k" for those of
-# k and v; and the rows of each head.
+# The sections of a parameter's rows, in order. For each: the kind of its heads ("q", or "k" for the
+# heads of k and v), and the number of rows of each head.
 Sections = Sequence[tuple[str, int]]
 
 
 class Mixer:
-    """Describes the mixers of one kind: how the tokens of a layer meet. A subclass for each kind.
+    """Describes one kind of mixer to a `MixerLayer`; each kind has a subclass.
 
     Attributes:
         layer: The layer.
-        split: The name of the projection that is computed in parts where it can be; may be empty.
-        beside: What is projected while the tokens before this rank's own travel.
-        late: What is projected while states, or q, k and v, travel.
-        by_positions: Whether the recurrence goes by position_ids, too.
-        by_states: Whether it has a recurrence that exchanges states, see Note [States] in
+        split: The name of the projection that is computed in parts where possible; may be empty.
+        beside: The names of the results that are projected while the tokens before this rank's
+            travel.
+        late: The names of the results that are projected while states, or q, k and v, travel.
+        by_positions: Whether the recurrence also reads position_ids.
+        by_states: Whether the mixer has a recurrence that exchanges states, see Note [States] in
             `mixer_layer`.
-        by_heads: What meets in whole sequences of some heads, in words; empty if nothing does.
-            Channels count as heads. Beside ``by_states`` only where the kernel gives no state.
+        by_heads: The operation that needs whole sequences of some heads, in words; empty for none.
+            Channels count as heads. If ``by_states`` is set too, the heads are used only where the
+            kernel gives no state.
         sources: Takes whether ``split`` may be computed in parts; returns the projections. Their
-            results are "x", what the convolution or scan runs on, [b, s/P, width], or "q", "k" and
-            "v" of ``mix``; and those that ``beside`` and ``late`` name.
+            results are "x" [b, s/P, width], the input of the convolution or the scan, or "q", "k"
+            and "v" of ``mix``; and the results that ``beside`` and ``late`` name.
         merge: Takes y, and the results of ``beside`` and ``late`` by name; returns the output.
         convolve: Takes x [b, n, width] of one document; returns y [b, n, ..]. None for no
             convolution.
-        scan: Mixes one document from a zero state. Like ``log_decay`` it takes tensors [b, s/P,
-            ..]: x behind the convolution, then those of ``beside``, or position_ids. Returns y [b,
-            s/P, h, ..] and the final state [b, h, ..]; None for a state that its kernel doesn't
-            give.
+        scan: Scans one document from a zero state. Takes, as ``log_decay`` does, tensors
+            [b, s/P, ..]: the convolved x, then position_ids if given, then the results of
+            ``beside``. Returns y [b, s/P, h, ..] and the final state [b, h, ..], or None for the
+            state if the kernel doesn't give it.
         log_decay: Returns the logarithm of each token's decay [b, s/P, h], in fp32.
-        read: Takes H, shaped as a state, and the tensors of ``scan``; returns what each token reads
-            of H, of a shape that broadcasts to that of y.
+        read: Takes H, in the shape of a state, and the tensors of ``scan``; returns the term of y
+            that each token reads from H, in a shape that broadcasts to that of y.
         widths: Returns the last dim of each tensor that ``scan`` takes. Needed where a mixer has
             both ``by_states`` and ``by_heads``.
-        counts: Returns the heads of q and o, ``h``, and of k and v, ``h_kv``, which divides ``h``.
-        parameters: Returns the parameters that are cut by heads (None for one that the layer
-            hasn't), each with what its rows are.
-        inputs: Takes the results of ``beside`` by name; returns the projections of what was
-            convolved to q, k and v [b, s/P, heads, ..], where the layer convolves its own tokens
-            first.
+        counts: Returns ``h``, the heads of q and o, and ``h_kv``, the heads of k and v; ``h_kv``
+            divides ``h``.
+        parameters: Returns the parameters that are cut by heads, each with its sections; None for a
+            parameter that the layer lacks.
+        inputs: Takes the results of ``beside`` by name; returns the projections of the convolved x
+            to q, k and v [b, s/P, heads, ..]. Needed where the mixer has both ``convolve`` and
+            ``by_heads``.
         mix: Takes q, k and v [b, s, heads, ..] of one document, with this rank's heads of a group,
-            and its slices of the parameters; returns o [b, s, heads of q, ..].
+            and the slices of the parameters for these heads; returns o [b, s, heads of q, ..].
     """
 
     split = by_heads = ""
@@ -146,5 +151,5 @@ class Mixer:
         self.layer = layer
 
     def reach(self) -> int:
-        """Return how many tokens before its own a rank needs."""
+        """Return how many tokens before its first token a rank needs."""
         return 0

@@ -1,16 +1,16 @@
 """Runs the part of a mixer that needs whole sequences of some heads.
 
-The exchanges are those of attention, in geometry and schedule: q travels with each head, k and v
-with fewer heads, each for several of q. What a mixer sends as q, k and v is for it to say
-(`mixer.Mixer`); a gated delta net, for instance, has its many heads on v:
+The exchanges have the geometry and the schedule of attention: q has h heads; k and v have fewer,
+each for several heads of q. The `Mixer` decides which tensors travel as q, k and v. A gated delta
+net, for instance, has the most heads on v, so its v travels as q:
 
     travels as    q          k    v    o      started and finished in the order of `schedule`
     delta rule    v, b, a    k    q    o
     Mamba 1       x          dt   B, C y      q by channels, k and v with one head for all
 
-The gate of the output does not travel; it is projected while the others travel. Parameters are cut
-by heads: the gradient on a rank is zero for the heads of other ranks, see Note [Gradients of parts]
-in `latent`.
+The gate of the output does not travel; it is projected while the other tensors travel. Parameters
+are cut by heads: on each rank their gradient is zero for the heads of other ranks, see
+Note [Gradients of parts] in `latent`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ def mix_by_heads(
     documents: Documents | None,
     meanwhile: Callable[[], None],
 ) -> Tensor:
-    """Walk the schedule of a call; return o [b, s/P, h, ..].
+    """Exchange q, k and v, mix each head group, and exchange o back, in the order of the schedule.
 
     Args:
         call: The call.
         mixer: The mixer.
-        projected: Gives q, k and v of all heads.
-        documents: The documents of the whole sequence; None if each row is one document.
-        meanwhile: Called while the first exchanges are under way.
+        projected: Returns q, k and v of all heads.
+        documents: The documents of the global sequence; None if each row is one document.
+        meanwhile: Called while the first exchanges are in flight.
+
+    Returns:
+        o [b, s/P, h, ..].
     """
     pieces: dict[Part, Tensor] = {}
 
     def project(kind: str, group: int) -> Tensor:
-        # The first group that asks has all groups projected.
+        # The first group projects all heads of the kind; later groups take their parts.
         if (kind, group) not in pieces:
             pieces.update(cut_heads(call, kind, projected(kind)))
         return pieces.pop((kind, group))
 
-    # For each parameter, its slices for each group on this rank.
+    # For each parameter, a slice for each group: the rows of the group's heads on this rank.
     slices: list[tuple[Tensor | None, ...]] = []
     for parameter, sections in mixer.parameters():
         if parameter is None:
@@ -77,15 +80,14 @@ def mix_by_heads(
 
 
 def in_documents(documents: Documents | None, mix: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """Apply ``mix`` to each document of tensors [b, s, ..]."""
+    """Apply ``mix`` to each document of tensors [b, s, ..]; None means one document a row."""
     return mix(*xs) if documents is None else documents.attend(mix, *xs)
 
 
 def _rows(geometry: Geometry, group: int, sections: Sections) -> Ranges:
     """Return the rows of a parameter for the heads of a group on this rank.
 
-    Called once a group in each call. Rows of KV heads that `with_kv` repeats, one for each query
-    head, are repeated alike.
+    Where `with_kv` repeats a KV head for several query heads, its rows are repeated too.
     """
     rows, first = [], 0
     for kind, size in sections:

@@ -1,25 +1,26 @@
 """Runs a recurrent or convolutional mixer under sequence parallelism.
 
 Attention needs all tokens of some heads. Many mixers need less. A convolution needs a few tokens
-before the first of this rank, its `reach`. A recurrence whose decay is a number for each head needs
-the state that the ranks before have left. So each rank works on its own tokens with the mixer's own
-kernels, and receives little, whatever the number of tokens:
+before this rank's first token (`Mixer.reach`). A recurrence with one decay for each head and token
+needs the final state of the earlier ranks. So each rank runs the mixer's own kernels on its own
+tokens. The bytes that it receives don't depend on the number of tokens:
 
     start x    the last tokens before the convolution     | what else the scan needs is projected
     finish x   convolve; scan from a zero state
     start s    the state and the decay of this rank       | the gate is projected
     finish s   add what the earlier ranks left behind; norm, gate, output projection
 
-In backward the gradients of the states travel under the gradient of the gate's projection. A mixer
-with other decays, or with a kernel that gives no state, meets whole sequences of some heads behind
-the convolution (`mixer_heads`).
+In backward the projection of the gate hides the exchange of the states' gradients. A mixer with
+other decays, or with a kernel that returns no state, exchanges heads after the convolution, as
+attention does (`mixer_heads`).
 
 Note [States]
 ~~~~~~~~~~~~~
-A scan from a zero state lacks what came before this rank. The state H that the earlier ranks left
-is the sum of their own states S_i, each decayed through the ranks between; the output of token t
-lacks ``read(H)``, decayed from this rank's first token to t. Decays are sums of logarithms, in
-fp32, and so are states. A document that begins on this rank lacks nothing.
+A scan from a zero state lacks the contribution of the earlier ranks. Their state H, at the start of
+this rank's tokens, is the sum of their final states S_i, each decayed through the ranks between.
+The output of token t lacks ``read(H)``, decayed from this rank's first token to t. Decays are
+summed as logarithms. Logarithms and states are in fp32. A document that begins on this rank lacks
+nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ from .unobserved import unobserved
 
 
 class MixerLayer:
-    """A mixer of tokens under sequence parallelism; holds a layer, and no parameter of its own.
+    """Runs a mixer under sequence parallelism; has no parameters beside those of the layer.
 
     Args:
         runtime: The runtime of the layer.
-        mixer: The layer's description; from the first call on without the way that isn't taken.
+        mixer: The description of the layer. If it sets both ``by_states`` and ``by_heads``, the
+            first call clears the one that is not used.
     """
 
     def __init__(self, runtime: LayerRuntime, mixer: Mixer):
@@ -67,7 +69,7 @@ class MixerLayer:
         Args:
             hidden_states: [b, s/P, m].
             pieces: The pieces of documents that this rank holds.
-            positions: [b, s/P]. The position_ids, for a mixer that goes by them.
+            positions: [b, s/P]. The position_ids, for a mixer with ``by_positions``; else None.
 
         Returns:
             The result of `Mixer.merge`.
@@ -81,11 +83,11 @@ class MixerLayer:
         run, call = self.runtime.begin(
             geometry, partial(self._types, hidden_states), (hidden_states,)
         )
-        # Only a baseline runs without a call, and a mixer has none.
+        # `begin` returns None only where a baseline is to run, and a mixer has no baseline.
         assert call is not None
 
         def body(x: Tensor) -> Tensor:
-            """Run as the forward of the projections of which parts are computed."""
+            """Run the mixer as the forward of the projection that is computed in parts."""
             projected = Projected(self.mixer.sources(splits), x)
             return self._mix(call, projected, pieces, positions)
 
@@ -99,7 +101,7 @@ class MixerLayer:
         self._choose(hidden_states)
         group, mixer = self.runtime.sp_group, self.mixer
         if not mixer.by_heads:
-            # No heads are dealt to ranks.
+            # No heads are exchanged: one head for each rank makes the geometry valid.
             size, batch = group.size, len(hidden_states)
             return Geometry(size, group.rank, tuple(lengths), batch, size, size, batch_first=True)
         counts, why = mixer.counts(), f"its {mixer.by_heads} needs all queries at once"
@@ -108,7 +110,7 @@ class MixerLayer:
         )
 
     def _types(self, hidden_states: Tensor) -> tuple:
-        """Return what else must be the same on all ranks; called behind `_geometry`."""
+        """Return what else must be the same on all ranks; called after `_geometry`."""
         trained = [hidden_states, *self.mixer.layer.parameters()]
         learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
         words = "gradients of hidden states and parameters"
@@ -116,12 +118,12 @@ class MixerLayer:
         return str(hidden_states.dtype), hidden_states.shape[2], way, words, learns
 
     def _choose(self, hidden_states: Tensor) -> None:
-        """Choose between states and heads by what the kernel gives, where the mixer has both."""
+        """Choose between states and heads, if the mixer has both, by a trial run of its kernel."""
         mixer, what = self.mixer, type(self.mixer.layer).__name__
         if not (mixer.by_states and mixer.by_heads):
             return
         with torch.inference_mode(False), unobserved(hidden_states.device, backward=True):
-            # Of the call's size, since kernels are tuned to the first sizes that they get.
+            # The trial has the call's size, since kernels are tuned to the first size they see.
             of_width = (hidden_states.shape[:2] + (width,) for width in mixer.widths())
             xs = [hidden_states.new_ones(shape).requires_grad_() for shape in of_width]
             state = mixer.scan(*xs)[1]
@@ -142,7 +144,7 @@ class MixerLayer:
     def _mix(
         self, call: Call, projected: Projected, pieces: Pieces, positions: Tensor | None
     ) -> Any:
-        """Return the layer's output."""
+        """Convolve, exchange and scan or mix, and return the layer's output."""
         mixer, of_heads = self.mixer, projected
         given = {} if positions is None else {"positions": positions}
         if mixer.convolve is not None:
@@ -165,7 +167,7 @@ class MixerLayer:
     def _convolved(
         self, projected: Projected, pieces: Pieces, checked: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Convolve x; return also what was projected while the tokens before it travelled."""
+        """Convolve x; return y and the results of ``beside``, which hide the exchange of tokens."""
         mixer, group, y = self.mixer, self.runtime.sp_group, projected("x")
         assert mixer.convolve is not None
         (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)
@@ -185,7 +187,7 @@ class MixerLayer:
         checked: bool,
         meanwhile: Callable[[], None],
     ) -> Tensor:
-        """Scan this rank's tokens; add what the earlier ranks left, see Note [States].
+        """Scan this rank's tokens and add ``read(H)`` of the earlier ranks, see Note [States].
 
         ``meanwhile`` is called while the states travel.
         """
@@ -208,8 +210,8 @@ class MixerLayer:
         """Scan this rank's pieces, each from a zero state.
 
         Returns:
-            y; the state that each row's last piece leaves; and the sum of the logarithms of decays
-            from the first token on, [b, s/P, h].
+            y; the final state of each row's last piece; and for each token the sum of log decays
+            from this rank's first token to it, [b, s/P, h].
         """
         mixer, tokens = self.mixer, tensors[0].shape[1]
         log_decay = mixer.log_decay(*tensors).cumsum(1)
@@ -228,7 +230,8 @@ class MixerLayer:
             if stop == tokens:
                 of_rows[row] = final
         for row, start in enumerate(pieces.last_starts):
-            # A short piece shared its call with others, and repeats its last token there.
+            # A short piece shared a call with others, padded by repeats of its last token, so that
+            # call gave no final state of it: scan the piece alone.
             if row not in of_rows:
                 scan(*(x[row : row + 1, start:] for x in tensors))
                 of_rows[row] = finals[-1]
@@ -239,7 +242,7 @@ def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:
     """Return H of Note [States].
 
     Args:
-        received: [b, rank x h, n + 1]. For each earlier rank its state and, behind, its decay.
+        received: [b, rank x h, n + 1]. For each earlier rank its state and then its log decay.
         heads: ``h``.
         pieces: The pieces of documents that this rank holds.
 
@@ -247,7 +250,8 @@ def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:
         [b, h, n].
     """
     states = received.unflatten(1, (received.shape[1] // heads, heads))
-    # The decay through the ranks behind each, up to this one: a sum from the last rank on.
+    # For each earlier rank, the log decay through the ranks between it and this rank: a cumulative
+    # sum from the last rank backwards.
     decays = F.pad(states[:, 1:, :, -1], (0, 0, 0, min(1, states.shape[1])))
     weights = decays.flip(1).cumsum(1).flip(1).exp()
     if pieces.reaches is not None:  # guard: a state stays in its document

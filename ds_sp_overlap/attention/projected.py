@@ -1,4 +1,4 @@
-"""Attends to q, k and v that the caller has projected."""
+"""Runs attention of q, k and v that the caller has projected."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .runtime.walk import Arrive, Walk
 
 
 class ProjectedAttention:
-    """Ulysses attention of q, k and v that the caller has projected.
+    """Runs Ulysses attention of q, k and v that the caller has projected.
 
-    The exchanges overlap with one another and with attention (head groups). dq, dk and dv have all
-    arrived when the backward of the caller's projections begins: autograd runs first what was made
-    last, and the exchanges were made behind the projections. Holds no module and no parameter.
+    The exchanges overlap with one another and, by head groups, with attention, but not with the
+    backward of the caller's projections: autograd finishes the exchanges of dq, dk and dv first,
+    since they were recorded after the projections. The object holds no module and no parameter.
 
     Args:
         layer: The runtime of the layer.
@@ -41,7 +41,7 @@ class ProjectedAttention:
         rotary_pos_emb: tuple[Tensor, Tensor] | None,
         sequence_lengths: list[int] | None,
     ) -> tuple[Tokens, Arrive | None]:
-        """Translate the arguments of DeepSpeed's class; its indices are used nowhere else.
+        """Translate the arguments of DeepSpeed's class, so that its indices are used only here.
 
         Args:
             query: [s/P, b, h, d] or [b, s/P, h, d].
@@ -53,7 +53,8 @@ class ProjectedAttention:
             ``tokens`` and ``arrive`` of a call.
 
         Raises:
-            ValueError: for arguments that can't work; on all ranks alike in the layer's first call.
+            ValueError: for another ``batch_dim_idx``, or tables of a wrong shape; on all ranks
+                alike in the layer's first call.
         """
         if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
             got = repr(batch_dim_idx)
@@ -97,12 +98,12 @@ class ProjectedAttention:
                 rank's heads; called once per head group.
             query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: As ``query``, with h_kv heads.
-            value: As ``key``; its head dim may be another one.
+            value: As ``key``; its head dim may differ.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            tokens: How the tokens lie.
-            num_kv_heads: h_kv, to be compared with that of ``key``; None for no comparison.
-            arrive: Transforms q, k or v after its exchange (RoPE).
+            tokens: The layout of the tokens.
+            num_kv_heads: The h_kv that ``key`` must have; None for no check.
+            arrive: Transforms q, k or v after its exchange (RoPE); None for no change.
             baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
                 None for no such candidate.
 
@@ -133,16 +134,17 @@ class ProjectedAttention:
     def overlapped(
         self, call: Call, inputs: Sequence[Tensor], local: Attend, arrive: Arrive | None = None
     ) -> Tensor:
-        """Walk the forward of the schedule of ``call``; autograd derives its backward.
+        """Run the forward in the order of the schedule; autograd runs the mirrored backward.
 
         Args:
             call: The call.
-            inputs: What travels as q, k and v, each with its own number of heads and head dim.
-            local: A head group and its q, k, v -> o, with o 4-D, or 3-D with its heads flattened.
-            arrive: As in a call of the object.
+            inputs: The tensors that travel as q, k and v, each with its own number of heads and
+                head dim.
+            local: The local attention of a head group; o may be 3-D, with its heads flattened.
+            arrive: As for `__call__`.
 
         Returns:
-            As a call of the object.
+            As for `__call__`.
         """
         self.layer.warn_if_window_is_ignored()
         walk = Walk(call, local, arrive=arrive)
@@ -150,21 +152,21 @@ class ProjectedAttention:
             walk.values |= cut_heads(call, kind, x)
         walk.run("inputs", "attention", "output")
         o = join_heads(call, walk.values)
-        # Exchanges want o 4-D; the caller gets it as his attention makes it.
+        # Exchanges need o 4-D; the caller gets o in the form that the local attention returns.
         return o.flatten(2) if call.is_flat else o
 
 
 def _rotated(
     cos: Tensor, sin: Tensor, batch_first: bool, kind: str, x: Tensor, queries: tuple[Range, ...]
 ) -> Tensor:
-    """Rotate q or k on arrival; q holds the global sequence, or these ranges of it."""
+    """Rotate q or k on arrival; q holds the ranges ``queries`` of the sequence, or all if empty."""
     if kind == "v":
         return x
     if kind == "q" and queries:  # guard: rotated by its own positions
-        # The rows of the tables that belong to these queries, one range after another.
+        # Take the rows of the tables that belong to these queries, one range after another.
         cos = torch.cat([cos[start:stop] for start, stop in queries])
         sin = torch.cat([sin[start:stop] for start, stop in queries])
-    # The tables have the sequence first, as DeepSpeed's class wants them.
+    # The tables have the sequence first, as in DeepSpeed's class.
     if batch_first:
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
     return rotate(x, cos, sin)
@@ -173,16 +175,16 @@ def _rotated(
 def types_of(inputs: Sequence[Tensor], learned: Sequence[Tensor], words: str) -> tuple:
     """Return dtype and head dims of ``inputs``, and which of ``learned`` need a gradient.
 
-    ``words`` describe the latter to a user whose ranks differ.
+    ``words`` describes ``learned`` in the error that ranks raise if they differ.
     """
     grads = [torch.is_grad_enabled() and x.requires_grad for x in learned]
     return str(inputs[0].dtype), *[x.shape[3] for x in inputs], words, grads
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:
-    """Check that q, k and v belong together; raise ValueError if not.
+    """Raise ValueError unless q, k and v have matching shapes and one dtype.
 
-    The arguments are those of a call.
+    The arguments are those of `ProjectedAttention.__call__`.
     """
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(

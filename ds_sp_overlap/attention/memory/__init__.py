@@ -1,1 +1,1 @@
-"""Saves for backward: over checkpoints, in host memory, or enough to recompute the rest."""
+"""Saves what backward needs: over activation checkpoints, in host memory, or for recompute."""

@@ -7,13 +7,13 @@
 Note [Order of offloaded checkpoints]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Backward reaches checkpoints in the reverse order of forward. So a checkpoint that is offloaded
-links to the checkpoint that was offloaded before it. Recompute of a checkpoint prefetches its own
-tensors, which mostly are on the device already, and those of the linked checkpoint, which backward
-reaches next.
+links to the checkpoint that was offloaded before it. The recompute of a checkpoint prefetches its
+own tensors, most of which are on the device already, and those of the linked checkpoint, which
+backward reaches next.
 
 The device memory of a layer's tensors is freed when the next layer offloads, in this checkpoint or
-in the next one. By then the copy to the host has had the time of a layer; and the tensors of the
-last layer, with which backward begins, need not come back.
+in the next one. By then the copy to the host has overlapped with a whole layer. The tensors of the
+last layer are never freed, so backward, which begins with them, need not wait for a copy.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", defa
 
 
 class _Entry(NamedTuple):
-    """Holds what one call of a layer, or one checkpoint inside this one, saved.
+    """Holds the tree that one call of a layer saved, or the cache of a nested checkpoint.
 
     Attributes:
-        where: Name of the layer; empty for a checkpoint inside this one.
-        leaves: The leaves of the tree that was saved.
+        where: Name of the layer; empty for a nested checkpoint.
+        leaves: The leaves of the tree.
         tree: The structure of the tree.
     """
 
@@ -54,15 +54,16 @@ class CheckpointCache:
     """Holds the tensors that one checkpoint saves, in the order of the calls in it.
 
     Args:
-        offloads: Whether layers offload that may choose, since the checkpoint offloads its inputs.
+        offloads: Whether the checkpoint offloads its inputs; layers whose config leaves the choice
+            then offload too.
 
     Attributes:
-        entries: One for each call of a layer and for each checkpoint inside this one.
-        previous: Gives the checkpoint that was offloaded before this one, see
-            Note [Order of offloaded checkpoints]; or None.
+        entries: One entry for each call of a layer and for each nested checkpoint.
+        previous: Returns the checkpoint that was offloaded before this one, or None; see
+            Note [Order of offloaded checkpoints].
     """
 
-    # Gives the checkpoint that was offloaded most recently.
+    # Returns the checkpoint that was offloaded most recently, or None.
     _most_recent: Callable[[], CheckpointCache | None] = staticmethod(lambda: None)
 
     def __init__(self, offloads: bool = False) -> None:
@@ -81,8 +82,8 @@ class CheckpointCache:
         Called whenever a layer in the checkpoint is about to offload.
         """
         most_recent = CheckpointCache._most_recent()
-        # The copies of earlier layers, also of this checkpoint, have had the time of a layer: their
-        # device memory can be freed, see Note [Order of offloaded checkpoints].
+        # The copies of the earlier layers, also of this checkpoint, have overlapped with a layer:
+        # their device memory can be freed, see Note [Order of offloaded checkpoints].
         if most_recent is not None:
             for x in most_recent.offloaded():
                 x.free()
@@ -91,7 +92,7 @@ class CheckpointCache:
             CheckpointCache._most_recent = weakref.ref(self)
 
     def prefetch(self) -> None:
-        """Begin to copy back what this checkpoint, and the one before it in forward, offloaded.
+        """Begin to copy the offloaded tensors of this and the previous checkpoint to the device.
 
         Called when the recompute of this checkpoint takes its first entry.
         """
@@ -102,22 +103,22 @@ class CheckpointCache:
 
 
 class CheckpointPass:
-    """One pass through the function of a checkpoint: its forward, or one recompute.
+    """Saves or loads during one pass through the function of a checkpoint: forward or a recompute.
 
-    A context manager around that function. Every backward through the checkpoint recomputes, for
-    which torch enters one object again. A recompute may begin, and end, in the middle of forward: a
-    backward inside of the function does that.
+    This is a context manager around that function. Every backward through the checkpoint
+    recomputes, and torch enters the same object for each. A backward inside of the function starts
+    a recompute in the middle of a forward, so the object may be entered while it is active.
 
     Args:
-        cache: What is saved for the checkpoint.
-        is_recompute: Whether the pass recomputes, and loads; otherwise it saves.
+        cache: The cache of the checkpoint.
+        is_recompute: True for a recompute, which loads; False for the forward, which saves.
     """
 
     def __init__(self, cache: CheckpointCache, is_recompute: bool):
         self.cache, self.is_recompute = cache, is_recompute
         # The index of the entry that the next `take` returns.
         self._next_entry = 0
-        # For each time that this is entered, the pass around it, and the index before.
+        # For each time that this object is entered: the outer pass, and `_next_entry` until then.
         self._outer: list[tuple[CheckpointPass | None, int]] = []
 
     def __enter__(self) -> None:
@@ -132,18 +133,18 @@ class CheckpointPass:
     def put(
         self, where: str, what: Any, offload: bool = False, shared: list[Tensor] | None = None
     ) -> None:
-        """Save what a call needs in recompute; called in forward.
+        """Save what the recompute of a call needs; called in forward.
 
         Args:
-            where: Name of the layer; empty for a checkpoint inside this one.
-            what: A tree (dicts, lists), of tensors and whatever else is needed.
+            where: Name of the layer; empty for a nested checkpoint.
+            what: A tree (dicts, lists) of tensors and other objects.
             offload: Whether to offload the tensors.
-            shared: Tensors that stay alive anyhow; their views are not offloaded.
+            shared: Tensors that stay in device memory anyhow; their views are not offloaded.
         """
         leaves, tree = tree_flatten(what)
         if offload:
             self.cache.register_as_most_recent()
-            # To offload a view of a tensor that stays would free nothing.
+            # Offloading a view of a tensor that stays would free no memory.
             stay = set(map(storage_of, shared or ()))
             for place, x in enumerate(leaves):
                 if isinstance(x, Tensor) and storage_of(x) not in stay:
@@ -154,13 +155,13 @@ class CheckpointPass:
         """Load what the next call saved in forward; called in recompute, in the order of forward.
 
         Args:
-            where: As for `put`; the name of the layer that takes.
+            where: Name of the layer that loads; empty for a nested checkpoint.
 
         Returns:
-            What was given to `put`, all tensors on their device.
+            The tree that `put` was given, with all tensors on their device.
 
         Raises:
-            RuntimeError: if recompute makes another call than forward.
+            RuntimeError: if another layer saved this entry, or there are no more entries.
         """
         entries, index = self.cache.entries, self._next_entry
         saved_by = entries[index].where if index < len(entries) else "nothing more"
@@ -181,10 +182,10 @@ class CheckpointPass:
 def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Make layers in an activation checkpoint save the results of attention.
 
-    The ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, which
-    torch calls once for each forward through a checkpoint. Layers with ``"checkpointing": "keep"``
-    or ``"offload"`` then save o and the log-sum-exp, and recompute runs neither their attention nor
-    its exchanges.
+    Pass this function as ``context_fn`` to ``torch.utils.checkpoint.checkpoint(...,
+    use_reentrant=False)``; torch calls it once for each forward through a checkpoint. Layers with
+    ``"checkpointing": "keep"`` or ``"offload"`` then save o and the log-sum-exp, and recompute runs
+    neither their attention nor its exchanges.
 
     Args:
         offloads: As for `CheckpointCache`.
@@ -194,12 +195,11 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
     """
     outer = _current.get()
     if outer is not None and outer.is_recompute:
-        # The checkpoint is inside of another one, which recomputes: this forward recomputes too.
+        # The outer checkpoint recomputes, so this forward of the nested checkpoint recomputes too.
         cache = outer.take("")
         return CheckpointPass(cache, True), CheckpointPass(cache, True)
     cache = CheckpointCache(offloads)
-    # The recompute of the checkpoint around this one makes this checkpoint once more, and takes the
-    # cache then.
+    # The recompute of the outer checkpoint calls this function again, and takes the cache then.
     if outer is not None:
         outer.put("", cache)
     return CheckpointPass(cache, False), CheckpointPass(cache, True)
@@ -208,11 +208,11 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
 def current_pass(where: str, where_possible: bool = False) -> CheckpointPass | None:
     """Return the pass of the checkpoint around the call of a layer; None without a checkpoint.
 
-    Called by layers that are to save attention.
+    Layers that are configured to save attention call this.
 
     Args:
         where: Name of the layer, for errors.
-        where_possible: Whether to warn, once, where the layer can't save attention.
+        where_possible: Whether to warn once, instead of raising, if the checkpoint can't save.
 
     Raises:
         RuntimeError: in the recompute of a checkpoint that was not given `keep_attention`.

@@ -1,7 +1,4 @@
-"""Restores what a forward ran with, for what is computed a second time.
-
-That is: random generators, modes of modules, autocast.
-"""
+"""Restores the state of a forward for its recompute: random generators, modes, autocast."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from torch import Tensor, nn
 
 @dataclass
 class Random:
-    """States of the generators that attention may draw from.
+    """Holds the states of the random generators that attention may use.
 
     Attributes:
         device: The device of attention.
-        states: Of the host's generator, and of that of ``device``.
+        states: The state of the host's generator and, for another device, that of its generator.
     """
 
     device: torch.device
@@ -44,16 +41,16 @@ class Random:
         return isinstance(other, Random) and self._bytes() == other._bytes()
 
     def _bytes(self) -> list[bytes]:
-        # States lie in host memory, also those of a device.
+        # States are in host memory, also those of a device's generator.
         return [state.numpy().tobytes() for state in self.states]
 
 
 @contextlib.contextmanager
 def drawing_again(before: Random | None) -> Iterator[None]:
-    """Run the body with the random numbers that were drawn from ``before`` on.
+    """Run the body with the generators in the states ``before``, so that it draws the same numbers.
 
-    Afterwards the generators are as if the body had drawn none. None leaves them alone: none were
-    drawn the first time.
+    Afterwards the generators have the states from before the body. If ``before`` is None, because
+    the first run drew no random numbers, the generators are left alone.
     """
     if before is None:
         yield
@@ -78,13 +75,13 @@ def autocast_of(device: torch.device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
-    """Run the body with each module in the mode that ``training`` says, True for training."""
+    """Run the body with ``module.training`` of each module set as in ``training``."""
     before = [module.training for module in modules]
     for module, mode in zip(modules, training):
         module.training = mode  # guard: run again in its mode
     try:
         yield
     finally:
-        # In reverse, since a module may be found twice.
+        # In reverse, since a module may be in the list twice: its first mode is the original.
         for module, mode in zip(reversed(modules), reversed(before)):
             module.training = mode  # guard: in the mode of now

@@ -1,4 +1,4 @@
-"""Offloads a tensor to host memory until backward; compute goes on during both copies."""
+"""Offloads a tensor to host memory until backward; both copies overlap with compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...exchange.streams import HostStream, SideStream, accelerator
 
 @functools.cache
 def copy_stream(device: torch.device) -> HostStream | SideStream:
-    """Return the stream for copies between ``device`` and the host; exchanges have another one."""
+    """Return the stream for copies between ``device`` and the host; not that of the exchanges."""
     if device.type == "cpu":
         return HostStream()
     backend = accelerator(device.type)
@@ -22,7 +22,7 @@ def copy_stream(device: torch.device) -> HostStream | SideStream:
 
 
 class OffloadedTensor:
-    """A tensor that is copied to host memory, and back for backward.
+    """Holds a tensor that is copied to host memory, and back to the device for backward.
 
     Args:
         x: The tensor, on a device. The copy to the host begins at once.
@@ -42,7 +42,7 @@ class OffloadedTensor:
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Begin a copy behind what the compute stream holds now."""
+        """Begin a copy that waits for the work that is on the compute stream now."""
         self.copied = self.side.begin()  # guard: copies what is ready
         try:
             target.copy_(source, non_blocking=True)
@@ -50,13 +50,13 @@ class OffloadedTensor:
             self.side.end(self.copied)
 
     def free(self) -> None:
-        """Give the device memory back, for use after the last copy; the host does not wait."""
+        """Free the device memory, to be used again after the last copy; the host does not wait."""
         if self.on_device is not None:
             self.side.before_compute(self.copied)  # guard: copied, then given back
             self.on_device = None
 
     def prefetch(self) -> None:
-        """Begin the copy back to the device, unless the tensor is there."""
+        """Begin the copy back to the device, unless the tensor is on the device."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.device)
             self._copy(self.host, self.on_device)
@@ -64,7 +64,7 @@ class OffloadedTensor:
     def get(self) -> Tensor:
         """Return the tensor on its device, for the compute stream to read.
 
-        This object then references the copy in ``host`` alone, so that `get` may be called again.
+        This object keeps only the copy in host memory, so a later `get` copies back once more.
         """
         self.prefetch()
         x = self.on_device

@@ -1,21 +1,21 @@
-"""Runs local attention whose backward comes later, with q, k and v that are recomputed by then.
+"""Runs local attention without keeping q, k, v and o; its backward gets them recomputed.
 
 Note [Saved tensors by name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The backward of attention mostly reads q, k, v and o; flash kernels save a log-sum-exp beside them
 and nothing else. So attention runs with autograd recording, under hooks for saved tensors. In place
 of a saved tensor that is a view of q, k, v or o, the graph holds the name of that tensor and the
-form of the view; other tensors are saved as they are. Before backward the recomputed q, k, v and o
-are put in under their names. This serves every attention of that kind: PyTorch's fused kernels,
-flash-attn 2 and 3.
+shape and strides of the view; other tensors are saved as they are. Before backward, each name gets
+the recomputed tensor. This works for every attention that saves no more than this: PyTorch's fused
+kernels, flash-attn 2 and 3.
 
 Nothing is saved if attention saves more than a log-sum-exp beside q, k, v and o (scores, k repeated
 for GQA, a mask that attention made), or if it changes q, k or v in place. Backward then recomputes
 attention, with the same random numbers.
 
-The graph holds both hooks. They must not lead back to the graph, since such a circle would keep
-tensors alive until the garbage collector runs. So both belong to a `SavedViews` and not to the
-`Attended`, and the list that `pack` fills is emptied.
+The graph holds both hooks. They must not refer back to the graph, since such a cycle would keep
+tensors alive until the garbage collector runs. So both are methods of a `SavedViews`, which, unlike
+the `Attended`, does not refer to the graph; and the list that `pack` fills is emptied.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from .forward_state import Random, drawing_again, in_modes
 from .saved_views import SavedViews
 
-# q, k, v -> o of successive ranges of tokens.
+# q, k, v -> o, in pieces for successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 
 
 @dataclass
 class LocalAttention:
-    """The local attention of one call.
+    """Describes the local attention of one call.
 
     Attributes:
         attend: Computes o of a head group from the group's number and its q, k and v.
-        arguments: The tensors among its arguments beside q, k and v.
-        held: Returns the tensors that it holds now, as far as they can be found.
-        modules: The modules that attention is made of, as far as they can be found.
-        agree: Takes whether the backward of attention reads o on this rank, and a description of a
-            tensor that attention learns but ``learned`` lacks ("" for none). Refuses such a tensor
-            on all ranks. Returns whether o must travel in backward, since some rank reads it.
+        arguments: The tensors among the arguments beside q, k and v.
+        held: Returns the tensors that the attention holds now, as far as they can be found.
+        modules: The modules that the attention is or holds, as far as they can be found.
+        agree: `LayerRuntime.agree_on_o` for this call: takes ``reads_o`` and ``foreign``, returns
+            whether o is exchanged again in backward.
         seq_dim: The dimension of the sequence in q, k, v and o.
         where: Name of the layer, for errors.
-        tensors: What attention read at the begin of the call beside q, k and v. They live on anyhow.
-        training: For each of ``modules``, whether it was in training mode at the begin.
+        tensors: ``arguments`` and the result of ``held`` at the start of the call. Their memory
+            stays in use anyhow.
+        training: For each of ``modules``, whether it was in training mode at the start of the call.
         learned: Those arguments and parameters of ``modules`` that require a gradient.
     """
 
@@ -74,28 +74,28 @@ class LocalAttention:
         self.learned = list(learned.values())
 
     def is_as_begun(self) -> bool:
-        """Return whether attention reads the same tensors as at the begin, none of them changed."""
-        # ``tensors`` keeps those of the begin alive, so that none made since has the id of one.
+        """Return whether attention holds the tensors of the start of the call, unchanged."""
+        # ``tensors`` keeps the first tensors alive, so no newer tensor has the id of one of them.
         return _versions([*self.arguments, *self.held()]) == self._begun
 
 
 def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
-    """Return the id of each tensor, and its version, which a change in place increases.
+    """Return the id of each tensor and its version, which an in-place change increases.
 
-    Tensors of inference mode have no version.
+    The version is None for tensors that were made in inference mode.
     """
     return [(id(x), None if x.is_inference() else x._version) for x in tensors]
 
 
 class _Source(torch.autograd.Function):
-    """Gives ``x`` a gradient edge; the graph does not hold ``x``.
+    """Gives ``x`` a gradient edge without the graph holding ``x``.
 
-    ``x`` needs no gradient itself, so an empty ``anchor`` that does makes the result need one.
+    ``x`` needs no gradient, so an empty ``anchor`` that needs one makes the result need one.
     """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
-        # An attention may change q, k or v in place, which autograd forbids for a view.
+        # Attention may change q, k or v in place, which autograd would forbid if this were a view.
         return x.new_empty(0).set_(  # guard: no view, which nobody may change
             x.untyped_storage(), x.storage_offset(), x.size(), x.stride()
         )
@@ -108,18 +108,17 @@ class _Source(torch.autograd.Function):
 
 @dataclass
 class Attended:
-    """Holds what the backward of one head group's attention needs, beside tensors.
+    """Holds what the backward of one head group's attention needs, except for tensors.
 
     Attributes:
         needs: For each of q, k and v, whether it needs a gradient.
-        edges: The gradient edge of o, and those of q, k and v, None for one that needs no gradient.
-            None where backward recomputes attention.
-        views: What the graph holds in place of saved tensors.
-        foreign: A tensor that attention learns without being called with it, in words; empty for
-            none.
-        before: The states of the generators before attention, if it drew random numbers.
-        changes: Whether attention itself changes or replaces tensors that it reads; not asked where
-            ``edges`` are given.
+        edges: The gradient edge of o; and for each of q, k and v its gradient edge, or None if it
+            needs no gradient. ``edges`` is None if backward recomputes attention.
+        views: Maps what the graph holds to the tensors of a backward.
+        foreign: As for `LayerRuntime.agree_on_o`.
+        before: The states of the generators before attention; None if it drew no random numbers.
+        changes: Whether attention itself changes or replaces tensors that it holds; meaningful
+            only where ``edges`` is None.
     """
 
     needs: Sequence[bool]
@@ -145,28 +144,28 @@ class Attended:
     ) -> list[Tensor | None]:
         """Run the backward of attention, in the autocast state of forward.
 
-        It goes through the graph that `attend_once` recorded. Attention is computed again where
-        there is none, or where the tensors don't fit it (`SavedViews.put`).
+        Uses the graph that `attend_once` recorded. Recomputes attention if there is no graph, or if
+        the tensors don't fit the graph (`SavedViews.put`).
 
         Args:
             attend: As for `attend_once`.
             heads: q, k and v, recomputed.
-            o: The output, received again; None if it is not read.
+            o: The output, received again; None if backward does not read o.
             do: The gradient of o.
             saved: The tensors that `attend_once` returned.
             local: As for `attend_once`.
 
         Returns:
-            The gradients of q, k and v and of ``local.learned``, None for those that have none.
+            The gradients of q, k and v, then those of ``local.learned``; None for no gradient.
 
         Raises:
-            RuntimeError: if attention is computed again, and a tensor that it reads beside q, k and
-                v was changed in place or replaced since forward.
+            RuntimeError: if attention must be recomputed, but a tensor that it reads beside q, k
+                and v was changed in place or replaced since forward.
         """
         if self.edges is None or not self.views.put(heads, o, saved, do):
             return self._recompute(attend, heads, do, local)
         o_edge, edges = self.edges
-        # The graph holds names and no tensors: it costs nothing to keep for one more backward.
+        # The graph holds names and no tensors, so keeping it for another backward costs nothing.
         try:
             return _gradients(o_edge, edges, do, learned=local.learned, retain_graph=True)
         finally:
@@ -179,7 +178,7 @@ class Attended:
         do: Tensor,
         local: LocalAttention,
     ) -> list[Tensor | None]:
-        """Compute attention again, with autograd, and run its backward; arguments as `backward`."""
+        """Recompute attention under autograd and run its backward; arguments as for `backward`."""
         if not (self.changes or local.is_as_begun()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
@@ -188,7 +187,7 @@ class Attended:
                 "groups (leave out sp_overlap.window and checkpointing)"
             )
         sources, edges = _sources(heads, self.needs)
-        # In place of the hooks of a checkpoint or an offload around this layer.
+        # These hooks hide the saved tensors from a checkpoint or an offload around this layer.
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
@@ -197,7 +196,7 @@ class Attended:
             o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads
         if not o.requires_grad:
-            # Attention computed o from nothing that needs a gradient.
+            # No input of attention that needs a gradient went into o.
             return [None] * (len(edges) + len(local.learned))
         return _gradients(o, edges, do, learned=local.learned)
 
@@ -209,12 +208,12 @@ def _gradients(
     learned: Sequence[Tensor],
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients for ``edges``, then those of ``learned``; None where there is none.
+    """Return the gradients for ``edges``, then those of ``learned``; None for no gradient.
 
     ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called. Autocast is off,
-    as in a backward of PyTorch's: the graph has the casts of forward.
+    as in PyTorch's own backward: the graph has the casts of forward.
     """
-    # A tensor may have been frozen since forward: nobody then takes its gradient.
+    # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
     inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
     if not inputs:
@@ -238,9 +237,9 @@ def _gradients(
 def _sources(
     heads: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[GradientEdge | None]]:
-    """Return q, k and v as inputs of a graph, and their gradient edges.
+    """Return q, k and v as inputs of a graph, and the gradient edge of each.
 
-    One that needs no gradient is returned as it is, with None as its edge.
+    A tensor that needs no gradient is returned as it is, and its edge is None.
     """
     anchor = heads[0].new_empty(0).requires_grad_()
     sources: list[Tensor] = []
@@ -268,8 +267,8 @@ def attend_once(
         local: The local attention of the call.
 
     Returns:
-        o without a graph; what backward needs; and the tensors that backward needs beside q, k, v
-        and o, none if it will recompute attention.
+        o, detached; the `Attended` for backward; and the tensors to save for backward beside q, k,
+        v and o, which are none if backward will recompute attention.
     """
     device, views = heads[0].device, SavedViews(heads, local.tensors, local.seq_dim)
     sources, edges = _sources(heads, needs_grad)
@@ -294,18 +293,19 @@ def attend_once(
 
 
 def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
-    """Join o of successive ranges of queries; a single piece is returned as it is."""
+    """Concatenate o of successive ranges of queries; return a single piece as it is."""
     return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
-    """Describe a tensor that attention learns beside ``learned``; empty if there is none.
+    """Describe a tensor outside ``learned`` that needs a gradient through o; empty for none.
 
-    Its gradient would be lost: `_gradients` asks for those of q, k, v and ``learned`` alone.
+    The gradient of such a tensor would be lost: `_gradients` computes only those of q, k, v and
+    ``learned``.
     """
     if o.grad_fn is None:
         return ""
-    # Walk the graph of o. Nodes of known tensors count as visited, so that any leaf is foreign.
+    # Walk the graph of o. The nodes of known tensors count as visited, so any leaf is foreign.
     todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
     visited |= {edge.node for edge in edges if edge is not None}
     while todo:

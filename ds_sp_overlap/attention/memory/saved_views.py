@@ -1,4 +1,4 @@
-"""Tells which tensors that autograd saves are views of q, k, v or o, and gives them back.
+"""Finds which tensors that autograd saves are views of q, k, v or o, and replaces them by names.
 
 See Note [Saved tensors by name] in `recompute`.
 """
@@ -10,25 +10,25 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The most bytes that are saved beside q, k, v and o, as a share of the bytes of o. A log-sum-exp
-# has 4 bytes per head and token.
+# The limit on bytes saved beside q, k, v and o, as a share of the bytes of o; above it, nothing is
+# saved. A log-sum-exp has 4 bytes per head and token.
 MAX_SAVED = 0.5
 
 
 def storage_of(x: Tensor) -> int:
-    """Return what tells the storage of ``x`` from others; views of one tensor share it."""
+    """Return the address of the storage of ``x``, which all views of a tensor share."""
     return x.untyped_storage().data_ptr()
 
 
 class _View(NamedTuple):
-    """A tensor that autograd saves.
+    """Describes a tensor that autograd saves, as a view of its source.
 
     Attributes:
-        source: "q", "k" or "v", of which the tensor is a view; "o0" for the first range of o, and
-            so on; or its place among the tensors that are saved.
-        size: Of the view.
-        strides: Of the view.
-        offset: Of the view, from the first element of its source.
+        source: The name of the source: "q", "k" or "v"; "o0" for the first range of o, and so on;
+            or, for a tensor that is none of these, its index in the result of `settle`.
+        size: The shape of the view.
+        strides: The strides of the view, in elements.
+        offset: The first element of the view, from the first element of the source.
     """
 
     source: str | int
@@ -38,17 +38,17 @@ class _View(NamedTuple):
 
 
 class SavedViews:
-    """Stands in the graph for saved tensors, see Note [Saved tensors by name].
+    """Provides the hooks of Note [Saved tensors by name].
 
     Args:
         heads: q, k and v.
-        free: Tensors that live on anyhow, so that saving them costs nothing.
+        free: Tensors whose memory stays in use anyhow, so that saving them costs nothing.
         seq_dim: The dimension of the sequence in q, k, v and o.
 
     Attributes:
-        saved: The tensors that autograd saves, until `settle`; none if they are too large.
-        views: For each saved tensor, the view that it is.
-        tensors: Each source with its tensor, while a backward runs.
+        saved: The tensors that autograd saves, until `settle`; empty if they are too large.
+        views: The description of each saved tensor.
+        tensors: The tensor of each source, while a backward runs.
     """
 
     def __init__(self, heads: Sequence[Tensor], free: Sequence[Tensor], seq_dim: int):
@@ -58,7 +58,7 @@ class SavedViews:
         self._starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
         self._strides = [x.stride() for x in heads]
         self._free = set(map(storage_of, free))
-        # For o, whose storage is not known yet, and for the tensors beside it.
+        # Bytes that may still be saved: o, whose storage is not known yet, and MAX_SAVED beside it.
         self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
         self._pieces: list[tuple[int, tuple[int, ...]]] = []
@@ -67,7 +67,7 @@ class SavedViews:
         self.tensors: dict[str | int, Tensor] = {}
 
     def pack(self, x: Tensor) -> int:
-        """Collect a tensor that autograd saves; return its number, which the graph holds."""
+        """Collect a tensor that autograd saves; return its index, which the graph holds instead."""
         if storage_of(x) not in self._names and storage_of(x) not in self._free:
             self._bytes_left -= x.nbytes
         if self._bytes_left < 0:
@@ -78,7 +78,7 @@ class SavedViews:
         return len(self.saved) - 1
 
     def unpack(self, index: int) -> Tensor:
-        """Return a saved tensor to autograd, by the number that `pack` returned for it."""
+        """Return the saved tensor for which `pack` returned ``index``."""
         source, size, strides, offset = self.views[index]
         x = self.tensors[source]
         if isinstance(source, int):
@@ -86,19 +86,19 @@ class SavedViews:
         return x.as_strided(size, strides, x.storage_offset() + offset)
 
     def settle(self, pieces: Sequence[Tensor]) -> list[Tensor] | None:
-        """Note for each saved tensor the view of q, k, v or o that it is.
+        """Describe each saved tensor as a view of q, k, v or o where it is one.
 
         Args:
             pieces: The output, in successive ranges of tokens.
 
         Returns:
-            The tensors that are to be saved, which are no such views; None if they are too large.
+            The other tensors, which must be saved for backward; None if they are too large.
         """
         if self._bytes_left < 0:
             return None
         beside: list[Tensor] = []
         size, names, starts = 0, {}, self._starts.copy()
-        # Not by the storage alone: attention may cut o out of a larger tensor.
+        # The storage alone doesn't identify o: attention may cut o out of a larger tensor.
         for index, x in enumerate(pieces):
             names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
             starts[f"o{index}"] = int(x.storage_offset())
@@ -122,17 +122,17 @@ class SavedViews:
     def put(
         self, heads: Sequence[Tensor], o: Tensor | None, beside: Sequence[Tensor], do: Tensor
     ) -> bool:
-        """Put tensors under the names that the graph holds, for one backward.
+        """Set the tensors of all sources for one backward.
 
         Args:
             heads: q, k and v.
-            o: The output; None if it is not read.
+            o: The output; None if backward does not read o.
             beside: The tensors that `settle` returned.
             do: The gradient of o.
 
         Returns:
-            Whether they fit. They don't where q, k or v have other strides than in forward, since
-            the graph holds views, or o is missing or of another dtype (that of autocast).
+            Whether the tensors fit. They don't fit if q, k or v has other strides than in forward,
+            since the graph holds views; nor if o is read but missing, or of another dtype than do.
         """
         if self._strides != [x.stride() for x in heads]:
             return False
@@ -142,7 +142,7 @@ class SavedViews:
             lengths = [length for length, _ in self._pieces]
             for index, piece in enumerate(o.split(lengths, self._seq_dim)):
                 strides = self._pieces[index][1]
-                # The graph holds views of o too.
+                # The graph holds views of o, which expect the strides of forward.
                 if piece.stride() != strides:
                     piece = o.new_empty_strided(piece.shape, strides).copy_(piece)
                 self.tensors[f"o{index}"] = piece

@@ -1,3 +1,1 @@
-"""One call of a layer: its projections, its exchanges and its local attention, in the order of a
-schedule.
-"""
+"""Runs one call of a layer: projections, exchanges and local attention, in schedule order."""

@@ -2,22 +2,23 @@
 
 The names, for group g:
 
-    ("x",)                the layer's input, then as autocast casts it
+    ("x",)                the layer's input; later the input in autocast's dtype
     ("rows",)             x as a matrix, with a row for each token
-    ("parameter", i)      as in `InputModules.parameters`
+    ("parameter", i)      entry i of `InputModules.parameters`
     ("table", i)          cos and sin
-    ("heads", ("q", g))   q as projected, in front of norm and rotation
-    ("value", ("q", g))   q, k, v or o: local, then received; or received, then local
-    ("merged", g)         local o as the output projection reads it
-    ("weight",)           of the output projection; ("bias",) its bias
+    ("heads", ("q", g))   q as projected, before norm and rotation
+    ("value", ("q", g))   q, k, v or o: before its exchange, then after its exchange
+    ("merged", g)         local o as a matrix, the input of the output projection
+    ("weight",)           the weight of the output projection
+    ("bias",)             the bias of the output projection
     ("y",)                the layer's output
-    ("learned", i)        as in `LocalAttention.learned`
+    ("learned", i)        entry i of `LocalAttention.learned`
     ("kept", g)           the tensors that the backward of local attention needs
-    ("received", g)       o that travels beside do
-    ("d", ..)             the gradient of what has this name
-    ("d rows",)           dy as a matrix
+    ("received", g)       o that was exchanged together with do
+    ("d", name)           the gradient of the value called ``name``
+    ("d rows",)           dy as a matrix, with a row for each token
     ("d heads", ("q", g)) the gradient of q as projected, with a row for each token
-    ("pieces", ..)        the gradient of what has this name, while its pieces are joined
+    ("pieces", name)      the gradient of the value ``name``, while its pieces are joined
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Compiler:
     """Compiles the steps of one piece, in forward or in backward.
 
     Args:
-        call: A call of the form that is compiled. Operations do not refer to it.
-        needs: By name, for each input of the node and each part that is exchanged, whether its
-            gradient is needed.
-        kinds: By name, the shape and the dtype of each input of the node; None for one that is None.
-        head_dims: By name, the head dim of each part that was exchanged so far; those that are
-            exchanged here are added.
+        call: A call of the form (`Call.form`) to compile for. Operations hold no reference to it.
+        needs: For each input of the node and each part that is exchanged, whether its gradient is
+            needed.
+        kinds: For each input of the node, its shape and dtype; None for an input that is None.
+        head_dims: For each part that was exchanged so far, its head dim. The compiler adds the
+            parts of this piece.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class Compiler:
         """Return the operations of a program, in profiler ranges if ``profiled``."""
         self.operations: list[Operation] = []
         self.is_backward, self.is_profiled = backward, profiled
-        # The label of the operations that are added; empty for those outside of profiler ranges.
+        # The profiler range of the operations that `add` adds; empty for no range.
         self.label = ""
-        # What this list writes, in order.
+        # The names of the values that the operations write, in order.
         self.written: dict[Name, None] = {}
-        # Inside of the node, so that dx is a sum in the dtype that x has outside.
+        # The cast is inside of the node, so that dx is summed in the dtype of x before the cast.
         if not backward and self.call.autocast["enabled"] and ("x",) in self.shapes:
             self.add(operations.cast, [("x",)], [("x",)])
         for step in program:
@@ -101,7 +102,7 @@ class Compiler:
     # Exchanges.
 
     def start(self, step: Step) -> None:
-        """Start the exchange of values, of o beside do, or of the gradients that are needed."""
+        """Start the exchange of values, of o together with do, or of the needed gradients."""
         if sent := self._exchanged(step):
             launch, name = self._launch(step), self.schedule.name(step)
             of_step = step.exchange, launch, f" {name}"
@@ -114,7 +115,7 @@ class Compiler:
             self.add(start, sent)
 
     def finish(self, step: Step) -> None:
-        """Finish the exchange of values, of o beside do, or of gradients."""
+        """Finish the exchange of values, of o together with do, or of the needed gradients."""
         if received := self._exchanged(step):
             name = self.schedule.name(step)
             self.label = self._on_wire(self._launch(step), f"{name} finish")
@@ -125,12 +126,12 @@ class Compiler:
                     self._arrive(part)
 
     def _on_wire(self, launch: partial, label: str) -> str:
-        """Return the label of one end of an exchange."""
-        # Transfers in two legs open ranges of their own.
+        """Return the profiler label of a start or a finish; empty for a transfer in two legs."""
+        # Each leg opens a range of its own.
         return label if launch.func is InFlight else ""
 
     def _exchanged(self, step: Step) -> list[Name]:
-        """Return the names of what a step sends or receives: o beside do, values, or gradients."""
+        """Return the names of the values that a start reads or a finish writes."""
         values = _values(step.parts)
         if step.beside:
             sent = "merged" if step.op is Op.START else "received"
@@ -145,9 +146,9 @@ class Compiler:
         return [part for part in step.parts if self.needs.get(("value", part))]
 
     def _launch(self, step: Step) -> partial:
-        """Return what launches the transfer that a step starts or finishes.
+        """Return the constructor of the transfer that a step starts or finishes.
 
-        It takes the sp group and the arguments of `InFlight` behind that.
+        The constructor takes the arguments of `InFlight` after its layout.
         """
         kinds, geometry, group = step.tensors, self.geometry, step.group
         for value in _values(step.parts):
@@ -156,7 +157,7 @@ class Compiler:
                 self.head_dims[value] = self.projections.head_dim if shape is None else shape[-1]
         dims = tuple(map(self.head_dims.__getitem__, _values(step.parts)))
         if step.beside:
-            # o and do are values that go to attention, as q does.
+            # o and do go to the ranks that attend, in the layout of q.
             kinds, dims = ("q", "q"), dims * 2
         is_by_rank = len(kinds) == 1 and kinds[0] in self.call.by_rank
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
@@ -173,7 +174,7 @@ class Compiler:
     # Projections of q, k and v.
 
     def project(self, step: Step) -> None:
-        """Make a part of q, k or v; what is in front of a norm is noted for backward."""
+        """Project a part of q, k or v, then apply its norm and rotation."""
         (part,) = step.parts
         value = heads = ("value", part)
         is_shaped = part[0] in self.projections.norms or self._is_rotated(part)
@@ -187,22 +188,25 @@ class Compiler:
             function = partial(operations.project_by_rank, Run.dealt(rows, ranks), form)
         self.add(function, [self._rows(), weight, bias], [heads])
         if is_shaped:
-            # In forward the norms are being called, and have their parameters in place.
+            # In forward each norm uses its own parameters; backward passes the saved ones.
             tables, norms = self._tables(), self._norms() if self.is_backward else []
             how = part, len(tables), self.is_backward
             self.add(partial(operations.norm_and_rotate, *how), [heads, *tables, *norms], [value])
 
     def _some(self, ranges: Ranges, name: Name, dim: int = 0) -> Ranges | None:
-        """Return ranges of a weight along ``dim``; None if they are all of it."""
+        """Return the ranges of a weight along ``dim``; None if they cover all of ``dim``."""
         return None if ranges == ((0, self.shapes[name][dim]),) else ranges
 
     def _form(self, rows: Ranges, ranks: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of the heads of some rows: with a dimension for ``ranks``, if not 0."""
+        """Return the shape of the heads that ``rows`` project, with a dimension for the ranks.
+
+        ``ranks`` is the size of that dimension; 0 for none.
+        """
         heads = sum(stop - start for start, stop in rows) // head_dim
         return (*self.tokens, *((ranks, heads // ranks) if ranks else (heads,)), head_dim)
 
     def _is_rotated(self, part: Part) -> bool:
-        """Return whether a part is rotated here, and not by the kernel that packs it."""
+        """Return whether the layer rotates a part itself, instead of the kernel that packs it."""
         return ("table", 0) in self.shapes and self.projections.turns(part)
 
     def _tables(self) -> list[Name]:
@@ -214,17 +218,17 @@ class Compiler:
         return [name for name in self.shapes if name[0] == "parameter" and name[1] >= linear]
 
     def _rows(self) -> Name:
-        """Return the name of x as a matrix."""
+        """Return the name of x as a matrix; make the matrix if it isn't written yet."""
         if ("rows",) not in self.written:
             self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
         return ("rows",)
 
     def _as_rows(self, name: Name, rows: Name, width: int) -> None:
-        """Make a matrix of a value, with a row of this width for each token."""
+        """Reshape a value to a matrix called ``rows``, with a row of ``width`` for each token."""
         self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
 
     def _arrive(self, part: Part) -> None:
-        """Send the gradient of a part back through its rotation and its norm."""
+        """Compute the backward of a part's rotation and norm."""
         projections, tables = self.projections, self._tables()
         dy, heads = _gradient(("value", part)), ("d heads", part)
         if part[0] in projections.norms:
@@ -242,7 +246,7 @@ class Compiler:
             self._as_rows(dy, heads, sum(stop - start for start, stop in rows))
 
     def dgrad(self, step: Step) -> None:
-        """Compute do of a group, or add the share of a part of q, k and v to dx."""
+        """Compute do of a group; or add the term of a part of q, k or v to dx."""
         (part,), dx = step.parts, _gradient(("x",))
         if not self.needs.get(("value", part)):
             return
@@ -263,7 +267,7 @@ class Compiler:
             self.add(partial(operations.add_to_dx, *how), [("d heads", part), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:
-        """Compute a group's columns of dWo, or a part's rows of weight and bias gradients."""
+        """Compute a group's columns of dWo; or a part's rows of dW and db of its projection."""
         (part,) = step.parts
         if step.tensors == O:
             if self.needs["weight",]:
@@ -282,7 +286,7 @@ class Compiler:
     def _put(
         self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
     ) -> None:
-        """Compute a part's piece of the gradient of a parameter; or all of it, if the part is all."""
+        """Compute the gradient of a parameter for ``part`` of its dimension ``dim``."""
         shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
@@ -293,7 +297,7 @@ class Compiler:
     # The output projection.
 
     def merge(self, step: Step) -> None:
-        """Add the product of a group to y, and note the o that was multiplied."""
+        """Add a group's product to y, and write o as a matrix for the wgrad."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
         o, y = ("value", ("o", step.group)), ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
@@ -302,12 +306,12 @@ class Compiler:
         self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])
 
     def _columns(self) -> Parts:
-        """Return for each head group the columns of the weight that its heads are multiplied with."""
+        """Return for each head group the columns of Wo that belong to its heads."""
         geometry, head_dim = self.geometry, self.shapes["weight",][1] // self.geometry.heads
         return tuple([geometry.rows_of("o", g, 0, head_dim) for g in range(geometry.groups)])
 
     def _dy(self) -> Name:
-        """Return the name of dy as a matrix."""
+        """Return the name of dy as a matrix; make the matrix if it isn't written yet."""
         if ("d rows",) not in self.written:
             self._as_rows(_gradient(("y",)), ("d rows",), self.shapes["weight",][0])
         return ("d rows",)
@@ -315,14 +319,14 @@ class Compiler:
     # Local attention, in a window.
 
     def attend(self, step: Step) -> None:
-        """Attend with a group, or run the backward of that."""
+        """Run the local attention of a group, or its backward."""
         group, pieces = step.group, self.geometry.kv_pieces(step.group)
         keys = [(kind, sent) for kind in "kv" for sent, *_ in pieces]
         heads = _values([("q", group), *keys])
         o, kept = ("value", ("o", group)), ("kept", group)
         needs = [self.needs["value", (kind, 0)] for kind in "qkv"]
         if self.is_backward:
-            # Parts of each kind that needs a gradient, and what attention learns.
+            # The gradients: of the parts of each kind that needs one, then of ``learned``.
             wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = list(map(_gradient, [*_values(wanted), *learned]))
@@ -338,7 +342,7 @@ class Compiler:
         dx = _gradient(("x",))
         if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
-        # Those of the projections of q, k and v first, whose memory is larger.
+        # The gradients of the projections of q, k and v come first, since they need more memory.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [_gradient(name[1])])
         if self.needs.get(("bias",)):
@@ -347,10 +351,10 @@ class Compiler:
 
 
 def _values(parts: Sequence[Part]) -> list[Name]:
-    """Return the names of parts."""
+    """Return the names of the values of ``parts``."""
     return [("value", part) for part in parts]
 
 
 def _gradient(name: Name) -> Name:
-    """Return the name of the gradient of what has this name."""
+    """Return the name of the gradient of the value called ``name``."""
     return ("d", name)

@@ -1,4 +1,4 @@
-"""How the projections of q, k and v are cut into parts; a part is q, k or v of one head group."""
+"""Cuts the projections of q, k and v into parts; a part is q, k or v of one head group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...schedule import Part, Schedule
 from .flat import Name
 from .slices import Parts, Ranges
 
-# For each of q, k and v: the index of its projection, and the first row of head 0, or of each head.
+# For each of q, k and v: the index of its projection, and the first row of its head 0 there (an
+# int) or of each of its heads (a tuple).
 OfKinds = tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...]
 
 
@@ -19,10 +20,10 @@ class Rows(NamedTuple):
     """The rows of a linear layer that project q, k or v of a head group.
 
     Attributes:
-        module: Index of the linear layer.
+        module: Index of the linear layer in `InputModules.projections`.
         rows: The rows of its weight.
-        ranks: The parts that heads are dealt to (`Geometry.parts`), if the heads of each are to lie
-            together in memory; else 0.
+        ranks: `Geometry.parts` if the projected heads are laid out by rank in memory, as in the
+            send buffer; else 0.
     """
 
     module: int
@@ -32,12 +33,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Tells how projections are cut into parts; operations are compiled once for each object.
+    """Holds the rows of the projections for each part; operations are compiled once per object.
 
     Attributes:
-        rows: For each part, the rows that make it.
+        rows: For each part, the rows that project it.
         parts: For each linear layer, the rows of each of its parts.
-        norms: The kind of each norm, and how many parameters it has.
+        norms: For each norm, its kind, "q" or "k", and its number of parameters.
     """
 
     rows: dict[Part, Rows]
@@ -46,7 +47,7 @@ class Cuts:
 
     @cached_property
     def norm_places(self) -> dict[str, range]:
-        """The places of the parameters of each norm in `InputModules.parameters`."""
+        """Return for each norm the indices of its parameters in `InputModules.parameters`."""
         places, start = {}, 2 * len(self.parts)
         for kind, count in self.norms:
             places[kind] = range(start, start := start + count)
@@ -54,7 +55,7 @@ class Cuts:
 
     @lru_cache(maxsize=4096)
     def names(self, tables: int) -> tuple[Name, ...]:
-        """Return the names of x, `InputModules.parameters` and ``tables`` tables."""
+        """Return the names of x, of `InputModules.parameters` and of ``tables`` tables."""
         count = 2 * len(self.parts) + sum(count for _, count in self.norms)
         parameters = [("parameter", index) for index in range(count)]
         return ("x",), *parameters, *(("table", index) for index in range(tables))
@@ -69,13 +70,13 @@ def cuts_of(
     head_dim: int,
     norms: tuple[tuple[str, int], ...],
 ) -> Cuts:
-    """Return how projections are cut; layers that are alike share one answer.
+    """Return how projections are cut; layers with equal arguments share one object.
 
     Args:
-        geometry: Of the call.
-        schedule: Of the call.
+        geometry: The geometry of the call.
+        schedule: The schedule of the call.
         by_rank: As in `Call`.
-        of_kinds: As in `InputModules`.
+        of_kinds: `InputModules.of_kinds`.
         head_dim: ``d``.
         norms: As in `Cuts`.
     """

@@ -1,4 +1,4 @@
-"""One call of one attention layer: its exchanges, and the attention of each head group."""
+"""Holds the state of one call of an attention layer, and runs attention of one head group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..memory.forward_state import autocast_of
 from ..memory.recompute import Attended, LocalAttention, join_pieces
 from .slices import cut_ranges
 
-# The number of a head group, and its q, k, v [.., .., heads, d] -> its o, [.., .., heads, d_v] or
-# [.., .., heads d_v]. Where ranks share query heads, it is called once for each range of the rank's
-# queries, with the range behind q, k, v.
+# The local attention of a call: (group, q, k, v) -> o. The group is an index; q, k, v are [.., ..,
+# heads, d]; o is [.., .., heads, d_v] or [.., .., heads d_v]. Where ranks share query heads, it is
+# called once for each range of the rank's queries, with the range as a fifth argument.
 Attend = Callable[..., Any]
 
 
 class Call:
-    """One call of a layer: what all its steps share.
+    """Holds the state that all steps of one call of a layer share.
 
     Attributes:
         sp_group: The sp group.
@@ -33,24 +33,24 @@ class Call:
         schedule: The order of the steps.
         where: Name of the layer, for errors and logs.
         checked: Whether to compare each exchange with a plain one.
-        groups: The numbers of the head groups.
-        in_flight: The transfers in flight, by exchange.
-        by_rank: Those of q, k, v and o whose local tensors have a dimension for the ranks where
-            they travel alone (`Geometry.exchange`).
-        window: How many head groups are in memory at a time, for a layer that can run by a window;
-            None for all.
-        rope_tables: (cos, sin) by which the kernels that pack q and k rotate them where they travel
-            alone; None if those kernels rotate nothing.
-        projections: Those of q, k and v, where they are computed part by part; else None.
-        local: The local attention of a call that runs by a window.
-        checkpoint: The pass through the checkpoint around such a call, if the checkpoint saves
-            attention; else None.
+        groups: The indices of the head groups.
+        in_flight: The transfer in flight of each exchange.
+        by_rank: Those of "q", "k", "v" and "o" whose local tensor has a dimension for the ranks
+            when it is exchanged alone (`Geometry.exchange`).
+        window: How many head groups are in memory at a time; None for all.
+        rope_tables: (cos, sin) for the kernels that pack q or k; these rotate it where it is
+            exchanged alone. None if the kernels don't rotate.
+        projections: The `InputModules` of the call, if q, k and v are computed part by part; else
+            None.
+        local: In a call with a window: the local attention.
+        checkpoint: In a call with a window: the pass through the checkpoint around it, if the
+            checkpoint saves attention; else None.
         offloads: Whether the checkpoint saves attention in host memory.
-        attended: What the backward of local attention needs, by head group, in such a call.
+        attended: In a call with a window: what the backward of attention needs, by head group.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
-        empty: An empty tensor without a gradient.
+        empty: An empty tensor that needs no gradient.
         is_flat: Whether local attention returned o with heads and head dim flattened.
-        variant: The operations that were run last, see `plan`.
+        variant: The `plan.Variant` of the piece that ran last; None before the first.
     """
 
     by_rank: frozenset[str] = frozenset()
@@ -80,26 +80,26 @@ class Call:
         self.attended: dict[int, Attended] = {}
 
     def begin(self, x: Tensor) -> None:
-        """Note what all pieces of the call ask for; ``x`` is any tensor of the layer."""
+        """Set ``autocast`` and ``empty``, for the device of ``x``, any tensor of the layer."""
         self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
 
     @property
     def form(self) -> tuple:
-        """Return what operations are compiled for, beside the inputs of a node."""
+        """Return the properties of the call that the compiled operations depend on."""
         cuts = None if self.projections is None else self.projections.cuts
         folds, casts = self.rope_tables is not None, self.autocast["enabled"]
         return self.geometry, self.schedule, self.by_rank, folds, casts, cuts
 
     @property
     def folded(self) -> frozenset[Part]:
-        """The parts of q and k that are rotated by the kernels that pack them."""
+        """Return the parts of q and k that are rotated by the kernels that pack them."""
         if self.rope_tables is None:
             return frozenset()
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
 
 
 def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:
-    """Return k or v that a group attends to.
+    """Return the k or v that a head group attends to on this rank.
 
     Args:
         geometry: Which heads each rank holds.
@@ -108,9 +108,9 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
         received: The k and v that arrived with this group and with earlier groups.
 
     Returns:
-        [s, b, heads, d], or [b, s, heads, d] for batch first. The KV heads that this rank's query
-        heads of the group attend to; repeated to one head for each query head where no regular
-        ratio assigns KV heads to query heads (`Geometry.kv_expansion`).
+        [s, b, heads, d], or [b, s, heads, d] for batch first. The KV heads of the group's query
+        heads. They are repeated, one for each query head, where they don't all serve the same
+        number of query heads (`Geometry.kv_expansion`).
     """
     pieces = []
     for sent, start, stop in geometry.kv_pieces(group):
@@ -124,7 +124,7 @@ def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tens
 
 @functools.lru_cache(maxsize=4096)
 def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copy an index to a device, once, since the host waits for such a copy."""
+    """Return an index as a tensor on a device; cached, since the host waits for the copy."""
     with torch.inference_mode(False):  # guard: a backward may save it
         return torch.tensor(index, device=device)
 
@@ -133,9 +133,9 @@ def with_head_dim(o: Any, q: Tensor, call: Call) -> Tensor:
     """Give the output of local attention a dimension for its heads.
 
     Args:
-        o: The output for ``q``, [.., .., heads, d_v], or [.., .., heads d_v]; ``d_v`` is its own.
-        q: [.., .., heads, d]. The heads of a group that this rank attends with.
-        call: The call, which is told the form of ``o``.
+        o: The output for ``q``, [.., .., heads, d_v] or [.., .., heads d_v].
+        q: [.., .., heads, d]. The query heads of a group on this rank.
+        call: The call; its ``is_flat`` is set if ``o`` is 3-D.
 
     Returns:
         o as [.., .., heads, d_v].
@@ -162,7 +162,7 @@ def with_head_dim(o: Any, q: Tensor, call: Call) -> Tensor:
 
 
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run the local attention of a group with `attend_in_pieces`, and join its pieces to one o."""
+    """Run the local attention of a group by `attend_in_pieces`; return the joined o."""
     return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
 
 
@@ -171,21 +171,21 @@ def attend_in_pieces(
 ) -> list[Tensor]:
     """Run the local attention of a group, once for each range of this rank's queries.
 
-    Local attention may change q, k and v in place, but not k and v that are read again.
+    Local attention may change q in place; and k and v, unless a later call attends to them again.
 
     Returns:
-        A list of o, one for each range; of one o for all queries, where no ranks share heads.
+        o for each range; one o for all queries if ranks share no heads.
 
     Raises:
-        RuntimeError: if attention changed k or v although it may not.
+        RuntimeError: if attention changed k or v that a later call attends to.
     """
     geometry = call.geometry
-    # k and v are read again by a later group, where groups share KV heads on any rank; and by the
-    # next range, where ranks share query heads.
+    # A later group reads k and v again if groups share KV heads on any rank; the next range reads
+    # them again if ranks share query heads.
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
         return [with_head_dim(attend(group, q, k, v), q, call)]
-    # Inference tensors have no version counter that tells of a change: attention gets copies.
+    # Inference tensors have no version counter to detect a change by, so attention gets copies.
     before = None if k.is_inference() else (k._version, v._version)
     pieces, first, part = [], 0, q
     tokens: list[Range] = []

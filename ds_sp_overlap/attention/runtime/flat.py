@@ -1,4 +1,4 @@
-"""Joins operations to one Python function, whose local variables hold what they read and write.
+"""Compiles a list of operations to one Python function, with a local variable for each value.
 
     def run(call, given):
         v0, v1 = given; given.clear()
@@ -6,7 +6,7 @@
         v3, v4 = f1(call, v2); del v2
         return v3, v4
 
-A loop over a list of operations would cost the host more than most of them do.
+A loop that interprets the list would cost the host more time than most of the operations.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-# Names a value: ("value", ("q", 0)) is q of group 0, ("d", ("value", ("q", 0))) its gradient.
+# The name of a value: ("value", ("q", 0)) is q of group 0, ("d", ("value", ("q", 0))) its gradient.
 Name = tuple[Any, ...]
-# Takes the call and a list of values, which it empties; returns values.
+# A function that takes the call and a list of values, empties the list, and returns values.
 Flat = Callable[[Any, list[Any]], tuple[Any, ...]]
 
 
 class Operation(NamedTuple):
-    """An operation, with the names of the values that it reads and writes.
+    """Describes an operation by its function and the names of the values it reads and writes.
 
     Attributes:
-        function: Takes the call, and what ``reads`` name. Returns what ``writes`` name; a single
-            value for one.
-        reads: The values that it reads.
-        writes: The values that it writes.
+        function: Takes the call and the values of ``reads``. Returns the values of ``writes``; the
+            value itself if there is one.
+        reads: The names of the values that the operation reads.
+        writes: The names of the values that the operation writes.
     """
 
     function: Callable[..., Any]
@@ -38,12 +38,13 @@ class Operation(NamedTuple):
 
 
 def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence[Name]) -> Flat:
-    """Return a function that runs operations, and lets go of each value behind its last use.
+    """Return a function that runs operations and deletes each value after its last use.
 
     Args:
-        operations: The operations. They read None for a value that nobody has written.
-        takes: The values that the function is given.
-        gives: The values that the function returns; None for a value that nobody has written.
+        operations: The operations. They read None for a value that was not written.
+        takes: The names of the values that the function takes.
+        gives: The names of the values that the function returns; a value that was not written is
+            None.
     """
     variables: dict[Name, str] = {}
 
@@ -77,7 +78,7 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
 
 
 def _assigned(variables: Any, value: str, is_one: bool = False) -> str:
-    """Return the statement that assigns a value to one variable, or unpacks it to some or none."""
+    """Return a statement that assigns ``value`` to one variable, or unpacks it to several."""
     names = list(variables)
     if not names:
         return value
@@ -86,6 +87,6 @@ def _assigned(variables: Any, value: str, is_one: bool = False) -> str:
 
 @lru_cache(maxsize=1024)
 def _compiled(source: str) -> CodeType:
-    """Compile the one function of ``source``; it is the same for most shapes."""
+    """Compile the one function in ``source``; cached, since most shapes give the same source."""
     module = compile(source, "<operations of a piece>", "exec")
     return next(code for code in module.co_consts if isinstance(code, CodeType))

@@ -2,11 +2,11 @@
 
 Note [Calls of modules]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A projection of which some rows are computed at a time still has its own call, around all its parts
-(`call_through`). So whatever depends on that call happens as ever; for instance, ZeRO-3 gathers a
-partitioned weight in it. For backward the parameters themselves are saved, and cut when they are
-needed: a saved view would keep a weight that ZeRO-3 has gathered alive until backward. A weight
-gradient reaches its parameter through autograd, once, in the shape of the parameter.
+A projection that is computed part by part is still called once, around all its parts
+(`call_through`). So its hooks run as in any call; for instance, ZeRO-3's hooks gather a partitioned
+weight. For backward the parameters themselves are saved, and cut when they are needed: a saved view
+of a weight that ZeRO-3 has gathered would keep the whole weight alive until backward. Autograd
+passes the gradient to the parameter once, in the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from torch import Tensor, nn
 
 from . import sharded
 
-# Forwards of linear layers that compute ``x w^T + b`` and nothing else. Each has a function that
-# tells whether a layer leaves b to its caller and returns ``(x w^T, b)``; None, or a function that
-# returns None, for layers that return one tensor.
+# Forwards of linear layers that compute ``x w^T + b`` and nothing else. Some kinds of layer return
+# a pair: ``(x w^T, b)`` if the layer leaves b to its caller, else ``(x w^T + b, None)``. For these
+# the value is a function that returns whether a layer leaves b to its caller. For layers that
+# return one tensor, the value is None, or the function returns None.
 Plain = dict[Callable[..., object], Callable[[Any], bool | None] | None]
 PLAIN: Plain = {nn.Linear.forward: None}
-# A hook may see parts of an output if the Python module that defines it has a name that begins with
-# one of these; `deepspeed.initialize` adds DeepSpeed.
+# Prefixes of the names of Python modules. Hooks that these modules define may run although the
+# forward computes only parts of its output. `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
-# Hooks of all modules.
+# The dicts of the hooks that PyTorch runs on every module's call.
 EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# Calls that run hooks and ``forward`` and nothing else; those of the two containers only refuse.
+# The ``__call__`` methods that run hooks and ``forward`` and nothing else. The containers' raise.
 _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
 
 
 def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     """Return whether ``module`` is a plain linear layer that may be computed in parts.
 
-    It is not if its forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled, nor
-    if a hook on its call, or on every module's call, would see parts instead of the output.
+    Returns False if the forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled,
+    or if a hook on the module's call, or on every module's call, would see parts of the output.
 
     Args:
         module: The module.
@@ -57,20 +58,20 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     if weight is not None:
         # A quantised or distributed tensor has another type.
         is_plain = type(weight) is nn.Parameter or type(weight) is Tensor
-        # The class may put something in front of a parameter, as a property that scales it.
+        # A class attribute may hide the parameter, for instance a property that scales it.
         for name in _descriptors(kind):
             if name in parameters:  # guard: what the forward would read
                 is_plain = False
     else:
-        # A parametrization may compute another weight in each access, so only what the weight is
-        # computed from is looked at.
+        # A parametrization may compute a new weight at each access, so check the parameters that it
+        # computes the weight from.
         is_plain = all(type(x) in (nn.Parameter, Tensor) for x in module.parameters())
     return is_plain or sharded.is_gathered(module)
 
 
 @lru_cache(maxsize=1024)
 def _descriptors(kind: Any) -> list[str]:
-    """Return the names of weight and bias that a class has; looked up once, which is slow."""
+    """Return which of "weight" and "bias" a class has as attributes; cached, since it is slow."""
     return [name for name in ("weight", "bias") if hasattr(kind, name)]
 
 
@@ -80,10 +81,10 @@ PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))
 
 
 def can_recompute(norm: object, pure: Pure = PURE) -> bool:
-    """Return whether backward may recompute ``norm`` without anybody noticing.
+    """Return whether backward may recompute ``norm`` with no visible side effect.
 
-    It may not if there is a hook on the norm's call, or on a parameter of it: that hook would be
-    called for each head group's part of the gradient.
+    Returns False if the norm's call, or one of its parameters, has a hook: the hook would run once
+    for each head group, on a part of the output or of the gradient.
 
     Args:
         norm: A module, or another callable.
@@ -93,7 +94,7 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
         return False
     if type(norm).forward not in pure:  # guard: only known norms
         return False
-    # A tensor stands in the place of a parameter, as FSDP's views do: ``parameters()`` lacks it.
+    # A tensor replaces a parameter, as FSDP1's views do, and ``parameters()`` lacks it.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
     return not any(  # guard: its hooks run once
@@ -102,9 +103,9 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
 
 
 def can_call_through(module: nn.Module) -> bool:
-    """Return whether `call_through` may call a module without anybody noticing.
+    """Return whether `call_through` may call a module with no visible side effect.
 
-    The module is then called with other inputs, for another output.
+    `call_through` calls the module with other inputs than usual, for another output.
     """
     is_replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     if is_replaced:  # guard: a replaced forward runs
@@ -115,10 +116,10 @@ def can_call_through(module: nn.Module) -> bool:
 
 
 def hooks_are_harmless(module: nn.Module) -> bool:
-    """Return whether all hooks on a module's call, and on every module's call, are harmless."""
+    """Return whether all hooks that a call of ``module`` runs come from ``harmless`` modules."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
-            # A hook's module is the Python module that defines it.
+            # `__module__` of a hook names the Python module that defines the hook.
             where = getattr(hook, "__module__", "") or ""
             if not where.startswith(tuple(harmless)):  # guard: only harmless hooks
                 return False
@@ -126,10 +127,10 @@ def hooks_are_harmless(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[dict]:
-    """Return the hooks that a call of ``module`` runs, its own and every module's.
+    """Return the hooks that a call of ``module`` runs: its own, and those of every module's call.
 
     Returns:
-        A dict of hooks for each kind; kinds without hooks are left out.
+        The dict of hooks of each kind that has some.
     """
     hooks = (
         module._forward_hooks,
@@ -145,13 +146,13 @@ def hooks_of(module: nn.Module) -> list[dict]:
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
     """Run ``body(*inputs)`` as the forward of all ``modules``, see Note [Calls of modules].
 
-    Each module is called once: the first one is called, its forward calls the second one, and the
-    innermost forward is ``body``. Inside of it all hooks for the begin of a forward have run, and
-    all weights are whole. A module that has neither hooks nor a ``__call__`` of its own is not
+    Each module is called once: the forward of the first module calls the second, and so on; the
+    innermost forward is ``body``. When ``body`` runs, all forward pre-hooks have run and all
+    weights are gathered. A module that has neither hooks nor a ``__call__`` of its own is not
     called.
 
     Args:
-        modules: The modules, each of which `can_call_through` affirms.
+        modules: The modules; `can_call_through` must be true for each.
         body: Takes ``inputs`` as the hooks have changed them.
         *inputs: The inputs of the first module; each module passes them on to the next.
 
@@ -169,7 +170,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         del vars(first)["forward"]  # guard: given back at once
         return call_through(rest, body, *args)
 
-    # An attribute of the instance, which is deleted again before anything else runs.
+    # The instance attribute replaces the module's forward for one call. It deletes itself first.
     vars(first)["forward"] = forward
     try:
         return first(*inputs)
@@ -178,9 +179,9 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 
 
 def without_hooks(module: nn.Module) -> Any:
-    """Return a copy of a module over the same parameters and children, whose call runs no hook.
+    """Return a copy of a module with the same parameters and children, but without hooks.
 
-    Hooks of the children still run; a ``forward`` that was set on the module is not copied.
+    Hooks of the children still run. A ``forward`` that was set on the instance is not copied.
     """
     copy = object.__new__(type(module))
     hooks: dict[str, Any] = {
@@ -194,7 +195,7 @@ def without_hooks(module: nn.Module) -> Any:
 def parameter_of(module: nn.Module, name: str) -> Any:
     """Return a parameter of ``module``, or an attribute in its place.
 
-    Costs the host less than ``module.weight``, which looks everywhere else first.
+    Costs the host less time than ``module.weight``, which looks in other places first.
     """
     parameters = module._parameters
     # An attribute of the instance goes before a parameter.
@@ -204,10 +205,10 @@ def parameter_of(module: nn.Module, name: str) -> Any:
 
 
 def autocast(*tensors: Any) -> Sequence[Any]:
-    """Cast tensors as autocast casts the operands of a product: all but float64, weights too.
+    """Cast tensors, also weights, as autocast casts the operands of a product: all but float64.
 
     Args:
-        *tensors: The operands, tensors or None, of which the first is not None.
+        *tensors: The operands. The first must be a tensor; others may be None.
 
     Returns:
         The operands in their order; unchanged without autocast.
@@ -222,9 +223,9 @@ def autocast(*tensors: Any) -> Sequence[Any]:
 def products_of(
     modules: Sequence[nn.Module], plain: Plain, cast: dict[str, Any]
 ) -> list[Tensor | None]:
-    """Return weight and bias of the product of each plain linear layer, as autocast casts them.
+    """Return weight and bias of each plain linear layer, cast as autocast would cast them.
 
-    The bias is None where there is none, or where the layer leaves it to its caller. ``cast`` is the
+    The bias is None if the layer has none, or leaves it to its caller (`Plain`). ``cast`` is the
     autocast state, as keywords of ``torch.autocast``.
     """
     parameters: list[Tensor | None] = []
@@ -237,8 +238,9 @@ def products_of(
 
 
 def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:
-    """Return what a plain linear layer returns for its product: y; or (y, the bias to add or None),
-    where layers of its kind may leave the bias to their caller.
+    """Return ``y`` in the form in which a plain linear layer returns its output (`Plain`).
+
+    This is y; or, for a kind of layer that may leave the bias to its caller, (y, bias or None).
     """
     leaves_bias = plain[type(module).forward]
     leaves = None if leaves_bias is None else leaves_bias(module)

@@ -20,11 +20,11 @@ from .plan import OF_CHECKPOINT, Piece
 
 
 class _Node(Node):
-    """The node of a piece: its token, and the inputs that ``names`` names."""
+    """Runs a piece as a node of autograd; takes the token and the inputs called ``names``."""
 
     @staticmethod
     def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], token, *given):
-        # A gradient that one rank lacks is zero, as autograd makes it: other ranks exchange theirs.
+        # Autograd gives zeros for a gradient that only this rank lacks, so the exchanges match.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
         ctx.call, ctx.variant, call.variant = call, variant, variant
         made, count = variant.forward(call, [*given]), variant.outputs
@@ -44,20 +44,20 @@ class _Node(Node):
         del gradients
         device = call.autocast["device_type"]
         if torch.is_autocast_enabled(device):
-            # That of backward alone: the operands of products were cast in forward.
+            # Disable the autocast around backward: forward has cast the operands of the products.
             with torch.autocast(device, enabled=False):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
-        # Empty: it only makes autograd run the piece before.
+        # The token's gradient is empty; it only makes autograd run the piece before.
         return None, None, None, call.empty if ctx.needs_input_grad[3] else None, *results
 
 
 def run_piece(
     piece: Piece, call: Call, names: tuple[Name, ...], token: Any, given: Sequence[Any]
 ) -> Any:
-    """Run a piece, as a node where autograd records; return as the node does."""
-    # Forward-mode differentiation, which may run without gradients, is refused by the node.
+    """Run a piece, as a node of autograd if gradients are recorded; return the node's outputs."""
+    # Forward-mode AD may run without recording gradients; the node is used then, to refuse it.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _Node.apply(piece, call, names, token, *given)
     call.variant = piece.variant(call, names, (False,) * (1 + len(given)), given)
@@ -66,14 +66,14 @@ def run_piece(
 
 
 class _Window(Node):
-    """The one node of a layer that has a window; its inputs are those that ``names`` names.
+    """Runs a layer that has a window as one node of autograd; takes the inputs called ``names``.
 
-    Backward walks the program of a windowed schedule: it computes q, k and v again.
+    Backward runs the backward program of a windowed schedule, which recomputes q, k and v.
     """
 
     @staticmethod
     def forward(ctx, piece, call, names, recorded, *given):
-        """Walk the forward program, or only its merges where a checkpoint has saved attention."""
+        """Run the forward program, or only its merges if a checkpoint has saved attention."""
         needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[4:]))
         # Taken out: the graph may outlive its backward, and what a checkpoint keeps must not.
         checkpoint, call.checkpoint = call.checkpoint, None
@@ -82,9 +82,9 @@ class _Window(Node):
             kept, call.attended, after, call.schedule = checkpoint.take(call.where)
         variant = piece.variant(call, names, needs, given)
         if is_recompute:
-            # The checkpoint has saved what attention made: only the merges run again. The checkpoint
-            # hands the tensors that this node saves to the node of the first run, whose backward
-            # runs. This node has a backward only inside of the checkpoint's function.
+            # The checkpoint has saved o, so only the merges run again. The checkpoint gives the
+            # tensors that this node saves to the node of the first forward, whose backward runs.
+            # This node runs backward only if the checkpoint's function itself calls backward.
             merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
@@ -98,7 +98,7 @@ class _Window(Node):
             if attended := call.attended.values():
                 reads_o = any(record.reads_o for record in attended)
                 foreign = next((record.foreign for record in attended if record.foreign), "")
-                # Collective in the first call of a kind.
+                # Collective in the first call of a kind (`LayerRuntime.agree_on_o`).
                 if not call.local.agree(reads_o, foreign):
                     call.schedule = without_o(call.schedule)
                     variant = piece.variant(call, names, needs, given)
@@ -108,7 +108,7 @@ class _Window(Node):
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
                 records = dict(call.attended)
                 for group, record in records.items():
-                    # The checkpoint saves no graphs, which may lead to the checkpoint itself.
+                    # The checkpoint saves no graphs, since they may refer to the checkpoint.
                     # Backward uses the graphs of this node.
                     records[group] = replace(record, edges=None)  # guard: nothing circular
                 saved = kept, records, moved, call.schedule
@@ -120,7 +120,7 @@ class _Window(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        """Walk the backward program in the autocast state of forward."""
+        """Run the backward program in the autocast state of forward."""
         call = ctx.call
         refuse_second_derivatives(call.where)
         given = [*tree_unflatten(ctx.saved_tensors, ctx.spec), dy]
@@ -133,12 +133,13 @@ class _Window(Node):
 
 @dataclass
 class End:
-    """Projections of a layer that are computed part by part: those of q, k and v, that of o, or all.
+    """Describes projections that one node computes part by part: of q, k and v, of o, or all.
 
     Attributes:
-        modules: The modules to call with `linear.call_through`, so that their weights are whole.
-        names: The names of ``tensors``.
-        tensors: Gives weights and biases, and what else the end reads; called inside of the call.
+        modules: The modules to call with `linear.call_through`, so that their weights are gathered.
+        names: The names of the inputs of the node.
+        tensors: Returns weights, biases and the other inputs of the node; called when the weights
+            are gathered.
     """
 
     modules: list[nn.Module]
@@ -147,9 +148,9 @@ class End:
 
 
 def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
-    """Run the piece of an end, inside of the call of its modules, which hand on ``first``.
+    """Run the piece of an end, inside of the calls of its modules.
 
-    That is the token for the output projection, else x.
+    ``first`` is what these calls pass through: the token for the output projection, else x.
     """
     if piece.section == "output":
         return run_piece(piece, call, end.names, first, end.tensors())

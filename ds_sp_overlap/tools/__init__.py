@@ -1,4 +1,4 @@
-"""Tools that people call: the planner, the timeline of a trace, the self-check, the command line.
+"""Tools for users: the planner, the timeline of a trace, the self-check, the command line.
 
-The engine imports none of them.
+Training imports none of these modules, except the timeline when it writes a trace.
 """

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "Overlapped Ulysses sequence parallelism."
     parser = Parser(prog="ds-sp-overlap", description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    # The deepspeed launcher puts it in front of the command.
+    # The deepspeed launcher inserts this argument in front of the command.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _timeline(args: argparse.Namespace, parser: Parser) -> int:
-    """Write what traces tell; returns the exit status 0."""
+    """Print the table of the traces, and write the timeline; return the exit status 0."""
     from .timeline import write
 
     paths: list[str] = []
@@ -103,10 +103,10 @@ def _timeline(args: argparse.Namespace, parser: Parser) -> int:
 
 
 def _run(args: argparse.Namespace, parser: Parser) -> int:
-    """Run a training script, or module, as Python would, in this process.
+    """Run a training script or module in this process, as Python would.
 
-    An error of the script is raised again, after advice where the Megatron bridge has some. The
-    parser ends the process for arguments that can't be run. Returns the exit status 0.
+    Errors of the script propagate. For wrong arguments the parser ends the process. Returns the
+    exit status 0.
     """
     if args.timeline_steps and not args.timeline:
         parser.error("--timeline-steps needs --timeline FOLDER")
@@ -119,13 +119,13 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
         steps = {"steps": args.timeline_steps} if args.timeline_steps else {}
         # Merged into the section when the script calls deepspeed.initialize.
         deepspeed.from_command_line["timeline"] = {"path": args.timeline, **steps}
-    # The launcher's argument, which `main` has taken, is the script's.
+    # Pass the launcher's argument, which `main` has parsed, on to the script.
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [args.script, *local_rank, *args.args]
-    # The folder of the script, as for python SCRIPT. For a module's name this is the current
-    # folder, as for python -m.
+    # As ``python SCRIPT`` does, put the folder of the script first. For the name of a module, this
+    # is the current folder, as with ``python -m``.
     sys.path[0] = str(script.resolve().parent)
-    # What is missing deeper down, Python says itself.
+    # Check only the top-level package; for missing submodules, Python's own error suffices.
     if args.module and importlib.util.find_spec(args.script.partition(".")[0]) is None:
         parser.error(f"no module named {args.script!r} on {sys.path[0]} or the rest of sys.path")
     if args.module:

@@ -1,10 +1,10 @@
-"""Says what is installed, and checks gradients on this machine: ``python -m ds_sp_overlap doctor``.
+"""Prints versions, and checks gradients on this machine: ``python -m ds_sp_overlap doctor``.
 
-The self-check runs one attention layer on P ranks, overlapped. It compares the output and gradients
-with those of the same layer on the whole sequence in one process, in fp64. Each run ends with a
-negative control: one exchange delivers values that are off by one part in 10^9. If the check does
-not see that, the outcome is BLIND. It runs over NCCL where there is a GPU, also where ranks have to
-share it (`shared_gpu`), and else over gloo.
+The self-check runs one overlapped attention layer on P ranks. It compares the output and gradients
+with those of the same layer on the whole sequence in one process, in fp64. A negative control
+follows: one exchange delivers values that are wrong by one part in 10^9. If the check does not
+detect this, the outcome is BLIND. The check uses NCCL if there is a GPU, even if the ranks must
+share it (`shared_gpu`), and gloo otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..launch_order import LAUNCH_ORDER
 from ..relayout import kernels
 from .shared_gpu import lacks, nccl_version, sharing
 
-# Of relative errors; fp64 rounding of sums over a few thousand terms stays below 1e-13.
+# The largest relative error that passes; fp64 rounding of a few thousand terms stays below 1e-13.
 BOUND = 1e-12
 HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
 
@@ -60,19 +60,19 @@ def versions() -> str:
 
 
 class _Faulty(C10d):
-    """The transport of the negative control: delivers dv one part in 10^9 too large."""
+    """The transport of the negative control, which delivers dv one part in 10^9 too large."""
 
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
     ) -> Handle:
-        """Launch an exchange; the wait for that of dv adds the fault."""
+        """Launch an exchange; if it is the exchange of dv, its wait adds the fault."""
         work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
 
         def wait() -> None:
             work.wait()
             recv.mul_(1 + 1e-9)
 
-        # The values are there only after the wait, so the fault is planted then.
+        # The values arrive only with the wait, so add the fault after it.
         return SimpleNamespace(wait=wait) if "dv" in name else work
 
 
@@ -94,19 +94,19 @@ def _projections(device: torch.device) -> nn.ModuleDict:
 def _errors(
     rank: int, size: int, device: torch.device, groups: int, faulty: bool
 ) -> dict[str, float]:
-    """Return the relative error of the output and of each gradient, the largest over the ranks.
+    """Return the relative errors of the output and of each gradient, the maxima over the ranks.
 
-    Collective. Each rank also computes the whole sequence by itself, which is the expectation.
+    Collective. Each rank also runs the whole sequence without exchanges, to compare with.
 
     Args:
         rank: This rank.
         size: The number of ranks, P.
-        device: Where this rank computes.
-        groups: Head groups, G.
-        faulty: Whether the exchanges have the planted fault of `_Faulty`.
+        device: The device of this rank.
+        groups: The number of head groups, G.
+        faulty: Whether the exchanges go through `_Faulty`.
     """
     layer = _projections(device)
-    # The whole sequence is the same on every rank.
+    # The same seed on all ranks: all have the same whole sequence.
     torch.manual_seed(1)
     shape = (2, BATCH, size * LOCAL_SEQ, HEADS * HEAD_DIM)
     whole, cotangent = torch.randn(shape, dtype=torch.float64).to(device)
@@ -133,26 +133,26 @@ def _errors(
         "hidden states": (x.grad, whole.grad[:, local]),
     }
     for name, parameter in layer.named_parameters():
-        # Each rank has the gradient of its own tokens.
+        # Each rank has the weight gradient of its own tokens; sum over the ranks.
         dist.all_reduce(parameter.grad)
         pairs[name] = parameter.grad, plain[name]
     relative = [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
     errors = torch.stack(relative)
     every = [torch.empty_like(errors) for _ in range(size)]
     dist.all_gather(every, errors)
-    # An all-reduce of maxima may lose the NaN of one rank; amax keeps it.
+    # Not an all-reduce with MAX, which may lose the NaN of one rank; amax keeps it.
     return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
 
 
 def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
-    """Run one rank of the self-check in a process of its own; rank 0 saves the errors.
+    """Run one rank of the self-check in a separate process; rank 0 saves the errors.
 
     Args:
         rank: This rank.
         size: The number of ranks, P.
-        on_gpu: Whether it runs over NCCL; ranks share GPUs where there are fewer.
-        folder: The folder in which the ranks find each other, by the file ``store``. The file
-            ``result`` has the errors of `_errors` by run, as `verdict` takes them.
+        on_gpu: Whether to use NCCL; ranks share GPUs if there are fewer GPUs than ranks.
+        folder: The folder of the rendezvous file ``store``, and of the file ``result``, which
+            receives the errors of `_errors` by run, for `verdict`.
     """
     # The ranks share the cores of this machine.
     torch.set_num_threads(1)
@@ -162,7 +162,7 @@ def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
         torch.cuda.set_device(device)
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
-    # The most head groups of a rank with HEADS // size query heads, up to two.
+    # Two head groups, or one if a rank has a single query head.
     most = min(2, HEADS // size)
     runs = {}
     for groups in range(1, most + 1):
@@ -180,7 +180,7 @@ def verdict(runs: dict[str, dict[str, float]]) -> str:
         runs: The errors of `_errors` by run; the run "control" has the planted fault.
     """
     for name, errors in runs.items():
-        # Not any(error > BOUND), which is false for NaN.
+        # ``not all(<=)`` instead of ``any(>)``, which is false for NaN.
         if name != "control" and not all(error <= BOUND for error in errors.values()):
             return "FAIL"
     return "PASS" if max(runs["control"].values()) > 10 * BOUND else "BLIND"
@@ -190,11 +190,11 @@ def doctor(ranks: int) -> int:
     """Print versions and the outcome of the self-check.
 
     Args:
-        ranks: The ranks of the self-check.
+        ranks: The number of ranks of the self-check.
 
     Returns:
-        The exit status: 0 if the self-check passed, 1 if not, 2 for a number of ranks that it
-        can't run with.
+        The exit status: 0 if the self-check passed, 1 if it failed, 2 for an invalid number of
+        ranks.
     """
     if not 1 <= ranks <= HEADS:
         print(

@@ -2,14 +2,14 @@
 
     python -m ds_sp_overlap.tools.shared_gpu RANKS SCRIPT ARGS...
 
-This shows that training is right over the real library, on a machine with one GPU; it makes nothing
-faster. NCCL refuses a second rank on a GPU before 2.30, and from then on unless `SHARING` is set.
-Every rank has ``LOCAL_RANK=0``.
+This tests training over NCCL on a machine with one GPU; it makes nothing faster. Before version
+2.30, NCCL refuses a second rank on a GPU; later versions accept it if `SHARING` is set. Every rank
+has ``LOCAL_RANK=0``.
 
-Kernels of several processes run at the same time only under CUDA's multi-process service (MPS),
-which is started for the ranks and ended after them. Without it the processes take turns: an
-all-to-all of 16 MiB took 4.2 ms instead of 0.23 (H100). A process under MPS that is killed breaks
-the others, so ranks are ended one after another.
+Kernels of several processes run at the same time only under CUDA's multi-process service (MPS).
+This script starts the service for the ranks, and ends it after them. Without MPS the processes take
+turns: an all-to-all of 16 MiB took 4.2 ms instead of 0.23 ms (H100). If a process under MPS is
+killed, the others fail, so ranks are ended one after another.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MPS = "nvidia-cuda-mps-control"
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL that runs; torch's own call names the one it was built with."""
+    """Return the version of the loaded NCCL; torch reports the version that it was built with."""
     try:
-        # Finds the library that is loaded already, by its name.
+        # By this name, the loader finds the library that is already loaded.
         library = ctypes.CDLL("libnccl.so.2")
     except OSError:
-        return torch.cuda.nccl.version()  # a part of torch's own library
+        return torch.cuda.nccl.version()  # NCCL is linked into torch's own library.
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))
     return number.value // 10000, number.value // 100 % 100, number.value % 100
@@ -63,9 +63,9 @@ def lacks() -> str:
 
 @contextlib.contextmanager
 def sharing() -> Iterator[str]:
-    """Let processes that are started in the body share a GPU. Yields a description."""
+    """Let processes that are started in the body share a GPU; yield a description."""
     with tempfile.TemporaryDirectory() as folder:
-        # A daemon of our own: nothing but the ranks runs under it.
+        # A separate MPS daemon, only for the ranks.
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
         given = {SHARING: "1", **dict.fromkeys(names, folder)}
         has_mps = shutil.which(MPS) is not None
@@ -80,13 +80,18 @@ def sharing() -> Iterator[str]:
 
 
 def run(ranks: int, command: list[str], seconds: float) -> int:
-    """Run a Python script on every rank, and print what rank 0 says.
+    """Run a Python script on every rank, with the output of rank 0.
 
-    Ranks are ended when ``seconds`` are over, or five seconds after one of them failed. What a
-    failed rank printed last is printed too.
+    Ends the ranks after ``seconds``, or five seconds after one of them has failed. Also prints the
+    last lines of other ranks that failed.
+
+    Args:
+        ranks: The number of ranks.
+        command: The script and its arguments.
+        seconds: The time limit, in seconds.
 
     Returns:
-        The exit status of the first rank that failed; 124 if time was over, 0 if all went well.
+        The exit status of the first rank that failed; 124 after the time limit; 0 if all succeeded.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

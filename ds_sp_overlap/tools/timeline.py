@@ -1,14 +1,14 @@
-"""Reads traces of ``torch.profiler``: what each exchange cost, as a table and as a picture.
+"""Computes the cost of each exchange from traces of ``torch.profiler``; writes a table and a chart.
 
     compute     | pack q | Wk .......... |           | unpack q | attention ..
     transfer             | q ......................q |
     exposed     |########|               |######################|
 
-An exchange is found by the ranges that every profiler sees around its start and its finish. On a
-GPU it consists of the kernels that were launched inside of them: those on a stream that computes
-pack and unpack, others transfer. *Exposed* are packing, unpacking, and a transfer as far as no
-stream computes meanwhile. Where the host carries the exchange (gloo), its start and its finish are
-exposed: the host computes nothing meanwhile.
+An exchange is found by the profiler ranges around its start and its finish. On a GPU it consists of
+the kernels that were launched inside these ranges: kernels on a stream that also computes pack or
+unpack, all others transfer. *Exposed* are pack, unpack, and the part of a transfer during which no
+stream computes. If the host carries the exchange (gloo), its start and its finish are exposed,
+since the host computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Exchange:
 
     Attributes:
         rank: The rank.
-        step: Optimizer step.
-        layer: Name of the layer.
-        name: Name of the exchange, for instance ``dv0``.
-        host: The ranges of its start and of its finish, on the host.
-        transfers: Its transfers.
-        exposed: The stretches in which it was exposed.
+        step: The optimizer step.
+        layer: The name of the layer.
+        name: The name of the exchange, for instance ``dv0``.
+        host: The spans of its start and of its finish, on the host.
+        transfers: The spans of its transfers.
+        exposed: The spans in which it was exposed.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Exchange:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Return spans that don't overlap, in order."""
+    """Return the union of ``spans``, as ordered spans that don't overlap."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -71,7 +71,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(span: Span, busy: Sequence[Span]) -> list[Span]:
-    """Return what is left of ``span`` outside of ``busy``, which is `merged`."""
+    """Return the parts of ``span`` outside of ``busy``, a result of `merged`."""
     begin, end = span
     beside = busy[max(0, bisect_right(busy, span) - 1) : bisect_right(busy, (end, end))]
     edges = [begin, *(min(max(time, begin), end) for each in beside for time in each), end]
@@ -79,14 +79,14 @@ def without(span: Span, busy: Sequence[Span]) -> list[Span]:
 
 
 def read(path: str, index: int = 0) -> list[Exchange]:
-    """Return the exchanges of a rank that were finished, in the order of their starts.
+    """Return the finished exchanges of a rank, in the order of their starts.
 
     Args:
         path: A file that ``torch.profiler`` exported.
-        index: The rank, where the trace names none.
+        index: The rank, for a trace that doesn't name one.
 
     Raises:
-        ValueError: if the file is no such trace.
+        ValueError: if the file is not a trace of ``torch.profiler``.
     """
     try:
         with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as file:
@@ -109,10 +109,10 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, Exchange]]:
-    """Find the exchanges that were finished, with the transfers of gloo.
+    """Find the finished exchanges, with the transfers of gloo, in the events of the host.
 
     Returns:
-        The exchanges; and by its number, the exchange of each launch on a device.
+        The exchanges; and the exchange of each launch on a device, by its correlation number.
     """
     step = 0
     exchanges: list[Exchange] = []
@@ -120,7 +120,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
     of_launch: dict[int, Exchange] = {}
     launched: list[Exchange | None] = []
     transfers: list[Span] = []
-    # By thread: the ranges of exchanges around the event, and when they end.
+    # By thread: the open ranges of exchanges around the current event, each with its end.
     around: dict[Any, list[tuple[float, Exchange]]] = defaultdict(list)
     for event in events:
         name, span, inside = event["name"], _span(event), around[event["pid"], event["tid"]]
@@ -146,7 +146,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
             launched.append(exchange)
         elif exchange is not None and "correlation" in event.get("args", ()):
             of_launch[event["args"]["correlation"]] = exchange
-    # The threads of gloo take up what was launched in that order.
+    # The threads of gloo run the exchanges in the order of their launch.
     for exchange, span in zip(launched, transfers):
         if exchange is not None:
             exchange.transfers.append(span)
@@ -154,7 +154,10 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
 
 
 def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
-    """Find what exchanges did on a device, where a stream that computes has all relayout."""
+    """Add the transfers and exposed spans on a device to the exchanges.
+
+    Kernels of an exchange on a stream that computes are taken for pack and unpack.
+    """
     ran = [event for event in events if event.get("cat") in ON_DEVICE]
     streams = set()
     for event in ran:
@@ -178,10 +181,10 @@ def _ms(spans: Iterable[Span]) -> float:
 
 
 def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
-    """Return what exchanges cost together that have the same attributes ``of``.
+    """Sum the costs of exchanges whose attributes ``of`` are equal.
 
     Returns:
-        By those attributes: the number of exchanges, ms of transfer, ms exposed.
+        By the values of these attributes: number of exchanges, ms of transfer, ms exposed.
     """
     table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:
@@ -192,6 +195,9 @@ def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
 
 def draw(rows: dict[str, list[float]]) -> Any:
     """Draw the costs of each exchange in a step as bars.
+
+    Args:
+        rows: By the name of an exchange: number, ms of transfer, ms exposed.
 
     Raises:
         ImportError: without matplotlib.
@@ -212,10 +218,13 @@ def draw(rows: dict[str, list[float]]) -> Any:
 
 
 def write(paths: Sequence[str]) -> str:
-    """Write what traces tell, one of each rank, beside the first: exchanges.csv and timeline.png.
+    """Write exchanges.csv and timeline.png for some traces, into the folder of the first trace.
+
+    Args:
+        paths: The trace files, one for each rank.
 
     Returns:
-        A table of a step, in words.
+        A table of the costs in one step, as text.
 
     Raises:
         ValueError: as `read` does.
@@ -231,7 +240,7 @@ def write(paths: Sequence[str]) -> str:
     if not table:
         inform(f"sp_overlap: no exchange of an overlapped layer in {paths[0]}")
         return ""
-    # Sums of all layers, means over ranks and steps.
+    # Sum over the layers, average over ranks and steps.
     steps = len(costs(exchanges, "rank", "step"))
     by_name = costs(exchanges, "name").items()
     rows = {name: [value / steps for value in row] for name, row in by_name}

@@ -1,1 +1,1 @@
-"""Predicts what overlap would save, by simulating schedules with the costs of a layer."""
+"""Predicts the time that overlap would save, by simulating the launches of a layer on a GPU."""

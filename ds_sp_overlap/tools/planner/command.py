@@ -1,4 +1,4 @@
-"""Runs ``ds-sp-overlap plan``: reads arguments, measures rates where asked, prints tables."""
+"""Runs ``ds-sp-overlap plan``: reads arguments, measures rates on request, prints tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...exchange.geometry import shares_for
 from .costs import WINDOWS, LayerShape, Way
 from .gpu.constants import GPUS, Gpu, gpu
 
-if TYPE_CHECKING:  # It loads torch.
+if TYPE_CHECKING:  # This import loads torch.
     from .plan import Row
 
 
 def _whole(text: str) -> int:
-    """Read a whole number of at least 1: 65536, 64k or 1m."""
+    """Parse a whole number of at least 1: 65536, 64k or 1m."""
     found = re.fullmatch(r"(\d+)([km]?)", text.lower())
     if found is None or int(found[1]) < 1:
         raise argparse.ArgumentTypeError(
@@ -36,7 +36,7 @@ def _whole(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    """Read a finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -47,10 +47,10 @@ def _positive(text: str) -> float:
 
 
 def _bandwidth(text: str) -> float:
-    """Read a bandwidth in GB/s: 45, 50GB/s, 400Gbit/s."""
+    """Parse a bandwidth such as 45, 50GB/s or 400Gbit/s; return GB/s."""
     number = text.removesuffix("Gbit/s").removesuffix("GB/s")
     value = _positive(number)
-    # So large a number without a unit may be meant in Gbit/s.
+    # Such a large number without a unit may be meant in Gbit/s.
     if number == text and value >= 100:
         raise argparse.ArgumentTypeError(
             f"{text} of what? Write 400Gbit/s, or 50GB/s, which is as much"
@@ -59,9 +59,9 @@ def _bandwidth(text: str) -> float:
 
 
 def _tflops(text: str) -> float:
-    """Read a number of TFLOP/s."""
+    """Parse a number of TFLOP/s."""
     value = _positive(text)
-    # So large a number may be meant in FLOP/s.
+    # Such a large number may be meant in FLOP/s.
     if value >= 10_000:
         raise argparse.ArgumentTypeError(
             f"{text} TFLOP/s? A GPU has hundreds; did you mean {value / 1e12:g}?"
@@ -122,10 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Fill in what --model says and what follows from other values.
+    """Fill in the values of --model, and check that all values are given and fit together.
 
     Raises:
-        ValueError: if a value is missing.
+        ValueError: if a value is missing, or values contradict each other.
     """
     is_cluster = args.nodes is not None or args.gpus_per_node is not None
     of_one = args.sp or args.measure
@@ -161,7 +161,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 def _layer(args: argparse.Namespace, sp_size: int) -> LayerShape:
-    """Return the layer's shape; raise ValueError if an sp group of this size can't hold it."""
+    """Return the layer's shape; raise ValueError if it can't be split over ``sp_size`` ranks."""
     kv_heads = args.kv_heads or args.heads
     return LayerShape(
         width=args.hidden,
@@ -177,10 +177,14 @@ def _layer(args: argparse.Namespace, sp_size: int) -> LayerShape:
 
 
 def _measured(layer: LayerShape, tflops: float) -> dict[str, float]:
-    """Measure a GPU's figures on the ranks of a launcher; ``tflops`` is its peak. Collective.
+    """Measure the figures of a GPU on the ranks that a launcher started. Collective.
+
+    Args:
+        layer: The shape of the layer.
+        tflops: The peak of the GPU, in TFLOP/s.
 
     Raises:
-        ValueError: if the launcher started another number of ranks.
+        ValueError: if the launcher did not start ``layer.sp_size`` ranks.
     """
     import torch
     import torch.distributed as dist
@@ -203,10 +207,10 @@ def _measured(layer: LayerShape, tflops: float) -> dict[str, float]:
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    """Return the GPU, with what is measured or given in place of its table's figures.
+    """Return the GPU of ``--gpu``; measured and given figures replace those of the table.
 
     Raises:
-        ValueError: if --measured can't be used.
+        ValueError: if the file of --measured can't be used.
     """
     found = gpu(args.gpu, args.measured)
     if args.measure is not None:
@@ -224,7 +228,15 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 
 def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice: str) -> str:
-    """Return the plan as text, its advice first; ``name`` is that of the GPU."""
+    """Return the plan as text, with its advice first.
+
+    Args:
+        layer: The shape of the layer.
+        on: The GPU.
+        name: The name of the GPU.
+        rows: The variants, the one without our overlap first.
+        advice: The advice.
+    """
     base, cells = rows[0], []
     headers = ["", "ms", "times", "exposed ms", "host ms", "GPU waits for it", "peak MiB"]
     for row in rows:
@@ -253,7 +265,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
 
 
 def _longest(args: argparse.Namespace, layer: LayerShape, way: Way) -> dict[str, int]:
-    """Return the longest sequence that fits, by what is done with activations."""
+    """Return the longest sequence that fits, in tokens, for each treatment of activations."""
     from .fits import Model, longest
 
     model = Model(args.layers, int(1e9 * args.params))
@@ -261,7 +273,7 @@ def _longest(args: argparse.Namespace, layer: LayerShape, way: Way) -> dict[str,
 
 
 def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> str:
-    """Return the table of the longest sequences that fit; ``best`` is the fastest way."""
+    """Return the table of the longest sequences that fit; ``best`` is the fastest `Way`."""
     rows = []
     for way in (Way(0), best, *WINDOWS):
         if way.groups <= layer.geometry(1).max_groups:
@@ -277,9 +289,9 @@ def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> st
 
 
 def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Return which sp size of a cluster to take, and a row for each that is possible.
+    """Return advice on the sp size for a cluster, and a row for each possible sp size.
 
-    Sequences are many, so that what counts is how many tokens a GPU computes in a second.
+    The best sp size is the one with the most tokens per second and GPU.
     """
     from .plan import best_of, decides_ms, plan
 
@@ -314,31 +326,31 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
 
 def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the plan, under a launcher on rank 0; return the exit status.
+    """Print the plan and return the exit status; under a launcher, only rank 0 prints.
 
-    Exits with argparse's error where nothing can be planned or measured.
+    Exits with argparse's error if nothing can be planned or measured.
     """
     is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     try:
-        # What imports print is no part of the plan.
+        # Imports may print; keep that out of the plan's output.
         with contextlib.redirect_stdout(sys.stderr):
             _complete(args)
             if args.measure is not None and not is_launched:
-                _layer(args, args.sp)  # refuses what can't be planned
+                _layer(args, args.sp)  # Raises an error now, before ranks are started.
                 launcher = "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
                 words = [sys.executable, "-m", *launcher, "-m", "ds_sp_overlap", *sys.argv[1:]]
                 return subprocess.run(words).returncode
             found, text = _planned(args)
     except ValueError as error:
         parser.error(str(error))
-    # A launcher's ranks all find the same; one of them prints it.
+    # All ranks of a launcher have the same plan.
     if not is_launched or os.environ["RANK"] == "0":
         print(json.dumps(found) if args.json else text)
     return 0
 
 
 def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the plan, and the same in words.
+    """Return the plan as a dict for JSON, and as text.
 
     Raises:
         ValueError: if nothing can be planned or measured.
@@ -346,7 +358,7 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.nodes is not None:
         advice, sizes = _sizes(args)
         return {"sp": sizes, "verdict": advice}, f"{advice}\n\n{tabulate(sizes, headers='keys')}"
-    # It loads torch.
+    # This import loads torch.
     from .plan import decides_ms, hybrid, ours_of, plan, verdict
 
     layer, on = _layer(args, args.sp), _gpu(args)

@@ -1,4 +1,4 @@
-"""Describes a layer, and the ways to run it."""
+"""Describes the shape of a layer, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LayerShape:
         seq: Global sequence, in tokens; divides by the sp size.
         sp_size: ``P``.
         batch: ``b``.
-        element_bytes: Bytes of an element that is exchanged.
-        intermediate: Width of a gated MLP, which counts towards the layer's time and hides nothing;
-            0: the attention layer alone.
-        shares: Ranks that share their query heads, ``r``.
+        element_bytes: The size of an exchanged element, in bytes.
+        intermediate: The width of a gated MLP, which adds to the layer's time and hides no
+            exchange; 0: only the attention layer.
+        shares: The number of ranks that share their query heads, ``r``.
 
     Raises:
-        ValueError: where no sp group of this size can hold the layer.
+        ValueError: if the tokens or heads can't be split over ``sp_size`` ranks.
     """
 
     width: int
@@ -55,11 +55,11 @@ class LayerShape:
 
 
 class Way(NamedTuple):
-    """Describes how a layer runs.
+    """A way to run a layer.
 
     Attributes:
-        groups: G; 0 is DeepSpeed's own class.
-        window: W; None: all groups are live.
+        groups: The number of head groups, G; 0 for DeepSpeed's own class.
+        window: The number of live head groups, W; None for all groups.
     """
 
     groups: int

@@ -1,20 +1,21 @@
 """Computes the longest sequence whose training step fits on a GPU, by arithmetic.
 
-The training is ZeRO-3 in bf16 with Adam, whose states lie over the ranks of the sp group. A model
-is a number of equal layers, in transformers' code. Loss and MLP are computed in tiles, as in Arctic
-long sequence training; with a window norms are, too (``"tiles"``). Beside the memory of its
-attention, which is recorded, a layer saves four tensors of the size of x: the inputs of the layer,
-of attention, of the MLP's norm and of the MLP. A layer's backward is at its peak in one of these
-phases, each with the layer's input and dy::
+The training is ZeRO-3 in bf16 with Adam, whose states are sharded over the ranks of the sp group. A
+model consists of equal layers, in transformers' code. Loss and MLP run in tiles, as in Arctic long
+sequence training; with a window, norms run in tiles, too (``"tiles"``). Apart from the memory of
+its attention, which is recorded, a layer saves four tensors of the size of x: the inputs of the
+layer, of attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one
+of these phases, each of which also holds the layer's input and dy::
 
-    MLP          inputs of attention, norm and MLP; what attention waits with; dx; a tile
-    norm, whole  the input of attention; what attention waits with; what norms save and make
-    attention    the input of attention; what it has in memory; what its norm saves
+    MLP          inputs of attention, norm and MLP; tensors that attention has saved; dx; a tile
+    norm, whole  the input of attention; tensors that attention has saved; those that norms save
+                 and make
+    attention    the input of attention; all tensors of attention; those that its norm saves
 
-Beside it are the model's states, the weights of two layers, which ZeRO-3 gathers (one of them
-ahead), and their gradients, until they are reduced; in tiles the gradients of the layer at work are
-fp32 sums. Left out are CUDA itself, and memory that PyTorch's allocator reserves beyond what is
-allocated, since it gives that back before it runs out.
+To this add the model's states, the weights of two layers, which ZeRO-3 gathers (one of them ahead),
+and their gradients until they are reduced; with tiles, the gradients of the current layer are fp32
+sums. Not counted are CUDA's own memory, and memory that PyTorch's allocator reserves but does not
+use, since it frees this before it runs out of memory.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ import numpy as np
 from .costs import LayerShape, Way
 from .gpu.recorder import record
 
-# In sizes of x: the temporaries of a tile. What a norm in bf16 that runs whole saves beside its
-# input, and what its backward makes beside that: fp32 tensors, read off transformers' code.
+# In multiples of x: the temporaries of a tile; the tensors that a norm in bf16 without tiles saves
+# besides its input; and the tensors that its backward makes. The norm's tensors are fp32 and
+# counted in transformers' code.
 TILE, NORM_SAVES, NORM_MAKES = 0.5, 3, 9
-# Bytes per parameter: weight and gradient of 2 each; in fp32 the weight and two moments.
+# Bytes per parameter: 2 each for weight and gradient; 4 each for the fp32 weight and two moments.
 STATES = 16
-# Bytes per parameter of one layer: two layers' weights and gradients of 2 each. With tiles the fp32
-# sums of one, their last term, which is at most a third of an MLP, and what they are rounded to.
+# Bytes per parameter of one layer: 2 each for the weights and gradients of two layers. With tiles,
+# also the fp32 sums of one layer, their last term (at most a third of an MLP), and their rounded
+# values.
 GATHERED, GATHERED_IN_TILES = 8, 12
 
 
-# Tokens per rank of the sequences that are recorded.
+# The number of tokens per rank in the recorded sequences.
 SHORT = 1024
 
 
@@ -55,11 +58,13 @@ class Model(NamedTuple):
 
 
 def _held(layer: LayerShape, way: Way) -> tuple[int, int, int]:
-    """Return three numbers of bytes of the attention layer, without x, dy and weights.
+    """Return the memory of the attention layer in bytes, without x, dy and weights.
 
-    The most that it has in memory; the most in backward; and what it saves for backward. All grow by
-    the same amount with every token, so that two short sequences tell of longer ones, for which
-    there may be no memory here.
+    Extrapolates from two short sequences, since the memory is linear in the number of tokens, and
+    this machine may not have the memory for the whole sequence.
+
+    Returns:
+        The peak of forward and backward; the peak of backward; and the bytes saved for backward.
     """
     each = layer.seq // layer.sp_size / SHORT
     seqs = SHORT * layer.sp_size, 2 * SHORT * layer.sp_size
@@ -69,41 +74,42 @@ def _held(layer: LayerShape, way: Way) -> tuple[int, int, int]:
 
 
 def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
-    """Return the most bytes of a training step on one rank, by what is done with activations.
+    """Return the peak memory of a training step on one rank, in bytes, by treatment of activations.
 
-    The keys of the result, of which only a window has "keep" and "offload":
+    The keys of the result; "keep" and "offload" exist only for a window:
 
     all kept         everything that backward reads is saved
     checkpointed     each layer's input is saved, and the layer is recomputed
-    keep             o and the log-sum-exp are saved too (``"checkpointing": "keep"``); for a window
+    keep             o and the log-sum-exp are saved, too (``"checkpointing": "keep"``)
     inputs on host   as checkpointed, with the inputs in host memory
-    offload          as keep, with all that is saved in host memory; for a window
+    offload          as keep, with all saved tensors in host memory
     """
     most, most_in_backward, waits = _held(layer, way)
     x = layer.seq // layer.sp_size * layer.batch * layer.width * layer.element_bytes
-    # Without y, which is a term of the next layer's input.
+    # Subtract y, which is counted as the input of the next layer.
     waits -= x
     gathered = GATHERED if way.window is None else GATHERED_IN_TILES
     fixed = STATES * model.parameters // layer.sp_size
     fixed += gathered * model.parameters // model.layers
     # The tables of cos and sin of RoPE, which all layers share.
     fixed += 2 * x * layer.head_dim // layer.width
-    # A window runs norms in tiles, which save nothing but their input.
+    # With a window, norms run in tiles, and save only their input.
     norm = 0 if way.window is not None else NORM_SAVES * x
     outside = int(waits + (6 + TILE) * x)
     if norm:
         outside = max(outside, waits + 4 * x + 2 * norm + NORM_MAKES * x)
-    # A layer that is recomputed from its input, and dy. The inputs of all layers are added below.
+    # The peak of a layer that is recomputed, with dy and without its input, since the inputs of all
+    # layers are added below.
     again = max(most + 4 * x + norm, outside) - x
     found = {
         "all kept": model.layers * (waits + 4 * x + 2 * norm)
         + max(again - waits - 3 * x - norm, x),
         "checkpointed": again + model.layers * x,
-        # One input in use, one on its way.
+        # One layer's input in use, and one on its way from the host.
         "inputs on host": again + 2 * x,
     }
     if way.window is not None:
-        # The kept o, and a copy of it in the layer that is recomputed.
+        # With a window, ``waits`` is the size of the saved o and log-sum-exp of a layer.
         backward = max(most_in_backward - waits + 4 * x, outside) - x
         found["keep"] = backward + model.layers * (x + waits)
         found["offload"] = backward + 2 * (x + waits)
@@ -114,8 +120,8 @@ def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str,
     """Return the longest sequence whose training step fits into ``memory`` bytes.
 
     Returns:
-        Tokens, in multiples of `SHORT` per rank, for each name of `held_by_model`; 0 where no sequence
-        fits.
+        The number of tokens, a multiple of `SHORT` per rank, for each key of `held_by_model`; 0 if
+        no sequence fits.
     """
     step = SHORT * layer.sp_size
 

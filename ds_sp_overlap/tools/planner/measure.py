@@ -1,6 +1,6 @@
 """Measures the rates for `plan`: matrix products, causal attention, an all-to-all.
 
-The planner and benchmarks/link.py call `rates`.
+Used by the planner and by benchmarks/link.py.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ from torch.utils.benchmark import Timer
 
 from .costs import LayerShape
 
-# The most tokens of attention that are timed. Beyond, its rate hardly changes, but its time does.
+# The largest number of tokens with which attention is timed. With more tokens the rate hardly
+# changes, but the time grows.
 LONGEST = 8192
-# How often everything is timed; before, it runs twice.
+# The number of timed runs of each operation, after a warmup.
 RUNS = 9
 
 
 def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) -> dict[str, float]:
-    """Measure figures of a GPU (`gpu.constants`) with the shapes of a layer, by name.
+    """Measure figures of a GPU (`gpu.constants`) with the shapes of a layer.
 
-    Projections: the product of a rank's tokens with a square weight. Attention: forward and
-    backward of the rank's heads, over at most `LONGEST` tokens. Wire: the exchange of q, and an
-    exchange of one element per peer. Each is the mean of `RUNS` on the slowest rank.
+    Times the product of a rank's tokens with a square weight; attention, forward and backward, with
+    the rank's heads over at most `LONGEST` tokens; the exchange of q; and an exchange of one
+    element per peer. Each time is the mean of `RUNS` runs on the slowest rank.
 
     Collective over ``group``; all ranks return the same.
 
     Args:
-        layer: Shape of the layer.
+        layer: The shape of the layer.
         group: The sp group.
         device: The device to measure.
-        tflops: TFLOP/s of which shares are returned.
+        tflops: The peak of the GPU in TFLOP/s; some figures are shares of it.
+
+    Returns:
+        The figures by name.
     """
 
     def seconds(run: Callable[[], Any]) -> float:
         timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-        # No rank's time includes the wait for a late rank.
+        # Begin together, so that no rank's time includes the wait for a late rank.
         dist.barrier(group)
         took = torch.tensor(timer.timeit(RUNS).mean, dtype=torch.float64, device=device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
@@ -54,7 +58,8 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     matmul = 2 * tokens * layer.width**2 / seconds(lambda: F.linear(x, weight))
 
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
-    # Attention must divide query heads by KV heads, also where a rank's don't.
+    # In this attention, the number of query heads must be a multiple of the number of KV heads,
+    # even if that is not so for the layer's heads on a rank.
     kv_heads = math.gcd(heads, max(layer.kv_heads // layer.sp_size, 1))
     q, k, v = (
         torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)
@@ -66,7 +71,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
         torch.autograd.grad(o, (q, k, v), do)
 
-    # Causal: two products in forward over half of s x s, and 2.5 times as much in backward.
+    # Causal attention: two products over half of s x s in forward; 2.5 times as much in backward.
     flops = 3.5 * 2 * seq**2 * layer.batch * heads * layer.head_dim
     attention = flops / seconds(attend)
 
@@ -77,7 +82,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
 
     per_peer = tokens * layer.heads // layer.sp_size * layer.head_dim
     latency, whole = exchange_s(1), exchange_s(per_peer)
-    # A rank sends nothing to itself.
+    # A rank sends nothing to itself: count only the other ranks.
     moved_bytes = (layer.sp_size - 1) * per_peer * layer.element_bytes
     return {
         "gemm_share": matmul / (1e12 * tflops),

@@ -1,7 +1,7 @@
-"""Predicts what overlap would save, before anything is run: ``python -m ds_sp_overlap plan``.
+"""Predicts the time that overlap would save without a GPU: ``python -m ds_sp_overlap plan``.
 
-Every variant's launches are recorded from the code that makes them (`gpu.recorder`) and played on a
-GPU with its host (`gpu.player`).
+`gpu.recorder` records the launches of each variant from the code that makes them; `gpu.player`
+simulates these launches on a GPU with its host.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from .gpu.launches import COMPUTE, Host, Launch, Record, Transfer, Wait
 from .gpu.player import Played
 from .gpu.recorder import LAYERS, record, record_mixer
 
-# A step that would be shorter by less than this share is not worth the bother.
+# The smallest saving, as a share of the step, for which the plan recommends overlap.
 WORTH = 0.02
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant of the layer, forward and backward, as it is played; times in ms.
+    """The simulated forward and backward of a variant of the layer; times in ms.
 
     Attributes:
-        variant: Its name.
-        groups: G, for ``"head_groups"``; 0 if it isn't ours, or has a window.
-        step_ms: The attention layer.
-        host_ms: When the host is done with it.
-        exposed_ms: What the layer would be shorter over a wire that costs nothing.
-        starved_ms: How long the GPU waits for its host.
-        peak_bytes: The most bytes in memory, without x, dy and the weights.
-        whole_ms: A whole layer with its MLP, of several; None if it was not played.
+        variant: The name of the variant.
+        groups: G, for ``"head_groups"``; 0 if the variant isn't ours, or has a window.
+        step_ms: The time of the attention layer.
+        host_ms: The time after which the host has launched everything.
+        exposed_ms: The time that exchanges without any cost would save.
+        starved_ms: The time for which the GPU waits for its host.
+        peak_bytes: The peak memory, without x, dy and the weights.
+        whole_ms: The time of a whole layer with its MLP, the mean of several; None if it was not
+            simulated.
     """
 
     variant: str
@@ -50,22 +51,23 @@ class Row:
 
 
 def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
-    """Return the launches of G = 1 as those pull requests would order them.
+    """Return the launches of G = 1 as DeepSpeed 5691 and Megatron-DeepSpeed 415 order them.
 
-    Compute waits for v, o and dv where they are launched.
+    In these pull requests, the compute stream waits for the exchanges of v, o and dv as soon as
+    they are launched.
     """
     changed: list[Launch] = []
     for launch in launches:
         changed.append(launch)
         if isinstance(launch, Transfer) and launch.name in ("v", "o", "dv"):
-            # Numbers of events below 0, which the layer's own events don't have.
+            # A negative number, since the layer's own events have other numbers.
             event = -len(changed)
             changed += [Record(launch.stream, event), Wait(COMPUTE, event)]
     return changed
 
 
 def in_one_stream(launches: Sequence[Launch]) -> list[Launch]:
-    """Return the launches without overlap: everything on the compute stream."""
+    """Return the launches without overlap, all of them on the compute stream."""
     left = (each for each in launches if not isinstance(each, (Record, Wait)))
     return [each if isinstance(each, Host) else each._replace(stream=COMPUTE) for each in left]
 
@@ -78,12 +80,12 @@ def stock_runs(layer: LayerShape) -> bool:
 
 
 def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
-    """Play every variant of a layer; the first row is without overlap.
+    """Simulate every variant of a layer; the first row is without our overlap.
 
     Args:
-        layer: Shape of the layer. With an MLP, whole layers are played as well.
+        layer: The shape of the layer. If it has an MLP, whole layers are simulated as well.
         gpu: The GPU.
-        with_all: Whether to play five of eight and windows, too.
+        with_all: Whether to include windows, and the variant "five of eight" (`five_of_eight`).
     """
     alone, most = replace(layer, intermediate=0), layer.geometry(1).max_groups
 
@@ -93,13 +95,13 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         change: Callable[[Sequence[Launch]], Sequence[Launch]] = list,
         whole: bool = True,
     ) -> Row:
-        """Play a variant of the attention layer.
+        """Simulate a variant of the attention layer.
 
         Args:
             way: How the layer runs.
-            variant: The name of a variant that is not ours; ours are named by their way.
-            change: Returns the launches to play for the launches that were recorded.
-            whole: Whether whole layers are played as well.
+            variant: The name of a variant that is not ours; our variants are named by ``way``.
+            change: Turns the recorded launches into the launches to simulate.
+            whole: Whether whole layers are simulated as well.
         """
         kernels = None if variant else gpu["kernel_share"]
         on = gpu.given("our kernels", permute_share=kernels)
@@ -128,13 +130,16 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
 def hybrid(
     layer: LayerShape, gpu: Gpu, model: nn.Module, rows: Sequence[Row]
 ) -> list[dict[str, Any]]:
-    """Return what the attention layers and mixers of a model take in a step; nothing without mixers.
+    """Return the times of a model's attention layers and mixers in a step; empty without mixers.
 
     Args:
-        layer: Shape of the attention layers.
+        layer: The shape of the attention layers.
         gpu: The GPU.
         model: The model, on the meta device.
         rows: The rows of `plan` for an attention layer.
+
+    Returns:
+        A dict for each class of layers: its name, the number of layers, and their times in ms.
     """
     base, best = rows[0], min(ours_of(rows), key=lambda row: row.step_ms)
     found: list[dict[str, Any]] = []
@@ -154,19 +159,19 @@ def hybrid(
 
 
 def ours_of(rows: Sequence[Row]) -> list[Row]:
-    """Return our rows, without windows."""
+    """Return the rows of our variants, without windows."""
     return [row for row in rows if row.groups]
 
 
 def decides_ms(row: Row) -> float:
-    """Return the time by which rows are compared: of a whole layer, if it was played."""
+    """Return the time by which rows are compared: of a whole layer if simulated, else attention."""
     return row.step_ms if row.whole_ms is None else row.whole_ms
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    """Return the row to choose: stock's, unless ours save at least `WORTH` of it.
+    """Return the row to choose: stock, unless our overlap saves at least the share `WORTH`.
 
-    Of ours the one with the fewest groups that comes close to the shortest step.
+    Of our rows, this is the one with the fewest groups whose step is close to the shortest.
     """
     ours = ours_of(rows)
     shortest = min(map(decides_ms, ours))
@@ -176,7 +181,7 @@ def best_of(rows: Sequence[Row]) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return what to do, and what it brings."""
+    """Return the advice, in words, with the time that it saves."""
     base, best, ours = rows[0], best_of(rows), ours_of(rows)
     what = "an attention layer" if base.whole_ms is None else "a whole layer with its MLP"
     few = "" if len(ours) > 1 else "; a rank has one query head, so nothing hides v, o and dv"

@@ -1,1 +1,1 @@
-"""A GPU on paper: plays the launches of a layer on SMs, hardware queues and communicators."""
+"""Simulates a GPU: runs the launches of a layer on SMs, hardware queues and communicators."""

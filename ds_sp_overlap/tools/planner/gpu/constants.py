@@ -1,4 +1,4 @@
-"""Holds what is known of a GPU and its host, each figure with its source, and what launches take."""
+"""Holds the figures of a GPU and its host, with their sources; computes the times of launches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .launches import Attention, Gemm, Host, Launch, Move, Transfer, Wait
 
 
 class Known(NamedTuple):
-    """A figure and its source; "assumed" where there is no source."""
+    """A figure and its source; "assumed" if there is no source."""
 
     value: float
     source: str
 
 
 DATA_SHEET = "NVIDIA's H100 SXM data sheet"
-# "Measured" is measured on an H100, see docs/planning.md.
+# "measured" means on an H100, see docs/planning.md.
 HOST = "measured, a call"
 PROFILE = "measured, from a profile of a layer's step"
 HOPPER = {
@@ -53,15 +53,15 @@ GPUS = {"h100": HOPPER, "h200": HOPPER | {"memory_gbs": Known(4800.0, "NVIDIA's 
 
 
 class Grid(NamedTuple):
-    """The blocks of a kernel; each block takes an SM, and tile after tile while any are left.
+    """The blocks of a kernel. Each block occupies an SM, and processes tiles until none are left.
 
-    Measured on an H100: an exchange that is launched behind a product, attention, its backward or a
-    copy gets its first SM when that kernel is over.
+    Measured on an H100: an exchange that is launched after a matrix product, an attention kernel
+    (forward or backward) or a copy gets its first SM when that kernel ends.
 
     Attributes:
-        ctas: Blocks that are launched.
-        tiles: Pieces of work.
-        tile_us: Time of a block for a tile.
+        ctas: The number of blocks.
+        tiles: The number of tiles, the units of work.
+        tile_us: The time of a block for one tile.
     """
 
     ctas: int
@@ -92,14 +92,14 @@ class Gpu:
             tile_us = 2 * tile_m * tile_n * launch.k / (per_sm * self["gemm_share"])
         elif isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
-            # Pairs of a query and a key: the last query sees ``keys``, each one before sees one
-            # less. Backward makes five products instead of two.
+            # The number of pairs of a query and a key: the last query attends to ``keys`` keys, and
+            # each earlier query to one less. Backward computes five products instead of two.
             seen = launch.seq * (launch.keys - launch.seq / 2)
             flops = 4 * seen * launch.heads * launch.head_dim
             share = self["attention_share"] / (2.5 if launch.backward else 1)
             tile_us = flops / tiles / (per_sm * share)
         elif isinstance(launch, Move):
-            # Eight turns of each SM, so that a few SMs less make it longer by their share.
+            # Eight tiles for each SM, so that the time grows smoothly if a few SMs are occupied.
             tiles = 8 * sms
             share = self["permute_share" if launch.permutes else "memory_share"]
             tile_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * share) / 8
@@ -110,7 +110,7 @@ class Gpu:
         return Grid(min(tiles, sms), tiles, tile_us)
 
     def host_us(self, launch: Launch) -> float:
-        """Return the host's time for a launch, or for what is before it."""
+        """Return the host's time for a launch, or for the work in a `Host`, in us."""
         if isinstance(launch, Host):
             return launch.times * self[f"{launch.name}_us"] * self["cold"]
         renamed = {Move: "launch", Wait: "event_wait"}
@@ -122,20 +122,20 @@ class Gpu:
         return self.given("free", wire_gbs=math.inf, latency_us=0, nccl_ctas=0)
 
     def given(self, source: str, **values: float | None) -> Gpu:
-        """Return this GPU with figures from elsewhere; None leaves a figure as it is."""
+        """Return this GPU with other figures, all from ``source``; None keeps a figure."""
         new = {name: Known(value, source) for name, value in values.items() if value is not None}
         return Gpu(self.known | new)
 
 
 def gpu(name: str, measured: Path | None = None) -> Gpu:
-    """Return the GPU of this name.
+    """Return the GPU called ``name``.
 
     Args:
         name: A key of `GPUS`.
-        measured: A file of figures that win over the table: JSON, by name.
+        measured: A JSON file with figures by name, which override the table; or None.
 
     Raises:
-        ValueError: if the file is no such file, or names a figure that the table has not.
+        ValueError: if the file can't be read, or names a figure that the table does not have.
     """
     found = Gpu(GPUS[name])
     if measured is None:

@@ -1,10 +1,10 @@
-"""Names what a host launches on a GPU; needs no torch."""
+"""Defines the launches of a host on a GPU; does not import torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Streams by name; the first has normal priority, the others have high priority.
+# The names of the streams; the first has normal priority, the others have high priority.
 COMPUTE, TRANSFER, GATE = "compute", "transfer", "gate"
 
 
@@ -19,11 +19,12 @@ class Gemm(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention of ``heads`` heads, the batch included; or its backward.
+    """The forward or backward of causal attention.
 
     Attributes:
-        seq: Tokens whose queries attend.
-        keys: Tokens that the last query sees.
+        seq: The number of queries.
+        keys: The number of keys that the last query attends to.
+        heads: The number of heads, times the batch size.
     """
 
     stream: str
@@ -35,10 +36,10 @@ class Attention(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A kernel that takes the time of reading and writing ``n_bytes``.
+    """A kernel whose time is that of reading and writing ``n_bytes``.
 
     Attributes:
-        permutes: Whether a tensor is read or written in another order than it lies in memory.
+        permutes: Whether a tensor is not read or written in the order of its memory.
     """
 
     stream: str
@@ -48,7 +49,7 @@ class Move(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective; ``stream`` is also the name of its communicator."""
+    """A collective that sends ``n_bytes``; ``stream`` is also the name of its communicator."""
 
     stream: str
     name: str
@@ -56,21 +57,21 @@ class Transfer(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Record the event with this number."""
+    """Records the event with this number on the stream."""
 
     stream: str
     event: int
 
 
 class Wait(NamedTuple):
-    """Let the stream wait for the event with this number."""
+    """Makes the stream wait for the event with this number."""
 
     stream: str
     event: int
 
 
 class Host(NamedTuple):
-    """What the host does before its next launch: ``times`` what `Gpu` has as ``{name}_us``."""
+    """Work of the host before its next launch; takes ``times`` the `Gpu`'s figure ``{name}_us``."""
 
     name: str
     times: int

@@ -1,20 +1,20 @@
-"""Plays launches on one GPU, event by event; the peers of its exchanges are always there.
+"""Simulates launches on one GPU, event by event; the peers of its exchanges never cause a wait.
 
-    host        launches one after another; each takes the host a while, and goes into the queue of
-                its stream
-    queue       first in, first out. A kernel leaves when the stream's earlier kernel is over, a
+    host        issues one launch after another. Each launch takes the host some time, and enters
+                the queue of its stream
+    queue       first in, first out. A kernel leaves when the stream's earlier kernel has ended, a
                 wait when its event has happened, a record at once
-    SMs         one block each. Free SMs go to the blocks of higher priority first, then to those
-                that came first. A block that waits keeps those behind it waiting. Blocks are never
-                taken off their SM
+    SMs         run one block each. Free SMs go to the blocks of higher priority first, then to the
+                earliest blocks. A block that waits for an SM holds up all blocks after it. A block
+                keeps its SM until it ends
     exchange    moves its bytes once all its blocks have an SM
 
 Blocks that already wait get a free SM before the next kernel leaves its queue. So a kernel whose
-blocks take tile after tile takes the SMs that an exchange gives back, and the next exchange waits
-until the kernel is over.
+blocks process one tile after another also takes the SMs that an exchange frees, and the next
+exchange waits until the kernel ends.
 
-Left out: clocks, caches, memory bandwidth shared by kernels that run side by side, and where on the
-chip an SM lies.
+Not simulated: clocks, caches, the sharing of memory bandwidth by concurrent kernels, and the
+location of an SM on the chip.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .launches import COMPUTE, Host, Launch, Queued, Record, Transfer, Wait
 
 
 class Bar(NamedTuple):
-    """A kernel or exchange; ``started`` is when its first block had an SM."""
+    """A kernel or exchange with its times in us; ``started`` is when its first block got an SM."""
 
     launch: Queued
     started: float
@@ -39,25 +39,25 @@ class Bar(NamedTuple):
 
 
 class _Running:
-    """A kernel or an exchange that left its queue."""
+    """A kernel or an exchange that has left its queue and has not ended."""
 
     def __init__(self, launch: Queued, grid: Grid, begin: float):
         self.launch, self.grid, self.started = launch, grid, begin
-        # Blocks without an SM, tiles that nobody has taken, blocks that are on an SM.
+        # The numbers of blocks that wait for an SM, of tiles not begun, and of blocks on an SM.
         self.waiting, self.left, self.placed = grid.ctas, grid.tiles, 0
 
 
 class Played:
-    """Plays the launches of one step, which begins behind a synchronisation; times in us.
+    """Simulates the launches of one step, which begins on an idle GPU; times in us.
 
     Attributes:
         bars: Kernels and exchanges in the order of their ends.
-        host_us: Time at which the host had launched everything, and was done.
-        starved_us: Time in which the GPU had nothing to do because the host was late.
-        us: Time until the host is done and everything is over.
+        host_us: The time at which the host has launched everything.
+        starved_us: The time for which the GPU was idle because the host was late.
+        us: The time at which the host and all kernels and exchanges are done.
 
     Raises:
-        RuntimeError: if something never ends.
+        RuntimeError: if some launch never runs.
     """
 
     host_us = starved_us = 0.0
@@ -68,11 +68,11 @@ class Played:
         self.bars: list[Bar] = []
         self.queues: defaultdict[str, deque[Queued]] = defaultdict(deque)
         self.last: dict[str, _Running] = {}
-        # By event: the kernel in front of it on its stream; None if there was none.
+        # For each recorded event: the last kernel before it on its stream, or None.
         self.events: dict[int, _Running | None] = {}
         self.running: list[_Running] = []
         self.idle_since: float | None = None
-        # Acts that are planned, by time and then in the order of planning.
+        # Planned actions, ordered by time, then by the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self._issue()
@@ -88,7 +88,7 @@ class Played:
         heapq.heappush(self.heap, (time, next(self.order), act))
 
     def _issue(self) -> None:
-        """Let the host launch the next of its list, and come back for the one after it."""
+        """Plan the arrival of the host's next launch in its queue."""
         us = 0.0
         for launch in self.launches:
             us += self.gpu.host_us(launch)
@@ -98,7 +98,7 @@ class Played:
         self.host_us = self.now + us
 
     def _arrive(self, launch: Queued) -> None:
-        """Put a launch into the queue of its stream."""
+        """Put a launch into the queue of its stream, and let the host issue the next one."""
         self.queues[launch.stream].append(launch)
         if self.idle_since is not None:
             self.starved_us += self.now - self.idle_since
@@ -107,8 +107,8 @@ class Played:
         self._issue()
 
     def _pump(self) -> None:
-        """Let all launches that can leave their queues do so; note when the GPU falls idle."""
-        # A launch that leaves may be what another queue waits for: look at all queues again.
+        """Let launches leave their queues as far as possible; record when the GPU becomes idle."""
+        # Another queue may wait for a launch that leaves: repeat until no launch can leave.
         is_moving = True
         while is_moving:
             is_moving = False
@@ -120,7 +120,7 @@ class Played:
             self.idle_since = self.now
 
     def _leaves(self, launch: Queued) -> bool:
-        """Return whether the head of a queue can leave it; it then does its work, or begins to."""
+        """Return whether the launch at the head of a queue can leave; if so, start it."""
         last = self.last.get(launch.stream)
         if isinstance(launch, Record):
             self.events[launch.event] = last
@@ -132,13 +132,13 @@ class Played:
             running = _Running(launch, self.gpu.grid(launch), self.now)
             self.last[launch.stream] = running
             self.running.append(running)
-            # Streams of exchanges have priority; then age. The sort is stable.
+            # Streams of exchanges have priority; otherwise the older comes first (stable sort).
             self.running.sort(key=lambda each: each.launch.stream == COMPUTE)
             self._place()
         return True
 
     def _place(self) -> None:
-        """Give free SMs to blocks that wait for one."""
+        """Give free SMs to waiting blocks."""
         for each in list(self.running):
             is_transfer = isinstance(each.launch, Transfer)
             count = min(self.free, each.waiting)
@@ -147,25 +147,25 @@ class Played:
             self.free -= count
             each.waiting -= count
             each.placed += count
-            # An exchange turns once all its blocks have an SM; without blocks, at once.
+            # An exchange moves its bytes once all its blocks have an SM; without blocks, at once.
             if is_transfer and each.waiting == 0 and each.left:
                 each.left = 0
                 self._at(self.now + each.grid.tile_us, partial(self._end, each))
             elif count and not is_transfer:
                 self._turn(each, count)
             if each.waiting:
-                # SMs are kept for the blocks that come first.
+                # Later blocks must not overtake the waiting ones.
                 return
 
     def _turn(self, kernel: _Running, count: int) -> None:
-        """Let ``count`` blocks of a kernel, which have an SM, work on one tile each."""
+        """Let ``count`` blocks of a kernel that have an SM process one tile each."""
         kernel.left -= count
-        # Where all tiles are taken, blocks that have no SM yet wait no longer.
+        # A waiting block for which no tile is left needs no SM any more.
         kernel.waiting = min(kernel.waiting, kernel.left)
         self._at(self.now + kernel.grid.tile_us, partial(self._turned, kernel, count))
 
     def _turned(self, kernel: _Running, count: int) -> None:
-        """End ``count`` tiles: their blocks take the next ones, or give their SMs back."""
+        """End ``count`` tiles: their blocks take the next tiles, or free their SMs."""
         staying = min(count, kernel.left)
         if staying:
             self._turn(kernel, staying)
@@ -182,6 +182,6 @@ class Played:
         self.free += running.placed
         self.running.remove(running)
         self.bars.append(Bar(running.launch, running.started, self.now))
-        # Blocks that wait for an SM come before kernels that are still in a queue.
+        # First give SMs to waiting blocks, then let kernels leave their queues.
         self._place()
         self._pump()

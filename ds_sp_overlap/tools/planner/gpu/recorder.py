@@ -1,11 +1,11 @@
 """Records the launches that a layer makes on an accelerator, without an accelerator.
 
-The layer's own code runs over a stand-in for the streams of a GPU, on tensors of the true shapes
-whose memory is never touched: operators are noted instead of being computed. So the list holds
-every kernel, copy, event and exchange in the order in which the host launches them, also copies
-that no schedule names. One launch with its shape stands for the forward of each call of local
-attention, and one for its backward. The tensors are a CPU's: where the package chooses a copy by
-device, the list has the copy that it makes on a CPU.
+The layer's own code runs with simulated streams, on tensors of the true shapes whose memory is
+never touched: operators are recorded instead of being computed. So the record has every kernel,
+copy, event and exchange in the order in which the host launches them, including copies that no
+schedule names. Each call of local attention is recorded as one launch in forward and one in
+backward. The tensors are CPU tensors: if the package chooses a copy by device, the record has the
+copy that it makes on a CPU.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from .launches import (
     Wait,
 )
 
-# Layers that are recorded where there is an MLP: a first, a middle and a last one.
+# The number of whole layers with an MLP that are recorded: a first, a middle and a last layer.
 LAYERS = 3
-# Tokens of which the functions of a mixer tell the shapes of their results: some loop over tokens.
+# The number of tokens with which the functions of a mixer run, to find the shapes of their results.
+# Some of these functions loop over tokens, so more tokens would take long.
 FEW = 96
-# Files of torch whose functions it calls for a dispatch mode.
+# Files of torch whose functions are called only because a dispatch mode is active.
 OF_A_MODE = re.compile(r"torch/(_library|_dynamo|_compile\.py|compiler)")
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 # Operators whose last two arguments are multiplied.
@@ -69,16 +70,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class _Stream:
-    """Stands for a CUDA stream; what happens on it goes into the recorder's list.
+    """Simulates a CUDA stream; the recorder lists its records and waits of events.
 
-    An event has the ``number`` of its latest record.
+    The ``number`` of an event is that of its latest record.
     """
 
     def __init__(self, recorder: Recorder, name: str):
         self.recorder, self.name = recorder, name
 
     def record_event(self, event: SimpleNamespace) -> None:
-        # A later record of the same event is another event: a wait is for the record before it.
+        # Each record gets a new number, since a wait refers to the latest record before it.
         event.number = next(self.recorder.events)
         self.recorder.note(Record(self.name, event.number))
 
@@ -87,13 +88,13 @@ class _Stream:
 
 
 class Recorder(TorchDispatchMode):
-    """Stands for the accelerator and the transport, and lists what is launched.
+    """Replaces the accelerator and the transport, and records launches.
 
-    It has the part of `Accelerator` that `SideStream` uses.
+    It implements the part of `Accelerator` that `SideStream` uses.
 
     Attributes:
-        launches: What was launched, in the order of the host, and what the host did in between.
-        held: Bytes in memory after each change, without x, dy and the weights.
+        launches: The launches in the order of the host, with the host's work between them.
+        held: The bytes in memory after each change, without x, dy and the weights.
         forwards: The length of ``held`` when backward began.
     """
 
@@ -103,29 +104,28 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.begin()
         self.current = self.compute = _Stream(self, COMPUTE)
-        # In the order in which `SideStream` asks for them.
+        # The names of streams, in the order in which `SideStream` makes them.
         self._names = iter((TRANSFER, GATE, "relay"))
         self.events = itertools.count()
-        # How many Python frames deep the host is in a stand-in of this file.
+        # The depth of Python frames inside a function of this file; 0 outside.
         self._inside = 0
 
     def begin(self) -> None:
-        """Forget what was recorded."""
+        """Begin a new record."""
         self.launches: list[Launch] = []
         self.held = [0]
-        # What the host did since the last launch, and how often.
+        # The host's work since the last launch: for each kind of `Host`, how often.
         self.before: Counter[str] = Counter()
-        # Weak references to the memory that was taken, each with a function that is called when the
-        # memory is freed.
+        # Weak references to the allocated memory, each with a callback for when it is freed.
         self._memory: set[weakref.ref[Any]] = set()
 
     def end(self) -> None:
-        """Note what the host did last. Count no memory that is let go of from now on."""
+        """End the record: add the host's last work, and ignore memory that is freed from now on."""
         self.note()
         self._memory.clear()
 
     def hold(self, x: Tensor) -> None:
-        """Count the memory of ``x``, which is new, until nobody holds it any more."""
+        """Count the memory of a new tensor ``x`` until it is freed."""
         storage = x.untyped_storage()
         self._memory.add(weakref.ref(storage, partial(self._free, storage.nbytes())))
         self.held.append(self.held[-1] + storage.nbytes())
@@ -135,15 +135,16 @@ class Recorder(TorchDispatchMode):
         self.held.append(self.held[-1] - n_bytes)
 
     def note(self, *launches: Launch) -> None:
-        """Add a launch, behind what the host did before it."""
+        """Record launches, after the host's work before them."""
         self.launches += [*(Host(*each) for each in self.before.items()), *launches]
         self.before.clear()
 
     def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Count a call of a Python function, as ``sys.setprofile`` asks.
+        """Count a call of a Python function; a callback of ``sys.setprofile``.
 
-        Stand-ins of this file, and what torch calls for a dispatch mode, are not called on a GPU.
-        Comprehensions are calls in some versions of Python alone.
+        Does not count functions of this file and functions that torch calls for a dispatch mode,
+        which would not run on a GPU; nor comprehensions, which are calls only in some versions of
+        Python.
         """
         code = frame.f_code
         if event == "return" and self._inside:
@@ -177,14 +178,14 @@ class Recorder(TorchDispatchMode):
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
     ) -> Done:
-        """Note an exchange on the current stream; nothing is moved, and nothing needs a wait."""
-        # Part 0 stays on this rank.
+        """Record an exchange on the current stream; move nothing."""
+        # Part 0 stays on this rank, which is rank 0.
         remote = max(sum(send_sizes[1:]), sum(recv_sizes[1:]))
         name = name.removeprefix("layer ")
         self.note(Transfer(self.current.name, name, remote * send.element_size()))
         return DONE
 
-    # What DeepSpeed's class calls of ``deepspeed.comm``.
+    # The functions of ``deepspeed.comm`` that DeepSpeed's class calls.
 
     def get_world_size(self, group: SPGroup) -> int:
         return group.size
@@ -198,7 +199,7 @@ class Recorder(TorchDispatchMode):
     # Kernels.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note an operator that launches a kernel; return results of its shapes, not computed."""
+        """Record an operator that launches a kernel; return uncomputed results of its shapes."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if "empty" in name:
@@ -208,7 +209,7 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in ("_unsafe_view", "detach", "set_"):
             self.before["view"] += 1
             return func(*args, **kwargs)
-        # An operator that writes into a tensor returns that; others get new memory of their shapes.
+        # An operator that writes into an argument returns it; for others, allocate the results.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
@@ -218,16 +219,16 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def _unwritten(self, value: Any) -> Any:
-        """Return memory that is never written, so that the system need not provide it."""
+        """Allocate a tensor like ``value`` that is never written, so takes no physical memory."""
         if isinstance(value, Tensor):
             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             self.hold(value)
         return value
 
     def _kernel(self, name: str, args: Any, returned: Any) -> None:
-        """Add a matrix product, or a kernel that moves the bytes of its tensors, to the list."""
+        """Record a matrix product, or a kernel that moves the bytes of its tensors."""
         on = self.current.name
-        # Each tensor once: an operator that works in place returns one of its arguments.
+        # Count each tensor once: an operator that works in place returns one of its arguments.
         leaves = tree_leaves((args, returned))
         tensors = {id(each): each for each in leaves if isinstance(each, Tensor)}
         if name.removesuffix("_") in PRODUCTS:
@@ -241,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _order(x: Tensor) -> tuple[int, ...]:
-    """Return the dims of ``x`` in the order in which they lie in memory."""
+    """Return the dims of ``x`` by descending stride, without dims of size 1."""
     dims = [dim for dim in range(x.dim()) if x.shape[dim] > 1]
     return tuple(sorted(dims, key=x.stride, reverse=True))
 
@@ -253,22 +254,22 @@ def _to_meta(value: Any) -> Any:
 
 
 def flash_bytes(q: Tensor, k: Tensor) -> int:
-    """Return what the backward of flash-attn takes for itself.
+    """Return the bytes of temporaries in the backward of flash-attn.
 
-    It sums dq in fp32. Where query heads share KV heads, it makes dk and dv for each query head.
-    Elements of other than 2 bytes have no kernel on GPUs.
+    It sums dq in fp32. If query heads share KV heads, it computes dk and dv for each query head.
+    The result is 0 for elements of other than 2 bytes, for which flash-attn has no kernel.
     """
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
 
 class _Call(NamedTuple):
-    """A call that is noted, and not computed.
+    """A call that is recorded, and not computed.
 
     Attributes:
         forward: The launch in forward.
         backward: The launch in backward.
-        ys: The results, which are saved for backward, as are the arguments.
-        work_bytes: The memory that backward takes for itself.
+        ys: The results; they are saved for backward, as are the arguments.
+        work_bytes: The bytes of temporaries in backward.
     """
 
     forward: Launch
@@ -278,7 +279,7 @@ class _Call(NamedTuple):
 
 
 class _Kernel(torch.autograd.Function):
-    """Notes a `_Call` as one launch in forward and one in backward."""
+    """Records a `_Call` as one launch in forward and one in backward."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, call: _Call, *xs: Any) -> Any:
@@ -301,7 +302,7 @@ class _Kernel(torch.autograd.Function):
 def _attend(
     recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, queries: Range | None = None
 ) -> Tensor:
-    """Note local attention of q [s, b, h, d]; return memory for o."""
+    """Record local attention of q [s, b, h, d]; return an uncomputed o of this shape."""
     seq, batch, heads, head_dim = q.shape
     of = COMPUTE, seq, queries[1] if queries else seq, batch * heads, head_dim
     ys = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -329,12 +330,12 @@ class _Layer(nn.Module):
 
 
 class _Alone(SPGroup):
-    """Rank 0 of an sp group that is not there: all ranks say what this rank says."""
+    """Rank 0 of a simulated sp group, whose other ranks contribute the same values as this rank."""
 
     def __init__(self, size: int, recorder: Recorder):
         super().__init__(None, recorder, kernels="torch")
         self.size = size
-        # Nobody is there to compare calls with.
+        # Never compare calls over the ranks.
         self.calls.EVERY = sys.maxsize
         device = torch.device("cpu")
         self.sides[device] = SideStream(recorder, device)
@@ -348,9 +349,9 @@ def record(layer: LayerShape, way: Way) -> Recorder:
     """Record forward and backward on rank 0, in the second of two steps.
 
     Args:
-        layer: Shape of the layer. Without an MLP one attention layer runs; with one, whole layers
-            with Llama's rotation and norms, one behind the other.
-        way: How it runs; DeepSpeed's class between whole projections.
+        layer: The shape of the layer. Without an MLP, one attention layer runs; with an MLP, three
+            whole layers with Llama's RoPE and norms.
+        way: How the layer runs.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
@@ -368,7 +369,7 @@ def record(layer: LayerShape, way: Way) -> Recorder:
     rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
 
     def attention(at: int) -> Callable[[Tensor], Tensor]:
-        """Make the attention of layer ``at``, over the sp group that is not there."""
+        """Make the attention of layer ``at``, over the simulated sp group."""
         projections: dict[str, Any] = {
             "q_proj": linear(layer.width, rows),
             "k_proj": linear(layer.width, kv_rows),
@@ -404,7 +405,7 @@ def record(layer: LayerShape, way: Way) -> Recorder:
 def _second_step(
     recorder: Recorder, forward: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]
 ) -> Recorder:
-    """Record the second of two steps, since the first one probes and plans."""
+    """Record the second of two steps, since the first step also runs probes and makes plans."""
     no_device, dy = mock.patch.object(slices, "unbatched", ()), torch.empty_like(x)
     try:
         with recorder, no_device, mock.patch(f"{STOCK}.dist", recorder):
@@ -423,22 +424,22 @@ def _second_step(
 
 
 def _on_meta(x: Any, tokens: int, to: int) -> Any:
-    """Return ``x`` on the meta device; with ``to`` tokens if it has ``tokens`` of them."""
-    # A parameter has up to two dimensions; so have positions.
+    """Return ``x`` on the meta device; if it has ``tokens`` tokens, with ``to`` tokens instead."""
+    # Tensors with tokens have three or more dimensions, or are integer positions. Leave parameters,
+    # which have up to two dimensions, as they are.
     if x is None or x.shape[1:2] != (tokens,) or (x.dim() == 2 and x.is_floating_point()):
         return _to_meta(x)
     return torch.empty((len(x), to, *x.shape[2:]), dtype=x.dtype, device="meta")
 
 
 def _mix(recorder: Recorder, name: str, function: Callable[..., Any], *xs: Any) -> Any:
-    """Note a call of a mixer's function; return memory for its results.
+    """Record a call of a mixer's function; return uncomputed results.
 
     Args:
-        recorder: Where the call is noted.
-        name: Name of the launches.
-        function: The function of the mixer on the meta device, which tells the shapes of its
-            results.
-        *xs: Its arguments.
+        recorder: The recorder.
+        name: The name of the launches.
+        function: The function of the mixer on the meta device, to find the shapes of its results.
+        *xs: The arguments of the call.
     """
     tokens = xs[0].shape[1]
     with _disable_current_modes():
@@ -453,15 +454,15 @@ def _mix(recorder: Recorder, name: str, function: Callable[..., Any], *xs: Any) 
 
 
 def record_mixer(layer: LayerShape, module: nn.Module, kind: type[Mixer]) -> Recorder:
-    """Record a mixer of the width, tokens and ranks of a layer.
+    """Record a mixer with the width, tokens and ranks of a layer.
 
-    One launch, with the bytes of its tensors, stands for the forward of each convolution and scan,
-    and one with twice as many for its backward.
+    Each convolution and scan is recorded as one launch in forward, with the bytes of its tensors,
+    and one launch in backward, with twice as many bytes.
 
     Args:
-        layer: Gives the sizes.
-        module: The mixer, on the meta device; stays there.
-        kind: Describes it.
+        layer: The layer's shape.
+        module: The mixer, on the meta device; it is copied.
+        kind: The `Mixer` class that describes it.
     """
     recorder = Recorder()
     sp_group, tokens = _Alone(layer.sp_size, recorder), layer.seq // layer.sp_size
@@ -493,7 +494,7 @@ def _stock(
     tables: tuple[Tensor, Tensor] | None,
     projections: dict[str, nn.Linear],
 ) -> Callable[[Tensor], Tensor]:
-    """Return DeepSpeed's class between whole projections."""
+    """Return a layer with DeepSpeed's class between projections that are called whole."""
     ulysses = importlib.import_module(STOCK).DistributedAttention(attend, sp_group)
     q_proj, k_proj, v_proj, o_proj = projections.values()
     repeat = max(1, layer.sp_size // layer.kv_heads)
@@ -502,7 +503,8 @@ def _stock(
         q, k, v = (each(x).unflatten(-1, (-1, layer.head_dim)) for each in (q_proj, k_proj, v_proj))
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
-        # It refuses fewer KV heads than ranks; DeepSpeed's adapter for transformers repeats them.
+        # DeepSpeed's class refuses fewer KV heads than ranks. Repeat them, as DeepSpeed's adapter
+        # for transformers does.
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
         return o_proj(ulysses(q, k, v, 1).flatten(2))

@@ -340,8 +340,8 @@ def scaled(q, k, v, gain):
 
 
 ENDS = [(section, end) for section in SECTIONS[1::2] for end in ("backward", "abandoned")]
-ENDS += [({**SECTIONS[0], "head_groups": 1}, end) for end in ("learned", "learned and abandoned")]
 ENDS += [(SECTIONS[1], "backward, y held")]  # a loss lives until the next step has computed its own
+ENDS += [({**SECTIONS[0], "head_groups": 1}, end) for end in ("learned", "learned and abandoned")]
 
 
 @pytest.mark.parametrize(("section", "end"), ENDS, ids=str)

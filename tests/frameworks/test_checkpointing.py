@@ -263,6 +263,23 @@ def test_checkpointing_that_attention_cannot_be_kept_over_is_refused_on_all_rank
     assert "by deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint" in of_deepspeed
 
 
+def beside_another(rank):
+    """Error of a model whose attention is kept, where a model beside it is checkpointed in a way that is refused; and what that one says."""
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
+    kept, refused = tiny(**EXACT).train(), tiny(**EXACT).train()
+    whole = outcome(kept, tokens, 0, 1, None)
+    kept.gradient_checkpointing_enable(NON_REENTRANT)
+    refused.gradient_checkpointing_enable({"use_reentrant": True})
+    ds_sp_overlap.enable(torch.nn.ModuleList([kept, refused]), {"head_groups": 2, "checkpointing": "keep"}, group)
+    error = worst(outcome(kept, tokens, rank, 2, group), whole)
+    return error, refusal(outcome, refused, tokens, rank, 2, group)
+
+
+def test_checkpoints_of_a_model_beside_it_do_not_stop_a_model():
+    for error, (kind, message) in on_ranks(2, beside_another):
+        assert error < FP64 and kind == "ValueError" and "with use_reentrant=True" in message
+
+
 def around(rank, way):
     """What checkpoints that the package doesn't see raise in backward, and whether anything was exchanged in it."""
     deepspeed.checkpointing.configure(None, partition_activations=False)

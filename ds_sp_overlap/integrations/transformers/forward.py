@@ -167,7 +167,7 @@ class Host:
         forwards: The forwards of the whole model that `enable` was given.
         layer: The first attention layer in the model; the model itself if all layers are mixers.
         own_code: The names of the layers that run transformers' code on this rank's tokens.
-        checkpoints: The checkpoints in the model that `enable` was given.
+        checkpoints: The checkpoints in the model.
         watched: Checks that the layers are still in place.
         has_looked: Whether a forward has already looked for FSDP units made after `enable`.
     """
@@ -193,7 +193,7 @@ class Host:
         has_gathered = self.model in inside  # guard: not another model
         if has_gathered or off_in_eval(self.layer):
             return own(*args, **kwargs)
-        arguments = by_name(self.model, args, kwargs)
+        arguments = self._by_name(args, kwargs)
         if not self.has_looked:
             sharded.look_for_units(self.model)
             self.has_looked = True
@@ -216,6 +216,12 @@ class Host:
             recurrent = masks.for_recurrent(sequence)
             with recurrent:  # guard: recurrent layers are told
                 return own(*args, **kwargs)
+
+    # Dynamo would trace the cache of names, and warn of it.
+    @torch._disable_dynamo
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the model by name."""
+        return by_name(self.model, args, kwargs)
 
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.

@@ -291,16 +291,14 @@ class _Search:
                 bound[name] = module
                 forward = functools.partial(run_with_largest_position, name, module, self.forwards)
                 self.binds[module] = functools.partial(rebind, module, forward)
-        whole = type(self.model).__name__
-        checkpoints = Checkpoints(whole, self.model, self.saving, self.overlap.config)
         watched = modules.Watched(self.model, bound)
-        host_of = functools.partial(
-            Host, forwards=self.forwards, checkpoints=checkpoints, watched=watched
-        )
+        host_of = functools.partial(Host, forwards=self.forwards, watched=watched)
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
-            model = self.named[at]
-            host = host_of(at or whole, model, layer=layer, own_code=inside)
+            name, model = at or type(self.model).__name__, self.named[at]
+            # Of this model alone: another one beside it may be checkpointed in another way.
+            checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
+            host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )

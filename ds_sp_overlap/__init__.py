@@ -2,7 +2,7 @@
 
 Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` section in its
 config, whether DeepSpeed is imported before this package or after it. The import loads neither
-DeepSpeed nor torch: a name of the package is loaded when it is asked for.
+DeepSpeed nor torch: a public name of the package is imported on its first use.
 
 Rooms. Each imports only from those above it in this list, and from the rooms inside it:
 

@@ -33,8 +33,8 @@ class _Section(BaseModel):
             return section
         said = dict(section)
         for key, field in cls.model_fields.items():
-            # Keep a null that is itself the default: as a key that was set, ``"tiles": null`` keeps
-            # a window from turning tiles on.
+            # Keep a null that is itself the default, so that the key counts as set: with
+            # ``"tiles": null``, a window does not turn tiles on.
             if key not in said or field.is_required() or said[key] is field.default is None:
                 continue
             # The type of the key does not list "auto".
@@ -209,10 +209,13 @@ class SpOverlapConfig(_Section):
 
     @classmethod
     def parse(cls, section: Any) -> SpOverlapConfig:
-        """Validate a section: a dict, or a config, which is returned as it is.
+        """Validate a section.
+
+        Args:
+            section: A dict; or a `SpOverlapConfig`, which is returned unchanged.
 
         Raises:
-            ValueError: with every unknown key and every wrong value, each with the valid ones.
+            ValueError: that names all unknown keys and wrong values, each with the valid ones.
         """
         if isinstance(section, cls):
             return section

@@ -98,7 +98,7 @@ class Rotary:
     optional: bool = False
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
-        """Rotate q or k, [..., d]; return it as it is where the layer does not rotate."""
+        """Rotate q or k, [..., d]; return it unchanged if the layer does not rotate."""
         tables = self.of(position_embeddings, x.shape[-1])
         return x if tables is None else self.rotate(x, *tables)
 
@@ -116,7 +116,7 @@ class Rotary:
         return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """Return (cos, sin) of ``position_embeddings``; None where the layer does not rotate.
+        """Return (cos, sin) of ``position_embeddings``; None if the layer does not rotate.
 
         Raises:
             ValueError: if ``position_embeddings`` are missing, or don't fit heads of ``head_dim``.

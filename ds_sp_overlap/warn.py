@@ -17,7 +17,7 @@ LOGGER = logging.getLogger("ds_sp_overlap")
 
 
 class _Console(logging.Handler):
-    """Prints messages on standard output, a warning with its level in front."""
+    """Prints messages on standard output; a warning begins with its level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message in one piece, since the ranks share standard output."""
@@ -47,7 +47,7 @@ def _rank() -> int:
 
 
 def say(message: str, stacklevel: int = 2) -> None:
-    """Log a message, as a warning on rank 0.
+    """Log a message: as a warning on rank 0, at debug level on other ranks.
 
     Args:
         message: The message.

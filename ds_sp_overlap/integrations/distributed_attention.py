@@ -96,7 +96,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             continue
         settings, reason = settings_for(module, overlap), "the projections belong to its caller"
         layer = found_drop_in(name, module, settings, reason)
-        # Our class already overlaps, by the config or transport that it was made with.
+        # A module of our class already overlaps if it was made with a config or transport.
         if getattr(module, "has_own_config", False):
             layer.bind = _leave
             layer.lacks = (

@@ -234,7 +234,7 @@ def _refuse_unusable(
     ``on_unsupported`` is "error". For "warn", `enable` logs a warning.
     """
     left = [layer for layer in layers if layer.bind is None]
-    # A layer that is left as it is may exchange itself, as a vision tower does that DeepSpeed's
+    # A layer that can't be overlapped may already exchange, such as a vision tower that DeepSpeed's
     # AutoSP has wrapped. Layers inside it must not exchange once more.
     left_around: dict[nn.Module, FoundLayer] = {}
     for layer in left:

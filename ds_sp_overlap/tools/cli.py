@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
         from ..integrations.deepspeed import initialize as deepspeed
 
         steps = {"steps": args.timeline_steps} if args.timeline_steps else {}
-        # Merged into the section when the script calls deepspeed.initialize.
+        # `initialize` merges this into the section when the script makes its engine.
         deepspeed.from_command_line["timeline"] = {"path": args.timeline, **steps}
     # Pass the launcher's argument, which `main` has parsed, on to the script.
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]

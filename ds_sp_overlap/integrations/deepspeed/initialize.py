@@ -222,7 +222,7 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn of errors in losses and gradients that sequence parallelism causes without this package.
+    """Warn of errors in losses and gradients that DeepSpeed's sequence parallelism has by itself.
 
     ZeRO-3's reduce-scatter divides gradients by the sp size once too often; only transformers'
     Trainer compensates for that. The Trainer's loss ignores gradient accumulation. With the mesh
@@ -372,7 +372,7 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     outcomes = _gather((error, bool(report.layers)))
     is_somewhere = any(overlapped for _, overlapped in outcomes)
     for rank, (text, _) in enumerate(outcomes):
-        # A stage without attention layers is no fault where another stage has some.
+        # Ignore the error of a stage without attention layers if another stage has some.
         if text and not (is_somewhere and NO_LAYERS in text):
             # All ranks restore their stage, even if it was overlapped without an error.
             disable(engine.module)

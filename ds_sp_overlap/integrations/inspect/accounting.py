@@ -61,12 +61,12 @@ def free_primes(fixed_sizes: Collection[int]) -> list[int]:
 
 
 class LoadedGlobal(NamedTuple):
-    """A global that code names.
+    """A global variable that some code refers to.
 
     Attributes:
-        namespace: The dict that holds the global.
-        name: Its name.
-        value: Its value when the code was read; `MISSING` without one.
+        namespace: The dict that holds the variable.
+        name: The name of the variable.
+        value: The value of the variable when `Code` looked it up; `MISSING` if it had none.
     """
 
     namespace: dict[str, Any]

@@ -75,9 +75,9 @@ class Reading:
 
     @property
     def children(self) -> dict[str, tuple[str, ...]]:
-        """The names of the layer's modules by the keywords of `SelfAttention`.
+        """For each keyword of `SelfAttention`, the names of the layer's modules to pass for it.
 
-        `SelfAttention` calls the modules of a keyword one after the other.
+        Several modules for one keyword are called in this order.
         """
         children = {f"{kind}_proj": source.chain for kind, source in self.sources.items()}
         if len(set(children.values())) == 1:
@@ -133,7 +133,7 @@ class Read:
 
 
 class Reader:
-    """Determines the reading of a layer, and does so again if something that it depends on changes.
+    """Determines the `Reading` of a layer, once more if something that it depends on has changed.
 
     `transformers.layers` makes one for each attention layer, in `enable`.
 
@@ -217,7 +217,7 @@ def _form(module: Any) -> tuple:
 
 
 def _read(module: Any) -> Read:
-    """Determine the reading of a layer on the CPU; raise Unknown for any error.
+    """Determine the `Reading` of a layer on the CPU; raise Unknown for any error.
 
     Preserves torch's random state.
     """
@@ -234,7 +234,7 @@ def _read(module: Any) -> Read:
 
 
 def _read_cases(module: Any) -> Read:
-    """Determine the reading of a layer in every case, and collect the lookups of all cases.
+    """Determine the `Reading` of a layer in every case, and collect the lookups of all cases.
 
     Raises:
         Unknown: if the cases don't all give the same reading.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 _Result = TypeVar("_Result")
 
-# Stands for the value of an attribute or a global that does not exist.
+# The "value" of an attribute or a global that does not exist.
 MISSING: Any = object()
 
 # The names of a forward's argument for a KV cache or a recurrent state. transformers 5.24 renamed
@@ -109,7 +109,7 @@ def defined_in(function: Any) -> str:
 
     Returns "" for an object without globals, such as the result of functools.cache.
     """
-    # ``__module__`` would not do, since functools.wraps copies it.
+    # Don't use ``__module__``, which functools.wraps copies to the decorator.
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 

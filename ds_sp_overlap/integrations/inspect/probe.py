@@ -121,7 +121,7 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
         return ""
     if not own.is_floating_point():
         return "" if torch.equal(own, driven) else " differs"
-    # Detached, since a checkpoint around the module counts the tensors that are saved.
+    # Detach, so that autograd saves nothing: a checkpoint around the module counts saved tensors.
     own, driven = own.detach(), driven.detach()
     # If a number overflows in one tensor, the other must have at least half of the largest number
     # there, with the same sign.
@@ -132,7 +132,7 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     own, driven = own.where(finite, 0), driven.where(finite, 0)
     error, size = (own - driven).double().norm(), own.double().norm()
     relative = float(error / size) if size else float(error)
-    # Norms of fp64 tensors may compute in fp32.
+    # Allow fp32 rounding even for fp64 tensors, since norms may compute in fp32.
     rounding, dtypes = 256 * torch.finfo(torch.float32).eps, [own.dtype]
     # Under autocast, hidden states may be fp32 while products are rounded to a narrower dtype.
     if torch.is_autocast_enabled(own.device.type):

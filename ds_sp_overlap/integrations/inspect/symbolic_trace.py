@@ -236,8 +236,8 @@ class ChildProxy(Proxy):
         trace, (name,), module = self._trace, self._path, self._value
         if has_own_call(module):
             trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
-        # Don't record the forward of projections: adapters may wrap a projection between calls, and
-        # each call handles that.
+        # Don't record the forward of a projection: an adapter may wrap a projection between calls,
+        # since each call of the layer uses its current projections (`Driven.use`).
         kind = own_class(type(module))
         if getattr(module, "out_features", None) is None:
             if "forward" in vars(module):

@@ -21,7 +21,7 @@ from ..inspect.tokenwise import has_own_call
 # 4efb479d, and pull request 415.
 PARTS = "forward", "get_sp_stream", "repeat_kv"
 KNOWN = {"6ad9c6854d8c1e86", "57d3f24bba0e530c"}
-# The digests of the forwards of Megatron's ColumnParallelLinear and RowParallelLinear there.
+# The digests of the forwards of ColumnParallelLinear and RowParallelLinear in these commits.
 KNOWN_LINEAR = {"870192154e55c3f4", "2f83d0e5bb03246d", "38b5176df5e3ceac"}
 
 

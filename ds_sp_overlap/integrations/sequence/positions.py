@@ -229,7 +229,7 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_documents(self) -> Documents | None:
-        """The documents that a recurrent layer begins with an empty state.
+        """The documents for recurrent layers, which begin each document with an empty state.
 
         None if every row is one document.
         """
@@ -544,7 +544,8 @@ class Positions:
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
         if self._may_restart or len(starts) == 1:
             return
-        # Each row restarts on all ranks but the first; further restarts are elsewhere.
+        # If positions start anew on every rank, each row has one restart on every rank but the
+        # first. Any further restarts lie elsewhere.
         text = of_text(position_ids)
         elsewhere = text is not None and restarts(text).sum() > len(text) * (len(starts) - 1)
         # In the first forward such positions are taken for a mistake. After other positions, they

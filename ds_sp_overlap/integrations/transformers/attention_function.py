@@ -134,7 +134,7 @@ def _joined(x: Tensor, first: list[int]) -> Tensor:
 
 
 def _lower_right(length: int, keys: int) -> Tensor:
-    """Return the causal mask of ``length`` queries whose last one sees the last of ``keys``."""
+    """Return the causal mask that aligns the last of ``length`` queries with the last key."""
     # torch can't make this object while a dispatch mode, such as a FLOP counter, is active.
     with _disable_current_modes():
         return causal_lower_right(length, keys)
@@ -290,7 +290,7 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     positions = torch.stack([local + sum(sequence.lengths[:rank]), local])
     steps = torch.floor((positions + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
-    # Not in half precision, whose rounding would shift a factor by more than one position.
+    # Not in half precision, which would round the factors too coarsely.
     correct, wrong = factors.to(torch.promote_types(q.dtype, torch.float32))
     return (q * (correct / wrong)[:, None, None]).to(q.dtype)
 

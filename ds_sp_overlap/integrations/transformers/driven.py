@@ -35,7 +35,7 @@ from .probe import difference
 
 
 def _join(*modules: nn.Module) -> nn.Module:
-    """Return one module that calls modules one after the other."""
+    """Return a module that calls ``modules`` one after the other."""
     return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
@@ -98,7 +98,7 @@ class Driven(Layer):
             forwards.fallible[name] = self
 
     def _children(self) -> dict[str, Any]:
-        """Return the layer's current submodules, as keywords of `SelfAttention`.
+        """Return the layer's current submodules, as keyword arguments of `SelfAttention`.
 
         The user may have replaced submodules since `enable`, for instance by adapters.
         """

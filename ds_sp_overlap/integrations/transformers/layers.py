@@ -38,8 +38,8 @@ OWN = "projections stay its own, and nobody looked whether tokens meet outside a
 def find_group(model: nn.Module) -> Any:
     """Return the sp group of the stock Ulysses that exchanges for ``model``.
 
-    This is the one registered for the attention implementation in the model's config. None if none
-    is registered, if ``model`` has no config, or if transformers isn't loaded.
+    It is registered for the attention implementation in the model's config. None if it is not, if
+    ``model`` has no config, or if transformers isn't loaded.
     """
     stock = None if attention_functions() is None else modules.stock_for(model)
     return None if stock is None else stock.process_group

@@ -114,7 +114,7 @@ def describe(
 
 
 class _Driven:
-    """A mixer whose forward `MixerLayer` replaces; the arguments are those of `describe`."""
+    """A mixer whose forward `MixerLayer` replaces; see `describe` for the arguments."""
 
     def __init__(
         self, name: str, model: Any, mixer: Mixer, forwards: Forwards, overlap: OverlapSettings

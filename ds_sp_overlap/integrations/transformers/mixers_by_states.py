@@ -68,7 +68,7 @@ class StandIn:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return x; replaces a submodule whose work has been done elsewhere, in a `StandIn`."""
+    """Return x. In a `StandIn`, this replaces a submodule that should not run."""
     return x
 
 
@@ -99,7 +99,7 @@ class Short(Mixer):
 
 
 class Mamba2(Mixer):
-    """Mamba 2: in_proj gives the gate z; x, B and C, which are convolved; and dt."""
+    """Mamba 2: in_proj returns the gate z, then x with B and C, which are convolved, then dt."""
 
     split, beside, late = "in_proj", ["dt"], ["z"]
     by_states, by_heads = True, "scan without final states"

@@ -70,7 +70,7 @@ def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def off_in_eval(module: Any) -> bool:
-    """Return whether ``module`` is in evaluation, and stock Ulysses is told to be off then.
+    """Return whether ``module`` is in evaluation, in which stock Ulysses is switched off.
 
     Called in every call of a layer. If true, each rank attends to its own tokens only.
     """
@@ -244,7 +244,7 @@ def takes_tokens(model: nn.Module) -> bool:
 def hides_arguments(model: nn.Module) -> bool:
     """Return whether the forward of a model's class takes ``*args``, as a wrapper around it does.
 
-    Nobody knows then whether it takes tokens.
+    Its parameters then don't show whether the model takes tokens.
     """
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
@@ -252,7 +252,7 @@ def hides_arguments(model: nn.Module) -> bool:
 
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
-    # Don't use ``hasattr``: a wrapper may forward attributes of the module inside.
+    # Not ``hasattr(module, ..)``: a wrapper may forward attributes of the module that it wraps.
     if "rope_type" not in vars(module) and not hasattr(type(module), "rope_type"):
         return False
     # A dict if the layers of a model have different types.
@@ -310,7 +310,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
             name = name.rpartition(".")[0]
         elif name in attention or isinstance(module, passing_on) or not mixes(module):
             continue
-        # A module around one of these has the parameters only to pass them on.
+        # Skip a module that contains such a layer: it has these parameters only to pass them on.
         if not any(inner.startswith(f"{name}.") for inner in (*known, *mixing)):
             mixing[name] = modules[name]
     if mixing:

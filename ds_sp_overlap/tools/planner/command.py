@@ -141,7 +141,7 @@ def _complete(args: argparse.Namespace) -> None:
                 f"--model {args.model}: no transformers config there: {str(error).splitlines()[0]}"
             ) from None
         known["params"] = sum(p.numel() for p in args.made.parameters()) / 1e9
-        # Single values win over those of the model.
+        # Values that are given as options override those of the model.
         for key, value in known.items():
             setattr(args, key, getattr(args, key) or value)
     needed = ["seq", "hidden", "heads"] if is_cluster else ["seq", "sp", "hidden", "heads"]

@@ -7,10 +7,9 @@ its attention, which is recorded, a layer saves four tensors of the size of x: t
 layer, of attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one
 of these phases, each of which also holds the layer's input and dy::
 
-    MLP          inputs of attention, norm and MLP; tensors that attention has saved; dx; a tile
-    norm, whole  the input of attention; tensors that attention has saved; those that norms save
-                 and make
-    attention    the input of attention; all tensors of attention; those that its norm saves
+    MLP          inputs of attention, norm and MLP; tensors saved by attention; dx; one tile
+    norm, whole  input of attention; tensors saved by attention; tensors that norms save and make
+    attention    input of attention; all tensors of attention; tensors saved by its norm
 
 To this add the model's states, the weights of two layers, which ZeRO-3 gathers (one of them ahead),
 and their gradients until they are reduced; with tiles, the gradients of the current layer are fp32
@@ -35,9 +34,9 @@ from .gpu.recorder import record
 TILE, NORM_SAVES, NORM_MAKES = 0.5, 3, 9
 # Bytes per parameter: 2 each for weight and gradient; 4 each for the fp32 weight and two moments.
 STATES = 16
-# Bytes per parameter of one layer: 2 each for the weights and gradients of two layers. With tiles,
-# also the fp32 sums of one layer, their last term (at most a third of an MLP), and their rounded
-# values.
+# Bytes per parameter of one layer. Without tiles: weights and gradients of two layers, in bf16.
+# With tiles: weights of two layers (4); for the gradients of one layer their fp32 sums (4), the
+# term being added (at most a third of an MLP), and the sums rounded to bf16 (2).
 GATHERED, GATHERED_IN_TILES = 8, 12
 
 
@@ -98,8 +97,8 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     outside = int(waits + (6 + TILE) * x)
     if norm:
         outside = max(outside, waits + 4 * x + 2 * norm + NORM_MAKES * x)
-    # The peak of a layer that is recomputed, with dy and without its input, since the inputs of all
-    # layers are added below.
+    # The peak of a recomputed layer, with dy. The layer's input is left out, since the inputs of
+    # all layers are added below.
     again = max(most + 4 * x + norm, outside) - x
     found = {
         "all kept": model.layers * (waits + 4 * x + 2 * norm)

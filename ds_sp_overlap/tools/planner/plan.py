@@ -1,4 +1,4 @@
-"""Predicts the time that overlap would save without a GPU: ``python -m ds_sp_overlap plan``.
+"""Predicts, without a GPU, the time that overlap would save: ``python -m ds_sp_overlap plan``.
 
 `gpu.recorder` records the launches of each variant from the code that makes them; `gpu.player`
 simulates these launches on a GPU with its host.

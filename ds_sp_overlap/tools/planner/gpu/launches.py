@@ -39,7 +39,7 @@ class Move(NamedTuple):
     """A kernel whose time is that of reading and writing ``n_bytes``.
 
     Attributes:
-        permutes: Whether a tensor is not read or written in the order of its memory.
+        permutes: Whether the kernel reads or writes a tensor in another order than that of memory.
     """
 
     stream: str

@@ -154,8 +154,8 @@ class SpOverlapConfig(_Section):
         """Return the config for a layer of this package's own classes.
 
         Such a layer has no other forward to run if ``enabled`` is false. It then runs without any
-        overlap: with one head group, and projections that are called whole. `of_sp_group` makes
-        each exchange wait for its end.
+        overlap: with one head group, and projections that are called whole. `of_sp_group` makes the
+        layer wait for each exchange at once.
         """
         if self.enabled:
             return self

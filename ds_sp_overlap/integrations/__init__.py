@@ -1,1 +1,1 @@
-"""Adapters to frameworks: each finds its attention layers in a model and rebinds their forward."""
+"""Adapts models of several frameworks: finds their attention layers and rebinds their forward."""

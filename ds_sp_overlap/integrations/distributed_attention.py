@@ -1,4 +1,4 @@
-"""Adapter to DeepSpeed's ``DistributedAttention`` and to our drop-in, in any model.
+"""Overlaps DeepSpeed's ``DistributedAttention`` and our class of this name, in any model.
 
 The caller of these modules has already projected q, k and v. `_bind` therefore overlaps the
 exchanges of q, k, v and o with one another and with attention, and leaves the projections alone.

@@ -1,1 +1,1 @@
-"""Adapter to DeepSpeed's config, and to Accelerate, which passes that config on."""
+"""Reads the ``sp_overlap`` section of DeepSpeed's config, also if Accelerate passes it on."""

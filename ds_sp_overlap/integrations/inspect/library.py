@@ -162,7 +162,7 @@ def digest(holder: Any, *names: str) -> str:
 
 
 def source_of(function: Any) -> str:
-    """Return the source of an undecorated function, without comments; empty if there is none."""
+    """Return the source of a function below its decorators, without comments; "" if unavailable."""
     try:
         return re.sub("#.*", "", inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):

@@ -1,1 +1,1 @@
-"""Adapter to Megatron-DeepSpeed: its attention layers, and its use with newer DeepSpeed."""
+"""Overlaps attention layers of Megatron-DeepSpeed, and lets it run with a newer DeepSpeed."""

@@ -1,1 +1,1 @@
-"""Facts about the global sequence that every rank needs: positions, documents and masks."""
+"""Gathers what every rank must know of the global sequence: positions, documents and masks."""

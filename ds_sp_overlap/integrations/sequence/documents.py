@@ -1,4 +1,4 @@
-"""Attention that keeps the documents of a packed sequence apart, in few kernel calls.
+"""Attends within each document of a packed sequence, in few kernel calls.
 
 One call per document would be slow if a row packs many short documents. `Documents` sorts the
 documents by length: each long document is a separate call, and short documents of similar length

@@ -1,4 +1,4 @@
-"""The positions, documents, padding and local lengths of the whole sequence, known to every rank.
+"""Gathers the positions, documents, padding and local lengths of the whole sequence on every rank.
 
 A rank has only its own tokens, but attention after the exchange covers the whole sequence. So once
 in each forward of a model, the ranks gather the positions and masks of all tokens. See Note [One

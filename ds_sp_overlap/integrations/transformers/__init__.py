@@ -1,1 +1,1 @@
-"""Adapter to transformers: its attention layers and its decoder layers."""
+"""Overlaps the attention layers and mixers of transformers models."""

@@ -1,4 +1,4 @@
-"""Attention over the global sequence by transformers' attention functions.
+"""Attends over the global sequence by transformers' attention functions.
 
 `local_attention` calls an attention function of transformers between the exchanges. `Dispatch`
 overlaps layers whose forward is not known: it replaces an attention function in transformers'

@@ -292,7 +292,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     # The innermost models around attention layers. Convolutions elsewhere, of images, are harmless.
     around = (models_around(name, modules) for name in attention)
     decoders = {models[0][1] for models in around if models}
-    # Decoder layers and whole models have these parameters only to pass them to their children.
+    # Decoder layers and whole models take masks and caches only to pass them to their children.
     library = sys.modules.get("transformers.modeling_layers")
     passing_on = getattr(library, "GradientCheckpointingLayer", ()), pretrained()
     mixing: dict[str, nn.Module] = {}
@@ -310,7 +310,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
             name = name.rpartition(".")[0]
         elif name in attention or isinstance(module, passing_on) or not mixes(module):
             continue
-        # Skip a module that contains such a layer: it has these parameters only to pass them on.
+        # Skip a module that contains one in ``known`` or ``mixing``: it only passes arguments on.
         if not any(inner.startswith(f"{name}.") for inner in (*known, *mixing)):
             mixing[name] = modules[name]
     if mixing:

@@ -60,7 +60,7 @@ def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
     for launch in launches:
         changed.append(launch)
         if isinstance(launch, Transfer) and launch.name in ("v", "o", "dv"):
-            # A negative number, since the layer's own events have other numbers.
+            # A negative number: the numbers of the layer's own events are not negative.
             event = -len(changed)
             changed += [Record(launch.stream, event), Wait(COMPUTE, event)]
     return changed

@@ -28,7 +28,7 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
       transformers, megatron, deepspeed
     tools          planner, timeline of a trace, self-check, command line; loaded when called
 
-The path of a query from a rebound forward to the network, each file calling the next:
+The way of a query from a rebound forward to the network, each file calling the next:
 ``integrations.rebinding`` (replaces the layer's forward) ->
 ``integrations.transformers.driven`` (fetches positions, masks and rotary tables) ->
 ``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->

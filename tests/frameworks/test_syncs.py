@@ -23,7 +23,7 @@ from tests.harness.syncs import waits
 
 READ = ("cpu", "positions.py:_every")  # what all ranks said, in one piece
 SENT = ("lift_fresh", "documents.py:to_device")  # from pinned memory: see below
-EARLIER = ("tolist", "calls.py:alike")  # once in 32 calls, of what was asked 32 calls before; and it was copied to the host since
+EARLIER = ("tolist", "calls.py:is_alike")  # once in 32 calls, of what was asked 32 calls before and copied to the host since
 
 # The instrument.
 

@@ -2,12 +2,12 @@
 
 Note [Called whole]
 ~~~~~~~~~~~~~~~~~~~
-A projection is computed part by part only if nobody can tell the difference. The output projection
-is called whole if it is not a plain linear layer (LoRA, quantised, hooked by somebody). The
-projections of q, k and v are called whole, all of them, if one of them is not a plain linear layer,
-if a norm is not known to be a function of its input and its parameters alone, or if RoPE is no
-`Rotary` or learns its tables. Exchanges overlap in either case. Modules are asked in every call,
-since hooks and adapters come and go.
+A projection is computed part by part only if this has no visible side effect. The output projection
+is called whole if it is not a plain linear layer (LoRA, quantised, hooked). The projections of q, k
+and v are all called whole if one of them is not a plain linear layer, if a norm is not known to be
+a function of its input and its parameters alone, or if RoPE is not a `Rotary` or its tables need a
+gradient. Exchanges overlap in either case. Every call checks the modules again, since hooks and
+adapters come and go.
 """
 
 from __future__ import annotations
@@ -43,51 +43,51 @@ from .runtime.walk import Walk
 
 
 class SelfAttention:
-    """A whole self-attention layer under sequence parallelism.
+    """Runs a whole self-attention layer under sequence parallelism; its projections hide exchanges.
 
-    Its projections hide the exchanges; for those that can't, see Note [Called whole]. It is no
-    module and has no parameters: it calls the modules that it is given. Keep it beside your
-    modules, or in the forward of one of them.
+    Note [Called whole] says which projections can't. This object is no module and has no
+    parameters; it calls the modules that it is given. Keep it beside your modules, or use it in the
+    forward of one of them.
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
-            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, as for
-            `DistributedAttention`.
+            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, it is called as
+            described for `DistributedAttention`.
         o_proj: The output projection, [h d] -> [m].
         num_heads: ``h``.
         head_dim: ``d``.
         num_kv_heads: ``h_kv``; None for ``h``.
-        q_proj: The projection of q, where each has its own.
+        q_proj: The projection of q; give either these three or ``qkv_proj``.
         k_proj: The projection of k.
         v_proj: The projection of v.
-        qkv_proj: A fused projection instead of the three, with rows in the order
-            [all q | all k | all v], or as ``first_rows`` says.
-        first_rows: For each of "q", "k" and "v", the first row of each head in its projection,
-            where heads don't lie one after another.
-        q_norm: Per-head norm of q, applied over d; None for none.
-        k_norm: Per-head norm of k.
+        qkv_proj: A fused projection of q, k and v. Its rows are in the order
+            [all q | all k | all v], unless ``first_rows`` is given.
+        first_rows: For each of "q", "k" and "v", the first row of each head in its projection; None
+            if the heads lie one after another.
+        q_norm: Per-head norm of q, applied over d; None for no norm.
+        k_norm: Per-head norm of k, applied over d; None for no norm.
         norm_last: Whether the norms come after ``rope``.
-        rope: ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange;
-            best a `Rotary`. None without RoPE.
-        sequence_process_group: The sp group; None where the world is one rank.
+        rope: ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange.
+            Only with a `Rotary` can q, k and v be computed part by part. None without RoPE.
+        sequence_process_group: The sp group; None only in a world of one rank.
         batch_first: Whether hidden states are [b, s/P, m]; otherwise they are [s/P, b, m].
         config: An ``sp_overlap`` section.
-        transport: The mover of bytes; None for that of ``config``.
+        transport: The mover of bytes; None for the transport that ``config`` names.
         name: Name of the layer, for errors and logs.
-        policy: Shared with other layers, for "head_groups": "auto"; None for a policy of its own.
+        policy: The policy that the model's layers share for "head_groups": "auto"; None for the
+            policy that layers with this group and config share.
         plain: Forwards of linear layers that may be split, see `linear.can_split`.
         pure: Forwards of norms that backward may recompute, see `linear.can_recompute`.
-        heads_alike: Whether the local attention treats all heads alike on all ranks; otherwise, and
-            unless `attention_function` declares it, there is one head group. The slices of a
-            `PerHead` follow the heads.
-        schedule: Makes a `Schedule` as `schedule.by_head_groups` does.
+        heads_alike: Whether the local attention treats all heads alike on all ranks. If False, and
+            `attention_function` does not declare it either, the layer runs in one head group. An
+            attention that has a value for each head only in a `PerHead` counts as alike.
+        schedule: Makes a `Schedule`, as `schedule.by_head_groups` does.
 
     Raises:
-        ValueError: for modules or numbers of heads that don't fit together, and for a ``config``
-            that can't work.
+        ValueError: for modules or numbers of heads that don't fit together, or a wrong ``config``.
     """
 
-    # Set by integrations: whether no window is used, since the modules of some rank allow none.
+    # Whether to run without a window, since some rank's modules allow none. Integrations set this.
     falls_back = False
 
     def __init__(
@@ -123,7 +123,7 @@ class SelfAttention:
         self.plain = plain
         parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         self.may_window = parsed.window_of(1) is not None
-        # A window replaces the schedule of the call, so that the caller's would be lost in silence.
+        # A window has a schedule of its own, which would silently replace the caller's.
         if schedule is not by_head_groups and self.may_window:
             raise ValueError(
                 f"{name}: schedule= beside sp_overlap.window or checkpointing: such a layer "
@@ -146,13 +146,13 @@ class SelfAttention:
         )
         own = config_for(local_attention, parsed, heads_alike)
         self.layer = LayerRuntime(sp_group, own, name, policy, schedule)
-        # `enable` hands over the config of its model, and reports.
+        # `enable` passes a parsed config, and logs G itself.
         self.layer.tells = not isinstance(config, SpOverlapConfig)
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
         self.layer.windowed = self.can_window(self.split_projections())
-        # Compared now, since a wrong number of heads would cut the projections at wrong rows. Only
-        # plain linear layers are known to tell their sizes.
+        # A wrong number of heads would cut the projections at wrong rows. Only `nn.Linear` is known
+        # to have its sizes as attributes.
         sizes = {
             "q_proj.out_features": (q_proj, self.heads),
             "k_proj.out_features": (k_proj, self.kv_heads),
@@ -172,9 +172,9 @@ class SelfAttention:
                 )
 
     def use(self, o_proj: Any, **inputs: Any) -> None:
-        """Call these modules from now on, since adapters come and go.
+        """Set the modules for the calls that follow.
 
-        Integrations call this before each call with the modules that the layer has now.
+        Integrations do this before each call, since adapters may replace modules at any time.
 
         Args:
             o_proj: The output projection.
@@ -186,7 +186,7 @@ class SelfAttention:
     def split_projections(self) -> list[nn.Module]:
         """Return the projections that are computed part by part, see Note [Called whole].
 
-        Those of q, k and v are in the list all or not at all.
+        The list holds all projections of q, k and v or none of them.
         """
         if not self.layer.config.projections:
             return []
@@ -195,16 +195,16 @@ class SelfAttention:
 
     def can_window(self, split: list[nn.Module]) -> bool:
         """Return whether a call that computes ``split`` part by part can run by a window."""
-        # All of them: backward recomputes q, k and v by hand.
+        # All projections must be split, since the backward of a window recomputes q, k and v.
         return not self.falls_back and self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
-        """Return whether the layer, as its modules are now, saves attention in a checkpoint."""
+        """Return whether the layer, with its current modules, saves attention in a checkpoint."""
         config = self.layer.config
         is_asked = config.checkpointing != "recompute" or config.keeps_where_possible
         return is_asked and self.can_window(self.split_projections())
 
-    # As torch.compiler.disable, which would load torch._dynamo with this file: a second.
+    # As `torch.compiler.disable`, but that would import torch._dynamo here, which takes a second.
     @torch._disable_dynamo
     def __call__(
         self,
@@ -223,7 +223,7 @@ class SelfAttention:
         Args:
             hidden_states: [b, s/P, m] if ``batch_first``, else [s/P, b, m].
             *args: More arguments for ``local_attention``, which is called once per head group.
-            position_embeddings: For ``rope``, of this rank's positions; a `Rotary` needs them.
+            position_embeddings: The second argument of ``rope``, for this rank's positions.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
             query_chunks: Where ranks share query heads, the tokens that each share attends with;
                 None for two chunks each (`Geometry`).
@@ -232,8 +232,8 @@ class SelfAttention:
             **kwargs: More keyword arguments for ``local_attention``.
 
         Returns:
-            What ``o_proj`` returns, in the layout of ``hidden_states``. Some linear layers return a
-            bias beside their output.
+            The output of ``o_proj``, in the layout of ``hidden_states``; or (output, bias) if
+            ``o_proj`` returns such a pair.
 
         Raises:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
@@ -255,15 +255,15 @@ class SelfAttention:
     def _overlapped(
         self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
     ) -> Tensor:
-        """Run the layer in the order of a schedule, in one of three ways.
+        """Run the layer in the order of its schedule; the arguments are those of `__call__`.
 
-        By a window, as one node of autograd (`_windowed`). With inputs or output, or both, as one
-        node each where they are computed part by part. Otherwise with projections that are called
-        whole. The arguments are those of a call.
+        With a window, the layer is one node of autograd (`_windowed`). Otherwise the projections of
+        q, k and v, and that of o, are each either one node that computes part by part, or called
+        whole.
         """
         split = self.split_projections()
         tables = self.inputs.tables(position_embeddings)
-        # Tables that learn: autograd differentiates the rotation, of projections called whole.
+        # The tables need a gradient: call projections whole, so that autograd sees the rotation.
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, call, args, kwargs)
@@ -288,7 +288,7 @@ class SelfAttention:
         return self.o_proj(join_heads(call, walk.values).flatten(2))
 
     def _fold(self, call: Call, x: Tensor, position_embeddings: Any, split: list) -> None:
-        """Let kernels that pack rotate, and GEMMs write send buffers, where they can."""
+        """Fold the rotation into the packing kernels, and packing into GEMMs, where possible."""
         self.layer.warn_if_window_is_ignored()
         rope = self.inputs.rope_in_kernels(self.layer.sp_group)
         if rope is not None and not call.geometry.cuts_tokens:
@@ -308,14 +308,14 @@ class SelfAttention:
         return End([self.o_proj], (("weight",), ("bias",)), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
-        """Let a call run by a window; return all projections as one end.
+        """Set up a call that runs by a window; return all projections as one end.
 
-        No part of it is written as it travels (`_by_rank`) or rotated on the way: it may travel
-        alone in one program and joined in the other.
+        `_fold` is not used here: a part may be exchanged alone in one of the two programs, and
+        together with others in the other program.
         """
         config = self.layer.config
         call.schedule = schedule_of(call.geometry, call.window, config.wgrad)
-        # The host reads the states of random generators, and may hold attention.
+        # A window reads the states of random generators on the host, which no CUDA graph records.
         self.layer.refuse_graph("sp_overlap.window and checkpointing")
         if config.keeps_where_possible or config.checkpointing != "recompute":
             call.checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
@@ -330,15 +330,13 @@ class SelfAttention:
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
     ) -> LocalAttention:
-        """Return the `LocalAttention` of a call, with the tensors that it reads beside q, k and v.
-
-        For a backward of attention that is run by hand (`memory.recompute`).
+        """Return the `LocalAttention` of a call, for `memory.recompute`.
 
         Args:
             call: The call.
             x: The layer's hidden states.
             attend: The local attention of a head group.
-            args: Arguments of ``local_attention``. Classes of `arguments` hold their tensor.
+            args: Arguments of ``local_attention``; a tensor may be in a `PerHead` or `ForAllHeads`.
             kwargs: Keyword arguments of ``local_attention``.
         """
         arguments = []
@@ -346,7 +344,7 @@ class SelfAttention:
             tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
             if isinstance(tensor, Tensor):
                 arguments.append(tensor)
-        # Local attention reads nothing of projections and norms.
+        # Local attention does not read the parameters of projections and norms.
         around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
         return LocalAttention(
             attend,
@@ -361,31 +359,32 @@ class SelfAttention:
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
         """Project hidden states to q, k and v without any exchange.
 
-        Integrations compare these with what the model's own forward makes. Not collective.
+        Integrations compare the result with q, k and v of the model's own forward. Not collective.
 
         Args:
             x: Hidden states of this rank.
-            position_embeddings: For ``rope``.
+            position_embeddings: The second argument of ``rope``.
 
         Returns:
             q, k and v of this rank's own tokens, with all heads, [b, s/P, h, d] or
             [s/P, b, h, d].
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
-        # A group of one rank, which exchanges nothing.
+        # The geometry of one rank, which exchanges nothing.
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
         project = self.inputs.whole(call, x, self.inputs.rotation(position_embeddings))
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
-        """Return those of q, k, v and o whose GEMM writes the send buffer: nothing packs them.
+        """Return those of q, k, v and o whose GEMM writes in the send buffer's order (`by_rank`).
 
-        For o this is the GEMM of do. ``split`` are the projections computed part by part. The rows
-        of a group lie apart then: one plain GEMM would need a copy of them, a batched one does not.
+        Nothing packs these. For o this is the GEMM of do. It is done where a group's rows of the
+        weight lie apart, since a batched GEMM then needs no copy of the weight, and a plain one
+        would. ``split`` are the projections that are computed part by part.
         """
         inputs, sliced, by_rank = self.inputs, call.geometry.in_slices, set()
-        # Heads in an order of their own have no rows that one view could hold.
+        # With ``first_rows``, no single strided view need hold the rows of a group.
         if not sliced or inputs.first_rows is not None or batched_is_slow(x):
             return frozenset()
         for kind, (index, _) in inputs.of_kinds:
@@ -403,7 +402,7 @@ class SelfAttention:
         Args:
             hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
             tokens: The tokens.
-            extra: Arguments of the local attention beside q, k and v.
+            extra: The arguments of the local attention beside q, k and v.
         """
         if hidden.dim() != 3:
             raise ValueError(
@@ -413,15 +412,17 @@ class SelfAttention:
         return geometry_of(self.layer, hidden, heads, tokens, extra, attend=attend)
 
     def _types(self, hidden: Tensor, position_embeddings: Any) -> tuple:
-        """Return what else must be the same on all ranks, or raise ValueError for tables of ``rope``
-        that don't fit.
+        """Return what else must be the same on all ranks.
+
+        Raises:
+            ValueError: if ``position_embeddings`` don't fit ``rope``.
         """
         self.inputs.tables(position_embeddings)
         grads = [
             torch.is_grad_enabled() and (hidden.requires_grad or trained)
             for trained in self.inputs.learns()
         ]
-        # A window exchanges more in backward; a hook on one rank alone may stand in its way.
+        # A window makes other exchanges in backward, and a hook on one rank could prevent it there.
         windowed = self.may_window and self.can_window(self.split_projections())
         words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
         return str(hidden.dtype), self.head_dim, *words

@@ -1,4 +1,4 @@
-"""Tries things out beside the program, which does not notice."""
+"""Runs trial computations without visible side effects on the user's program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .runtime.linear import EVERYWHERE
 
 @contextlib.contextmanager
 def unobserved(device: torch.device, backward: bool = False) -> Iterator[None]:
-    """Let the body compute, forward and backward, so that nobody notices.
+    """Run the body without visible side effects; it may compute forward and backward.
 
-    The random numbers that it draws are drawn again behind it. No mode runs, no hook of all modules
-    and no hook of saved tensors. Code that somebody else wrote must not run in it.
+    Afterwards the random generators have their states from before. In the body, modes, hooks on
+    every module's call and hooks for saved tensors are off. The body must not call the user's code.
 
     Args:
         device: The device of the tensors.
@@ -27,8 +27,8 @@ def unobserved(device: torch.device, backward: bool = False) -> Iterator[None]:
         for hooks in EVERYWHERE:
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()
-        # A checkpoint around the layer counts the tensors that are saved. Hooks that do nothing,
-        # on top of the checkpoint's, hide the tensors from it.
+        # A checkpoint around the layer counts saved tensors. Hooks that do nothing, on top of the
+        # checkpoint's hooks, hide the tensors of the body.
         unhooked = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         stack.enter_context(outside_modes())
         stack.enter_context(unhooked)

@@ -1,48 +1,48 @@
 """Chooses the number of head groups by timing candidates in the first steps of training.
 
-Candidates are "off", the layer's own forward, where one computes the same thing; and G = 1, 2, 4 as
-far as the heads go. Each candidate is tried for an optimizer step at a time. Within a step the layers of a model run different candidates, so that
-whatever else happens to the machine happens to all candidates. With C = 4 candidates,
-warmup_steps = 16 and no loser yet:
+The candidates are: "off", the layer's own forward, if it computes the same; and G = 1, 2, 4, as far
+as there are heads. A layer runs one candidate for a whole optimizer step. Within a step, the layers
+of a model run different candidates, so that disturbances of the machine affect all candidates
+alike. With C = 4 candidates, warmup_steps = 16 and none pruned yet:
 
     step    | 0       | 1   2   3   4    | 5   6   7   8   9  10  11  12  13 .. 16 | 17 ...
     layer 0 | default | off G=1 G=2 G=4  | off G=1 G=2 G=4 off ...                 | the fastest
     layer 1 | default | G=1 G=2 G=4 off  | G=1 G=2 G=4 off G=1 ...                 | the fastest
             |         | untimed: warm-up | timed; each round prunes the slow       |
 
-The clock runs in calls that record a graph: in forward, and in backward from the arrival of the
-output's gradient to the end. Times are per token. The slowest rank's time counts, since the others
-wait for that rank.
+Calls that record a graph are timed: the forward, and the backward from the arrival of the output's
+gradient to the end. Times are per token. The slowest rank's time counts, since the other ranks wait
+for that rank.
 
 Note [One candidate in forward and backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A candidate never changes between a forward and its backward, as long as no optimizer of the process
-steps between them: checkpointing would recompute another graph than it saved, and gradient
-accumulation has several forwards in flight. Nothing is tried before the first optimizer step, nor
-for shapes without a backward, so that a program that doesn't train runs the default.
+A layer's candidate never changes between a forward and its backward, as long as no optimizer of the
+process steps between them. Otherwise a checkpoint would recompute another graph than it saved; and
+gradient accumulation has several forwards in flight. Nothing is tried before the first optimizer
+step, nor for shapes without a backward, so a program that doesn't train runs the default.
 
 Note [What ranks have in common]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks of an sp group launch the same exchanges only if they run the same candidate. Yet one of them
-may have an optimizer of its own, make a step that the others don't make, or free a model earlier.
-So no collective may depend on these. Only calls of layers and their backwards are alike on all
-ranks of an sp group:
+Ranks of an sp group launch the same exchanges only if they run the same candidate. Yet one rank may
+have an optimizer of its own, make a step that the other ranks don't make, or free a model earlier.
+So no collective may depend on these events. Only calls of layers and their backwards are the same
+on all ranks of an sp group:
 
-    backwards of layers           come back (`Policy._back`); only then there is something to ask
-    optimizer steps               are noted; nobody waits
-    first layer call after that   the ranks of the sp group compare whether every optimizer has
-                                  stepped (`Policy._look`). If so, the step is over: trials that
-                                  were met begin, go on, are pruned, end
+    backward of a layer           is noted (`Policy._back`); without one, ranks compare nothing
+    optimizer step                is noted (`Policy.note_step`), without waiting
+    first layer call after a      the ranks of the sp group compare whether every rank's optimizer
+    backward                      has stepped (`Policy._look`). If so, the step is over, and the
+                                  trials of the shapes that ran go on by a step
 
 Note [Replicas]
 ~~~~~~~~~~~~~~~
-Beside data parallelism the sp groups are replicas, each with batches of its own. Ranks that reduce
-gradients together run the same candidate for the same layer in the same step, and choose the same.
-ZeRO gathers weights and reduces gradients in the order in which they come: replicas with different
-orders would silently sum gradients of different parameters. (Every G delivers gradients in one
-order, which a test holds.) No layer call is common to the replicas, since one replica may evaluate
-alone. So each rank posts its measurements when its optimizer steps (`Board`), without waiting for
-anybody, and the first layer call after that acts on what all ranks have posted.
+With data parallelism the sp groups are replicas, each with its own batches. Ranks that reduce
+gradients together must run the same candidate for the same layer in the same step, and choose the
+same. ZeRO gathers weights and reduces gradients in the order in which they arrive: replicas with
+different orders would silently sum gradients of different parameters. (A test checks that every G
+delivers gradients in the same order.) Replicas have no layer calls in common, since one replica may
+evaluate alone. So each rank posts its measurements when its optimizer steps (`Board`), without
+waiting for other ranks, and the first layer call after that uses what all ranks have posted.
 """
 
 from __future__ import annotations
@@ -68,43 +68,44 @@ from ..profiling.timed import TimedCall
 from ..warn import by_rank, inform, say
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
-# How long replicas wait for optimizers that have not stepped, before they stop trying.
+# The seconds that replicas wait for ranks whose optimizers have not stepped, before they give up.
 WAIT_S = 60
 
 
 class Board:
-    """Reports of all ranks of the world for each step, in the world's store, see Note [Replicas].
+    """Collects the reports of all ranks of the world in a store, see Note [Replicas].
 
-    The last rank that tells of a step merges the reports of all. A rank that waits for the merged
-    report longer than `WAIT_S` gives up for all ranks. The first of the two entries holds.
+    The last rank that posts its report for a step merges all reports. A rank that waits longer than
+    `WAIT_S` for the merged report gives up for all ranks. Only one of the two is written: the
+    first.
     """
 
-    # Alike on every rank, since replicas make their policies in one order.
+    # Counts policies; equal on every rank, since replicas make their policies in the same order.
     made = itertools.count()
 
     def __init__(self) -> None:
-        # Any: the store's stub denies that the store takes bytes.
+        # Typed as Any, since torch's stub of the store does not allow bytes.
         self.store: Any = dist.PrefixStore(
             f"sp_overlap policy {next(self.made)}", _get_default_store()
         )
 
     def tell(self, step: int, report: Report) -> None:
-        """Post this rank's report, and merge all reports if it is the last one.
+        """Post this rank's report for a step; merge all reports if this is the last one.
 
-        Called once an optimizer step while candidates are timed.
+        Called once in each optimizer step while candidates are timed.
         """
         keys = self._keys(step)
         self.store.set(keys[dist.get_rank()], pickle.dumps(report))
         if self.store.add(f"{step} told by", 1) == len(keys):
             reports = [pickle.loads(entry) for entry in self.store.multi_get(keys)]
-            # Sets the entry only if there is none: in `told` a rank may have given up.
+            # This sets the entry only if there is none: a rank may have given up in `told`.
             self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
 
     def told(self, step: int) -> dict | list[int]:
         """Wait for the merged report of a step, see `merged`.
 
         Returns:
-            The merged report; or, if a rank gave up, the ranks that had not told by then.
+            The merged report; or, if a rank gave up, the ranks that had not posted by then.
         """
         end = time.monotonic() + WAIT_S
         while not self.store.check([str(step)]):
@@ -123,35 +124,34 @@ class Board:
 class Policy:
     """Chooses candidates for the layers of one model.
 
-    A trial is for layers of one shape: heads, sizes, dtype and candidates; in one sp group also the
-    batch, and the length in powers of two.
+    Layers of the same shape share a trial. The shape is heads, sizes, dtype and candidates; without
+    replicas also the batch, and the length rounded to a power of two.
 
-    A layer's call asks for its `trial`, runs the candidate that the trial names, and has `follow`
-    time it.
+    A layer's call asks for its `trial`, runs the candidate that the trial returns, and passes the
+    call to `follow`, which times it.
 
     Args:
         sp_group: The sp group, whose ranks choose together.
-        warmup_steps: Optimizer steps in which the layers of a shape may run candidates that are not
-            chosen later.
-        replicas: Whether all ranks of the world choose together: several sp groups with batches of
-            their own.
+        warmup_steps: The limit on optimizer steps in which the layers of a shape try candidates.
+        replicas: Whether all ranks of the world choose together, because there are several sp
+            groups, each with its own batches.
     """
 
-    # Called with the line about each choice, and with a warning.
+    # Log the line about each choice, and the warning of `_give_up`.
     inform, warn = staticmethod(inform), staticmethod(say)
 
     def __init__(self, sp_group: SPGroup, warmup_steps: int, replicas: bool = False):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
         self.trials: dict[tuple, Trial] = {}
         self.board = Board() if replicas else None
-        # Whether nothing is tried any more.
+        # Whether trying has ended for all shapes.
         self.over = False
-        # Made by the first trial, for the device of its call.
+        # The clock, which the first `trial` makes for the device of its call.
         self.clock: Any = None
         self.step = self._layers = 0
-        # Whether there was a backward in this step.
+        # Whether a layer had a backward in this step.
         self._back_since = False
-        # Whether the next call compares the ranks: there was a backward since they last did.
+        # Whether the next call compares the ranks: a backward came after the last comparison.
         self._due = False
         # Whether an optimizer has stepped in this step.
         self._stepped = False
@@ -166,11 +166,11 @@ class Policy:
         Args:
             config: The ``sp_overlap`` section.
             sp_group: The sp group.
-            gradient_group: The ranks that reduce gradients together; None if it is not known.
+            gradient_group: The ranks that reduce gradients together; None if unknown.
 
         Returns:
-            The policy. None where nothing is to be chosen, or where some ranks of the world do not
-            reduce gradients together, so that they could not choose together.
+            The policy. None if the config leaves no choice, or if not all ranks of the world are
+            known to reduce gradients together, so that they can't choose together.
         """
         if not config.times_groups or sp_group.size == 1:
             return None
@@ -181,7 +181,7 @@ class Policy:
         return cls(sp_group, config.policy.warmup_steps, replicas)
 
     def join(self) -> int:
-        """Count one more layer and return its index, by which `Trial.candidate` differs."""
+        """Count one more layer; return its index, for `Trial.candidate`."""
         self._layers += 1
         return self._layers - 1
 
@@ -192,30 +192,32 @@ class Policy:
 
         Args:
             geometry: Geometry of the call, with the default G.
-            x: [b, s/P, h, d] or [s/P, b, h, d], for its dtype and head dim.
+            x: The first input of the layer; its dtype and its shape behind batch and sequence are
+                part of the layer's shape.
             off: Whether the layer's own forward is a candidate.
-            least: The least G that is a candidate.
+            least: The smallest G that is a candidate.
 
         Returns:
-            The trial; None where there is a single candidate, or where nothing is tried any more:
-            the call then runs its default. Replicas have a trial also for a single candidate.
+            The trial; None if there is a single candidate or trying has ended, so that the call
+            runs its default. With replicas, a single candidate has a trial too.
         """
         self._look()
-        # A default of 1 where two groups are possible: the call has arguments per head.
+        # A default of 1 means that more groups are not allowed (arguments per head, for instance).
         most = geometry.max_groups if geometry.groups > 1 else 1
-        # Some batches don't allow "off", and those of replicas differ.
+        # Some batches don't allow "off", and replicas have different batches.
         candidates = candidates_for(most, off and not self.replicas, least)  # guard: no stock
-        # A replica must count its steps (`follow`) for the others, whatever it has to choose.
+        # With replicas, calls must be followed even without a choice: the other ranks wait for this
+        # rank's steps.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         batch: tuple[int, ...] = ()
-        # The length in powers of two, so that lengths that vary are not timed for ever.
+        # The length is rounded to a power of two, so that varying lengths share a trial.
         if not self.replicas:  # guard: their lengths differ
             batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
         heads = geometry.heads, geometry.kv_heads, geometry.shares
         key = (*heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
         if key not in self.trials:
-            # The other replicas can't know of a shape that this one meets when all is chosen.
+            # Trying has ended, and the other replicas may not have this shape.
             if self.over:
                 return None
             what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
@@ -235,15 +237,15 @@ class Policy:
     def _back(self, trial: Trial, _: Tensor) -> None:
         """Note that the backward of a call has begun, see Note [What ranks have in common].
 
-        A hook on the call's output; ``trial`` is that of the call.
+        This is a hook on the call's output. ``trial`` is the trial of the call.
         """
         trial.met = self.step
         self._back_since = self._due = True
 
     def note_step(self) -> None:
-        """Note that an optimizer of this process has stepped, after a backward of a layer.
+        """Note that an optimizer of this process has stepped.
 
-        The first time in a step, tell the replicas.
+        The first optimizer step after a backward of a layer posts the report for the replicas.
         """
         if self._back_since and not self._stepped:
             self._stepped = True
@@ -251,7 +253,10 @@ class Policy:
                 self.board.tell(self.step, self._report())
 
     def _report(self) -> Report:
-        """Return this rank's times of the trials that go on and, without replicas, were met."""
+        """Return this rank's times of the trials that are not over.
+
+        Without replicas, only of those whose shape had a backward in this step.
+        """
         report: Report = {}
         for key, trial in self.trials.items():
             goes_on = trial.chosen is None
@@ -260,22 +265,22 @@ class Policy:
         return report
 
     def _look(self) -> None:
-        """Go on to the next step if every rank of the sp group has stepped.
+        """Go on to the next step if the optimizer of every rank of the sp group has stepped.
 
-        `trial` begins with it, so each call of a layer does. Collective in the first call after a
+        `trial` calls this first, so each call of a layer does. Collective in the first call after a
         backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.
         """
-        # A checkpointed layer is recomputed in backward, as the candidate that its forward ran. See
+        # In the recompute of a checkpoint, a layer must run the candidate of its forward. See
         # Note [One candidate in forward and backward].
         if not self._due or self.over or in_backward():  # guard: stays for its backward
             return
         own_report = self._report() if self._stepped and self.board is None else {}
         stepped, reports = zip(*self.sp_group.gather((self._stepped, own_report)))
         if not all(stepped):
-            # After an evaluation, further calls may come before the step: compare again then.
+            # After a call in an evaluation, more calls may come before the step: compare then.
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
@@ -286,7 +291,7 @@ class Policy:
                 'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
                 f"things ({tried}); give a number"
             )
-        # What all ranks measured; or the ranks that made the replicas give up.
+        # The merged report; or the ranks because of which the replicas gave up.
         outcome: dict | list[int] = merged(reports)
         if self.board is not None:  # guard: replicas choose together
             outcome = self.board.told(self.step)
@@ -313,12 +318,12 @@ class Policy:
         )
 
     def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Watch a call, and time it where times are due.
+        """Note the backward of a call, and time the call if its trial needs times.
 
         Args:
             run: The call.
-            trial: The trial that the call belongs to.
-            candidate: What the call runs.
+            trial: The trial of the call.
+            candidate: The candidate that the call runs.
             tokens: The tokens of the call: batch times the global sequence.
         """
         if self.over or trial.chosen is not None and not self.replicas:
@@ -332,7 +337,7 @@ class Policy:
         run.arrives = functools.partial(self._back, trial)
 
     def close(self) -> None:
-        """Try nothing any more; what was chosen stays chosen, other trials take their default."""
+        """End trying: trials that have not chosen choose their default."""
         self.over = True
         for trial in self.trials.values():
             trial.chosen = trial.chosen or trial.default

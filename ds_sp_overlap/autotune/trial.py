@@ -1,4 +1,4 @@
-"""Chooses between candidates for layers of one shape by their times; `policy` runs the trials."""
+"""Chooses a candidate for layers of one shape by measured times; `policy` runs the trials."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from statistics import mean, median
 from typing import Any
 
 OFF = "off"
-# Head groups that are tried, and that the planner plays. With "off" there are at most four
-# candidates, on which `config._LEAST_WARMUP` counts.
+# The numbers of head groups that are tried, and that the planner simulates. With "off" there are at
+# most four candidates; `config._LEAST_WARMUP` relies on this limit.
 GROUPS = (1, 2, 4)
-# Times that differ by no more than this share count as equal, where memory counts, and in the
-# planner.
+# The relative difference up to which the planner counts two times as equal; it then chooses the
+# fewest groups.
 CLOSE = 0.01
 # G, or OFF.
 Candidate = int | str
 # A candidate that takes longer than this multiple of the fastest is not tried again.
 PRUNED_ABOVE = 1.5
-# For each key of a trial: the shape in words, and `Trial.milliseconds` of one rank.
+# One rank's report: for the key of each trial, the shape in words, and `Trial.milliseconds`.
 Report = dict[tuple, tuple[str, list[float]]]
 
 
@@ -28,24 +28,24 @@ def _name(candidate: Candidate | None) -> str:
 
 
 def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidate, ...]:
-    """Return the candidates of ``least`` to ``max_groups`` head groups, with OFF if possible."""
+    """Return the `GROUPS` from ``least`` to ``max_groups``, with OFF before them if ``off``."""
     possible = tuple(groups for groups in GROUPS if least <= groups <= max_groups)
     return (OFF, *possible) if off else possible
 
 
 def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
-    """Merge the reports of several ranks: for each candidate the time of the slowest rank.
+    """Merge the reports of several ranks: for each candidate, take the time of the slowest rank.
 
-    The candidates are those of `Trial.left`. A rank that has not timed all of them does not count.
+    A rank that has not timed all candidates that are left (`Trial.left`) does not count.
 
     Returns:
-        For each key of a trial: the shape in words, and the time of each remaining candidate in ms;
-        None in place of the times where no rank counts.
+        For the key of each trial: the shape in words, and the time of each candidate that is left,
+        in ms; None instead of the times if no rank counts.
     """
     merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
     for key, (what, _) in ChainMap(*reports).items():
         of_ranks = [report[key][1] for report in reports if key in report]
-        # A rank that has not timed all candidates reports inf, and would decide alone.
+        # A rank reports inf for a candidate that it has not timed; leave this rank out.
         complete = [times for times in of_ranks if max(times) < float("inf")]
         slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
         merged_reports[key] = what, slowest or None
@@ -53,22 +53,22 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
 
 
 def _per_token(clock: Any, marks: list) -> float:
-    """Return the median time of calls (begin, end, tokens) for each of their tokens, in ms."""
+    """Return the median time per token of calls (begin, end, tokens), in ms."""
     return median(clock.between_ms(begin, end) / max(1, tokens) for begin, end, tokens in marks)
 
 
 class Trial:
-    """Keeps the candidates for layers of one shape, their times, and finally the chosen one.
+    """Holds the candidates for layers of one shape, their times, and finally the chosen candidate.
 
-    Trying begins with the second optimizer step. In a round of as many steps as there are
-    candidates, each layer runs each candidate once. The first round is not timed; after each round
-    slow candidates are dropped.
+    Trying begins with the second optimizer step. A round has as many steps as there are candidates
+    left, and in a round each layer runs each candidate for one step. The first round is not timed.
+    After each timed round, slow candidates are pruned.
 
     Args:
         what: The shape, in words.
-        candidates: What is tried; a single candidate is chosen at once.
-        default: Runs before the first step of trying, and is chosen if nothing was ever timed.
-        warmup_steps: The most steps of trying.
+        candidates: The candidates; a single candidate is chosen at once.
+        default: The candidate that runs before trying begins, and that is chosen if none was timed.
+        warmup_steps: The limit on steps of trying.
     """
 
     def __init__(
@@ -81,35 +81,37 @@ class Trial:
         self.what, self.default, self.warmup_steps = what, default, warmup_steps
         # The candidates that are not pruned.
         self.left = list(candidates)
-        # The step within the round; the rounds and the steps of trying that are over.
+        # The step within the current round; the number of finished rounds, and of finished steps.
         self.place = self.round = self.steps = 0
         # Whether the first step, in which the default runs, is over.
         self.started = False
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
-        # The last step in which a call of this rank had its backward.
+        # The last step in which a call on this rank had a backward.
         self.met = -1
         # Forwards and backwards of each candidate: (begin, end, tokens).
         self.marks: dict[Candidate, tuple[list, list]] = {each: ([], []) for each in candidates}
-        # The time on the slowest rank, in the candidate's last round.
+        # For each candidate, the slowest rank's time in the candidate's last timed round.
         self.slowest_ms: dict[Candidate, float] = {}
 
     def candidate(self, index: int) -> Candidate:
-        """Return what layer ``index`` runs in this step."""
+        """Return the candidate that layer ``index`` runs in this step."""
         if self.chosen is not None:
             return self.chosen
         return self.left[(self.place + index) % len(self.left)] if self.started else self.default
 
     @property
     def timed(self) -> bool:
-        """Return whether calls are to be timed now."""
+        """Return whether calls are timed in this step."""
         return self.chosen is None and self.round > 0
 
     def milliseconds(self, clock: Any) -> list[float]:
-        """Return the time of a layer on this rank for each remaining candidate, forward and
-        backward, in ms; inf if untimed.
+        """Return the time of a layer, forward and backward, on this rank for each candidate left.
 
-        Times are medians per token, times the mean number of tokens of all calls. So no candidate
-        gains by short batches in its steps, and a rank with long batches is a slow rank.
+        The time is the median per token, times the mean number of tokens of all calls. So a
+        candidate does not win by short batches in its steps, and a rank with long batches is slow.
+
+        Returns:
+            Times in ms; inf for a candidate that was not timed.
         """
         # The calls of all candidates together.
         marks = [self.marks[candidate] for candidate in self.left]
@@ -119,8 +121,8 @@ class Trial:
             if not (own_forwards and own_backwards):
                 times.append(float("inf"))
                 continue
-            # There may be more forwards than backwards: recomputed ones, and evaluations. The
-            # ratio is that of all candidates, so that none loses by an evaluation in its steps.
+            # Recomputes and evaluations add forwards without a backward. Use the ratio over all
+            # candidates, so that no candidate loses by an evaluation in its steps.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
             forward = _per_token(clock, own_forwards) * calls / gradients
             tokens = mean(tokens for *_, tokens in forwards)
@@ -128,11 +130,11 @@ class Trial:
         return times
 
     def next_step(self, slowest: list[float] | None) -> None:
-        """Go on by an optimizer step; at the end of a round, drop candidates or choose one.
+        """Go on by one optimizer step; at the end of a round, prune candidates or choose one.
 
         Args:
-            slowest: For each remaining candidate the time on the slowest rank in ms, see `merged`;
-                None if no rank has timed all.
+            slowest: For each candidate left, the slowest rank's time in ms, see `merged`; None if
+                no rank has timed all of them.
         """
         if not self.started:
             self.started = True
@@ -146,7 +148,7 @@ class Trial:
             self.left = [each for each in self.left if self.slowest_ms[each] <= limit]
         self.place, self.round = 0, self.round + 1
         if len(self.left) == 1 or self.steps + len(self.left) > self.warmup_steps:
-            # By the times that are known now: the default if there are none.
+            # Choose the fastest candidate that was timed; the default if none was.
             timed = [each for each in self.left if each in self.slowest_ms]
             self.chosen = min(timed, key=self.slowest_ms.__getitem__, default=self.default)
             self.marks = {}

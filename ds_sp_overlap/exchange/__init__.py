@@ -1,8 +1,8 @@
 """Moves q, k, v and o between ranks while a layer computes.
 
-``geometry`` and ``layout`` say which rank holds which heads of which tokens. ``in_flight`` packs,
-launches, waits and unpacks; ``relayed`` does so in two legs, for k and v that travel once to each
-node; ``exchange`` makes two differentiable halves of it, for mixers. ``transport`` and
-``copy_engines`` move the bytes. ``sp_group`` is the sp group with its streams.
-``check`` and ``calls`` compare what the ranks do.
+``geometry`` and ``layout`` say which rank holds which heads of which tokens. ``in_flight`` runs a
+transfer: pack, launch, wait, unpack. ``relayed`` runs a transfer in two legs, for k and v that
+travel once to each node. ``exchange`` splits a transfer into two differentiable halves, for mixers.
+``transport`` and ``copy_engines`` move the bytes. ``sp_group`` holds the sp group and its streams.
+``check`` and ``calls`` compare the exchanges and the calls of the ranks.
 """

@@ -1,4 +1,4 @@
-"""Notices ranks that call different layers, or the same layers in another order."""
+"""Detects ranks that call different layers, or the same layers in another order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .streams import is_captured
 
 
 class Calls:
-    """Counts the calls of layers over one sp group in this process, and compares them over ranks.
+    """Counts the calls of layers over one sp group, and compares them between the ranks.
 
-    Ranks that call different layers may exchange tensors of the same shape and train on, wrongly.
+    Ranks that call different layers may exchange tensors of equal shapes, and silently train wrong.
     So ranks compare the names of the layers that they call. A layer's first call is compared at
     once (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is
     reduced over the ranks while the next `EVERY` calls are made.
@@ -31,16 +31,16 @@ class Calls:
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        # The number of calls (`count`), and of layers that were called (`LayerRuntime.call`).
+        # The number of calls, and the number of layers that were called (`LayerRuntime.call`).
         self.number = self.layers = 0
         # The names of calls that are not compared yet.
         self.names: list[str] = []
-        # The comparison that is under way.
+        # The comparison in flight, or None.
         self.asked: _Comparison | None = None
 
     @classmethod
     def of(cls, group: Any) -> Calls:
-        """Return the one object of ``group``, which all layers share; a new one for no group."""
+        """Return the object that all layers over ``group`` share; a new object for None."""
         return cls() if group is None else cls._of_groups.setdefault(group, cls())
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -50,9 +50,9 @@ class Calls:
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Count a call; every `EVERY` calls, read the last comparison and begin the next.
 
-        `LayerRuntime.begin` does so in every call of a layer, before it exchanges anything.
-        Collective in every `EVERY`-th call. While a CUDA graph is captured calls are counted, and
-        compared behind that.
+        `LayerRuntime.begin` calls this before the layer exchanges anything. Collective in every
+        `EVERY`-th call. Calls that are captured in a CUDA graph are counted, and compared after the
+        capture.
 
         Args:
             sp_group: The sp group.
@@ -60,8 +60,8 @@ class Calls:
             device: The device of the layer's tensors.
 
         Raises:
-            RuntimeError: on all ranks alike, if the previous comparison found different layers; or
-                if a comparison itself failed, for instance since a rank has died.
+            RuntimeError: on all ranks, if the previous comparison found different layers; or if a
+                comparison failed, for instance because a rank has died.
         """
         self.number += 1
         if sp_group.size == 1:
@@ -73,8 +73,8 @@ class Calls:
 
     @outside_modes()
     def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
-        """Read the last comparison and begin the next; as `count`, whose arguments it shares."""
-        # Nothing is asked any more, should what follows raise.
+        """Read the last comparison and begin the next; the arguments are those of `count`."""
+        # Cleared first, so that no comparison is pending if the following raises.
         asked, self.asked = self.asked, None
         names, self.names = self.names, []
         try:
@@ -83,7 +83,7 @@ class Calls:
                 return
         except RuntimeError as error:
             raise sp_group.failed(name, "the comparison of calls", error) from error
-        # The hash only tells that calls differ; the names tell which.
+        # The hash shows that some call differs. The names show which one.
         every = sp_group.gather(asked.names, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
         number = self.number - len(asked.names + names) + differs + 1
@@ -97,15 +97,15 @@ class Calls:
 
 
 class _Comparison:
-    """Compares ``names`` over the ranks, by a hash, while other work goes on. Collective."""
+    """Compares a hash of ``names`` between the ranks, while other work goes on. Collective."""
 
     def __init__(self, sp_group: Any, names: list[str], device: torch.device):
         self.names, self.side = names, sp_group.streams(device)
         digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
         self.mark = self.side.begin()
         try:
-            # One reduction by MAX gives the largest hash, and minus the smallest. They are one hash
-            # if all names are alike.
+            # One reduction by MAX gives the largest hash, and minus the smallest hash. Both are the
+            # same hash if all ranks have the same names.
             edges = torch.full((2,), int.from_bytes(digest, "big"), device=device)
             edges[1].neg_()
             group = sp_group.group
@@ -118,7 +118,7 @@ class _Comparison:
             self.side.end(self.mark)
 
     def is_alike(self) -> bool:
-        """Return whether all ranks have the same names; blocks the host until it is known."""
+        """Return whether all ranks have the same names; block the host until this is known."""
         self.work.wait() if self.side.blocks else self.mark[0].synchronize()
         self.side.before_compute(self.mark)
         largest, smallest = self.edges.tolist()

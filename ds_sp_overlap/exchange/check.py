@@ -19,13 +19,12 @@ from .sp_group import SPGroup
 
 
 class Expected(NamedTuple):
-    """Holds the tensor that an exchange must deliver, and how exactly.
+    """Holds the tensor that an exchange must deliver, and the tolerance of each element.
 
     Attributes:
         values: The tensor.
-        atol: Of the same shape: by how much each element may differ where it is the sum of KV
-            gradients of several ranks, which has no fixed order. 0 for up to two addends, whose
-            order changes nothing.
+        atol: [as ``values``]. The tolerance. It is 0, except where an element is the sum of KV
+            gradients of three or more ranks, since the order of summation is not fixed.
     """
 
     values: Tensor
@@ -44,19 +43,19 @@ def plain_exchange(
 ) -> Expected:
     """Return what the exchange of ``x`` must deliver to this rank.
 
-    Called by `InFlight` in check mode, before the exchange itself. Collective.
+    `InFlight` calls this in check mode, before the exchange itself. Collective.
 
     Args:
         sp_group: The sp group.
-        source: The end of ``x``.
-        target: The other end.
-        x: What this rank sends.
+        source: The side that is sent, which describes ``x``.
+        target: The side that is received.
+        x: The tensor that this rank sends.
         name: Name of the exchange.
         rope: (cos, sin) by which ``x`` is rotated before the exchange.
         rope_back: (cos, sin) by which the result is rotated back after the exchange.
 
     Raises:
-        RuntimeError: on all ranks, if they are about to launch exchanges that don't fit together.
+        RuntimeError: on all ranks, if the exchanges that the ranks are about to launch don't match.
     """
     if rope is not None:
         x = rotate(x, *(table.unsqueeze(-2) for table in rope)).to(x.dtype)
@@ -64,7 +63,7 @@ def plain_exchange(
     names, dtypes, sources, targets, tensors = zip(*every)
     sent = [sender.split_sizes for sender in sources]
     received = [receiver.split_sizes for receiver in targets]
-    # Row by sender, column by receiver.
+    # Rows are senders, columns are receivers.
     fits = sent == [list(sizes) for sizes in zip(*received)]
     if not fits or len(set(zip(names, dtypes))) > 1:
         lines = []
@@ -100,26 +99,26 @@ def plain_exchange(
 
 @outside_modes()
 def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool) -> None:
-    """Compare what the exchange ``name`` delivered with what it should have delivered.
+    """Compare the tensor that the exchange ``name`` delivered with the expected one. Collective.
 
-    Called by `InFlight.finish` in check mode. Collective. Compares bit for bit, but for sums of
-    replicas and for rotated elements.
+    `InFlight.finish` calls this in check mode. Sums of replicas and rotated elements have a
+    tolerance; other elements must be equal.
 
     Args:
         sp_group: The sp group.
-        got: What this rank received.
-        of_plain: What `plain_exchange` returned.
+        got: The tensor that this rank received.
+        of_plain: The result of `plain_exchange`.
         name: Name of the exchange.
         rotated: Whether the exchange rotated heads (rotary embedding).
 
     Raises:
-        RuntimeError: on all ranks, if some rank received anything else.
+        RuntimeError: on all ranks, if some rank received a wrong element.
     """
     # Sums of replicas have no fixed order, and in half precision each is off by its own rounding.
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     got, expected = got.double(), of_plain.values.double()
-    # Where numbers overflow, the finite ones are compared as ever.
+    # Infinities must not make the tolerance of finite elements infinite.
     sizes = expected.abs().nan_to_num(0.0, posinf=0.0)
     allowed = of_plain.atol + rtol * sizes
     # A rotated element is two products and a sum: three roundings of numbers no larger than sqrt(2)

@@ -1,8 +1,8 @@
-"""Copies tensors to the wire and back, by few pairs of views that are found once.
+"""Packs tensors into the wire, the flat buffer that travels, and unpacks them, by few copies.
 
 For each end of an exchange, and the strides of its tensors, `copies_of` finds pairs of strided
-views, one of a tensor and one of the wire. One copy moves each pair, whatever the number of ranks.
-So a plan of an exchange is a value: `pack` and `unpack` carry it out, and decide nothing.
+views: one of a tensor, one of the wire. A pair is one copy, and the number of pairs does not grow
+with the number of ranks. The pairs are found once; `pack` and `unpack` only run the copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ Strides = tuple[int, ...]
 
 
 class Run(NamedTuple):
-    """Parts of a tensor, and their places in the wire, as two strided views of one shape.
+    """Describes one copy: a strided view of a tensor, and one of the wire, of equal shape.
+
+    Strides and offsets are in elements.
 
     Attributes:
         tensor: Index of the tensor.
         shape: Shape of both views.
-        strides: Strides in the tensor; 0 where several peers have the same slice.
-        offset: Offset in the tensor, in elements.
+        strides: Strides in the tensor; 0 along a dimension over peers that have the same slice.
+        offset: Offset in the tensor.
         wire_strides: Strides in the wire.
         wire_offset: Offset in the wire.
     """
@@ -43,31 +45,31 @@ class Run(NamedTuple):
 
     @property
     def repeats(self) -> list[int]:
-        """The dimensions over peers that have the same slice."""
+        """Return the dimensions over peers that have the same slice of the tensor."""
         return [dim for dim, step in enumerate(self.strides) if step == 0]
 
     @property
     def elements(self) -> int:
-        """Elements of the tensor that the view holds, each counted once."""
+        """Return the number of elements of the tensor in the view; repeats count once."""
         return math.prod(size for size, step in zip(self.shape, self.strides) if step)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies between tensors and the wire.
+    """Holds the copies between tensors and the wire.
 
     Attributes:
-        runs: The pairs of views.
-        repeats: `Run.repeats` of each.
-        elements: Elements of the wire.
-        flat: If the one tensor lies in memory as it travels: the offset of its first element; else
-            None.
-        disjoint: Whether the parts of each tensor cover the tensor without overlap, so that each
-            part is copied. Otherwise parts are added to zeros.
-        is_wire: Whether one copy of the one pair, made contiguous, is the whole wire.
-        in_order: For each tensor the shape, the strides and the offset of one view of the wire,
-            which made contiguous is the tensor; and the tensor's shape. Empty where one view is not
-            enough.
+        runs: The copies.
+        repeats: `Run.repeats` of each copy.
+        elements: The number of elements of the wire.
+        flat: None, unless there is one tensor whose memory has the order of the wire, so that it
+            needs no copy; then the offset of its first element.
+        disjoint: Whether the parts of each tensor cover the tensor without overlap, so that unpack
+            copies each part. Otherwise unpack adds the parts to zeros.
+        is_wire: Whether there is one copy, and a contiguous clone of its tensor view is the wire.
+        in_order: For each tensor, (view, shape): view is (shape, strides, offset) of a view of the
+            wire whose contiguous clone, reshaped to shape, is the tensor. Empty if some tensor
+            needs more than one view.
     """
 
     runs: tuple[Run, ...]
@@ -85,7 +87,7 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
 
     Args:
         sides: The parts of each tensor.
-        strides: The strides of each tensor; None for those of contiguous tensors.
+        strides: The strides of each tensor; None if all are contiguous.
     """
     of_tensors = strides or tuple(contiguous(shape) for shape in sides.shapes)
     runs = runs_of(sides, of_tensors)
@@ -101,7 +103,7 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         alike = []
         for run in runs:
             alike.append(run.offset - run.wire_offset == shift)
-            # A dimension of one element has no stride.
+            # The stride of a dimension of one element does not matter.
             for size, stride, in_wire in zip(run.shape, run.strides, run.wire_strides):
                 alike.append(size == 1 or stride == in_wire)
         if all(alike):  # guard: lies as it travels
@@ -110,7 +112,7 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
     if strides is None and disjoint and is_one_each and not any(repeats):
         for run in runs:
-            # In the order of memory of the tensor.
+            # Order the dimensions as in the tensor's memory, largest stride first.
             order = sorted(range(len(run.shape)), key=lambda dim: -run.strides[dim])
             view_shape = tuple(run.shape[dim] for dim in order)
             view_strides = tuple(run.wire_strides[dim] for dim in order)
@@ -136,12 +138,12 @@ def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Ten
     """Copy the parts of ``tensors`` to a new contiguous buffer.
 
     Args:
-        tensors: What is sent.
-        copies: Those of the tensors.
-        new_empty: Makes the buffer from a number of elements, of one dtype for all tensors.
+        tensors: The tensors that are sent.
+        copies: The copies for these tensors.
+        new_empty: Allocates the buffer, given its number of elements; decides its dtype.
     """
     if copies.is_wire:
-        # A copy that makes its own memory costs the host less than ``new_empty`` and ``copy_``.
+        # A clone costs the host less time than ``new_empty`` and ``copy_``.
         return _part(tensors, copies.runs[0]).clone(memory_format=torch.contiguous_format)
     wire = new_empty(copies.elements)
     for run in copies.runs:
@@ -150,10 +152,10 @@ def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Ten
 
 
 def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
-    """Copy what is in the flat buffer ``wire`` to ``tensors``, the inverse of `pack`.
+    """Copy the flat buffer ``wire`` to ``tensors``; the inverse of `pack`.
 
-    Slices that several parts hold are summed, in fp32 for half precision. Slices that no part holds
-    become zero.
+    Slices that are in several parts are summed, in fp32 for half precision. Slices that are in no
+    part become zero.
     """
     totals = tensors
     if not copies.disjoint:
@@ -178,7 +180,7 @@ def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
 
 
 def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
-    """Copy what is in the flat buffer ``wire`` to new tensors, for `Copies.in_order`."""
+    """Copy the flat buffer ``wire`` to new tensors, by the views of `Copies.in_order`."""
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
@@ -190,14 +192,14 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
 
 
 def _part(tensors: Sequence[Tensor], run: Run) -> Tensor:
-    """Return the view of a tensor that is the first of a pair."""
+    """Return the tensor's view of a copy."""
     x = tensors[run.tensor]
     # ``as_strided`` counts from the storage, which other tensors may share.
     return x.as_strided(run.shape, run.strides, x.storage_offset() + run.offset)
 
 
 def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
-    """Return a few views that hold all parts of tensors with these strides.
+    """Return few copies that move all parts of tensors with these strides.
 
     Args:
         sides: The parts of each tensor.
@@ -215,9 +217,9 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
                     views = strides[tensor], offset, contiguous(shape), place
                     runs.append(Run(tensor, shape, *views))
                 place += math.prod(shape)
-    # Tensor by tensor: only views of one tensor merge.
+    # Sorted by tensor, since only views of one tensor merge.
     runs.sort(key=lambda run: run.tensor)
-    # Views that were merged may be evenly spaced among themselves: they merge in turn.
+    # Merged views may be evenly spaced again, so merge until nothing changes.
     while len(merged := _merged(runs)) < len(runs):
         runs = merged
     return runs
@@ -250,7 +252,7 @@ def _merged(runs: list[Run]) -> list[Run]:
             before, after = runs[end - 1], runs[end]
             alike = after[:3] == first[:3] and after.wire_strides == first.wire_strides
             shift = after.offset - before.offset, after.wire_offset - before.wire_offset
-            # The first two views set the distance. Torch has no negative strides.
+            # The first two views set the step of the run. Torch has no negative strides.
             if not alike or shift[0] < 0 or end > at + 1 and shift != step:
                 break
             # A view that overlaps itself can't be written by one copy.
@@ -267,9 +269,9 @@ def _merged(runs: list[Run]) -> list[Run]:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a view may hold an element twice; dimensions of stride 0 don't count.
+    """Return whether a view may contain an element twice, except along dimensions of stride 0.
 
-    Those repeat a slice for several peers, which `unpack` sums.
+    A dimension of stride 0 repeats a slice for several peers; `unpack` sums over it.
     """
     reach = 0
     for stride, size in sorted(zip(strides, shape)):
@@ -282,5 +284,5 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def blocks_of(x: Tensor, side: Side, peer: int) -> list[Tensor]:
-    """Return the blocks of ``x`` that are the part of a peer, as views; for check mode."""
+    """Return views of the blocks of ``x`` that belong to a peer; check mode uses this."""
     return [x[tuple(slice(*part) for part in block)] for block in side.parts[peer]]

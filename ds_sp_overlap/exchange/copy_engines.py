@@ -9,9 +9,9 @@ There are two engines; the first one that every rank has is taken:
     NCCL           its zero-CTA all-to-all,
                    https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
 
-Both move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks decide this
-alike, since uneven heads or lengths are uneven for all of them. (Layers whose ranks share query
-heads are refused, see `call_geometry`.)
+Both move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks choose the
+same, since uneven heads or lengths make the parts differ on every rank. (The exception would be
+ranks that share query heads; `call_geometry` refuses such layers.)
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ OLDEST_NCCL = (2, 28)
 
 
 class FastUlysses:
-    """Moves an exchange as fast-ulysses's mode 1 of ``[1, P, 1, bytes]``: row p goes to rank p.
+    """Moves an exchange by mode 1 of fast-ulysses, as ``[1, P, 1, bytes]``: row p goes to rank p.
 
-    Costs a copy on either side, into a buffer and out of a window of its own.
+    Costs one copy into a buffer before the transfer, and one copy out of a buffer after it.
     """
 
     NAME = "fast-ulysses"
-    # The largest sp size; what the bytes of a part are a multiple of, and are less than.
+    # The largest sp size. The bytes of a part must be a multiple of ALIGNMENT_BYTES, and less than
+    # LIMIT_BYTES.
     LARGEST_RANKS, ALIGNMENT_BYTES, LIMIT_BYTES = 8, 16, 2**31
 
     def __init__(self, group: Any):
@@ -70,7 +71,7 @@ class FastUlysses:
 class ZeroCta:
     """Moves an exchange by NCCL's all-to-all with the zero-CTA policy, between symmetric buffers.
 
-    Costs a copy into a buffer and one out of it.
+    Costs one copy into a buffer before the transfer, and one copy out of a buffer after it.
     """
 
     NAME = "NCCL"
@@ -83,8 +84,7 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, self, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        # (source, target) pairs that no exchange uses now, by size, dtype and device; as many as
-        # were in flight at once.
+        # The (source, target) pairs that no exchange uses now, by size, dtype and device.
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -105,7 +105,7 @@ class ZeroCta:
     def launch(self, send: Tensor, recv: Tensor) -> Any:
         """Launch the all-to-all of equal parts; ``recv`` is written when the handle is waited for.
 
-        Collective, also since it makes a pair of buffers if none is free.
+        Collective. Allocates a pair of buffers, which is collective too, if no pair is free.
         """
         key = (send.numel(), send.dtype, send.device)
         # Pairs are taken and given back in program order, which is the same on every rank.
@@ -155,7 +155,7 @@ class CopyEngine:
         """
         sp_group.find_nodes()
         backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
-        # What all engines lack, on all ranks alike.
+        # The reason why no engine can work, the same on all ranks; empty for no such reason.
         all_lack = "" if backend == "nccl" else f"the sp group's backend is {backend}, not nccl"
         if nodes > 1:
             all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"
@@ -163,7 +163,7 @@ class CopyEngine:
         # For each engine the reason of the first rank that lacks it; empty if none does.
         lacks = [next(filter(None, of_ranks), "") for of_ranks in zip(*every)]
         if all(lacks):
-            # Where all engines lack the same, the reason is given once.
+            # Name a reason once if it holds for both engines.
             why = "; ".join(dict.fromkeys(lacks))
             raise ValueError(
                 f'sp_overlap.transport: "copy_engine" can\'t work here: {why}; use "auto"'
@@ -172,7 +172,7 @@ class CopyEngine:
         try:
             self.engine = chosen(sp_group.group)
         except RuntimeError as error:
-            # All ranks get here, since both libraries compare the ranks before they refuse.
+            # All ranks raise together, since both libraries compare the ranks before they raise.
             raise ValueError(
                 f'sp_overlap.transport: "copy_engine" through {chosen.NAME}: {error}; use "auto"'
             ) from error

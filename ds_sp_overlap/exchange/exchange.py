@@ -20,10 +20,10 @@ belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
 
 Note [Second derivatives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-The backward of a layer uses buffers of its `Exchange`s, which autograd does not see, so autograd
-cannot differentiate it again. ``once_differentiable`` would raise only in the nodes that carry it.
-Instead, every backward of a layer begins in a node that calls `refuse_second_derivatives`: before
-anything is launched, and on every rank alike. No other node of the layer needs a check.
+The backward of a layer uses buffers that autograd does not see, so autograd cannot differentiate
+this backward again. ``once_differentiable`` would raise only in the nodes that carry it. Instead,
+every backward of a layer begins in a node that calls `refuse_second_derivatives`, before anything
+is launched. All ranks raise together, and no other node of the layer needs a check.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .sp_group import SPGroup
 def refuse_second_derivatives(where: str) -> None:
     """Refuse a backward with ``create_graph=True``, see Note [Second derivatives].
 
-    Called where the backward of the layer ``where`` begins.
+    The node in which the backward of the layer ``where`` begins calls this.
 
     Raises:
         RuntimeError: if autograd records this backward.
@@ -57,7 +57,7 @@ def refuse_second_derivatives(where: str) -> None:
 
 
 class _Apply:
-    """Gives `Node` its ``apply``: without torch's preparations for functorch, where that is off.
+    """Provides ``Node.apply``, which skips torch's preparations for functorch where it is off.
 
     The preparations cost the host time in every call.
     """
@@ -67,37 +67,37 @@ class _Apply:
         # the C implementation, which Function's own apply calls at its end.
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
         apply = super(above, kind).apply  # type: ignore[misc]  # untyped in torch
-        # Nodes write to buffers.
+        # Nodes write to buffers, which a selective checkpoint's recompute would skip.
         if torch._C._len_torch_dispatch_stack() and in_selective_checkpoint():
             return outside_modes()(apply)
         return apply
 
 
 class Node(torch.autograd.Function):
-    """A node of autograd, the base class of all nodes in this package."""
+    """An autograd Function with a faster ``apply``; the base class of the nodes of layers."""
 
     apply: Any = _Apply()
 
 
 class Exchange:
-    """One exchange of one call, with its transfer in flight in forward or in backward.
+    """Runs one exchange of one call in two halves, `start` and `finish`, forward and backward.
 
     Args:
         sp_group: The sp group.
-        layout: The tensor that is sent and the one that is received.
+        layout: The shapes and parts of the tensor that is sent and of the tensor that is received.
         where: Name of the layer, for instance ``layers.7``.
-        name: Name of the exchange, for instance ``q``; the gradient's is ``dq``.
+        name: Name of the exchange, for instance ``q``; that of its gradient is then ``dq``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
     """
 
-    # The transfer in flight, between its start and its finish, else None.
+    # The transfer in flight between its start and its finish; else None.
     in_flight: InFlight | None = None
 
     def __init__(
         self, sp_group: SPGroup, layout: Layout, where: str, name: str, checked: bool = False
     ):
         self.sp_group, self.layout, self.where, self.checked = sp_group, layout, where, checked
-        # In forward, and in backward.
+        # The names of the exchange in forward, and in backward.
         self.names = f"{where} {name}", f"{where} d{name}"
 
     def start(self, x: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ class Exchange:
         Collective: every rank of the sp group starts the same exchanges in the same order.
 
         Args:
-            x: What is sent, in the shape of the one tensor of ``layout.sources``; kept alive until
-                the exchange is finished.
+            x: The tensor to send, in the shape of the one tensor of ``layout.sources``; kept alive
+                until the exchange is finished.
 
         Returns:
             An empty tensor that autograd tracks; pass it to `finish`.
@@ -121,7 +121,7 @@ class Exchange:
         """Order the compute stream after the exchange.
 
         Returns:
-            What was received, in the shape of the one tensor of ``layout.targets``.
+            The received tensor, in the shape of the one tensor of ``layout.targets``.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.
@@ -135,7 +135,7 @@ class Exchange:
             self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)
 
     def received(self, gradient: bool = False) -> Tensor:
-        """Finish what `launch` launched, once; return what arrived."""
+        """Finish the transfer that `launch` launched, once; return the received tensor."""
         name, in_flight = self.names[gradient], self.in_flight
         if in_flight is None:
             raise never_started(name)
@@ -145,7 +145,7 @@ class Exchange:
 
 
 def never_started(name: str) -> RuntimeError:
-    """Return the exception for an exchange that is finished and was not started."""
+    """Return the exception for an exchange that is finished without having been started."""
     return RuntimeError(
         f"{name}: finished without having been started, or finished twice; gradients of a layer's "
         "inputs and of its weights come of one backward, ask for them together"
@@ -153,7 +153,7 @@ def never_started(name: str) -> RuntimeError:
 
 
 class _Start(Node):
-    """The node of `Exchange.start`; its backward waits for the gradient's exchange."""
+    """Implements `Exchange.start`; its backward waits for the exchange of the gradient."""
 
     @staticmethod
     def forward(ctx, exchange: Exchange, x: Tensor):
@@ -170,7 +170,7 @@ class _Start(Node):
 
 
 class _Finish(Node):
-    """The node of `Exchange.finish`; its backward launches the gradient's exchange."""
+    """Implements `Exchange.finish`; its backward launches the exchange of the gradient."""
 
     @staticmethod
     def forward(ctx, exchange: Exchange, token: Tensor):
@@ -179,7 +179,7 @@ class _Finish(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        # A gradient that this rank lacks is zero; other ranks exchange theirs.
+        # If only this rank lacks a gradient, dy is zeros, and the exchanges of the ranks match.
         exchange = ctx.exchange
         refuse_second_derivatives(exchange.where)
         exchange.launch(dy, gradient=True)

@@ -1,7 +1,8 @@
 """Lays out every exchange of a layer: which heads of which tokens each rank sends and receives.
 
-A `Geometry` is a frozen value: no tensors, no torch.distributed. `heads` says which heads a rank
-attends with, `shares` with which queries, `relayed` how k and v travel once to each node.
+A `Geometry` is a frozen value, without tensors and without torch.distributed. `heads` decides which
+heads a rank attends with, `shares` which queries. `relayed` lays out k and v that travel once to
+each node.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from .shares import possible_shares
 @lru_cache(maxsize=4096)
 def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     """Return r for "auto", see Note [Shares] in `shares`."""
-    # The smallest r with which heads divide by the u = P / r parts; 1 if they divide by the ranks.
+    # The smallest r for which the heads divide evenly by the u = P / r parts.
     even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:
         return even
-    # Every rank can have a head without sharing. Sharing lets q and o shrink and k and v grow: it
-    # must not make the busiest rank receive more.
+    # Every rank can have a head without sharing. With sharing, ranks receive less of q and o and
+    # more of k and v. Share only if the rank that receives most does not receive more.
     alone = Geometry(sp_size, 0, (sp_size,) * sp_size, 1, heads, kv_heads)
     shared = replace(alone, shares=even)
     return even if shared.most_received <= alone.most_received else 1
 
 
 class Geometry(Heads):
-    """Heads, tokens and ranks of one call of an attention layer.
+    """Describes heads, tokens and ranks of one call of an attention layer.
 
     Attributes:
         sp_size: Ranks of the sp group, ``P``.
@@ -43,8 +44,8 @@ class Geometry(Heads):
         batch_first: Whether tensors are ``[b, s, h, d]`` instead of ``[s, b, h, d]``.
         shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares] in
             `shares`.
-        query_chunks: For each share, the tokens whose queries it attends with; None for two chunks
-            each, as that note says.
+        query_chunks: For each share, the ranges of tokens whose queries it attends with; None for
+            two chunks for each share, see Note [Shares].
         nodes: The node of every rank, for k and v to travel once to each; None for one leg. See
             Note [Once per node] in `relayed`.
 
@@ -59,20 +60,20 @@ class Geometry(Heads):
 
     @cached_property
     def cuts_tokens(self) -> bool:
-        """Return whether this rank's q is cut along tokens, alone or as well as along heads."""
+        """Return whether the exchange cuts this rank's q along tokens."""
         cut = self.exchange("q", 0, (1,)).sources.cut
         return cut is None or cut[0] != HEADS
 
     @lru_cache(maxsize=4096)
     def divides(self, kind: str) -> bool:
-        """Return whether this rank sends each part of the ranks equally many heads, evenly spaced.
+        """Return whether all `parts` receive equally many heads, evenly spaced, in each group.
 
-        Then the local tensor may have a dimension for the parts (``by_rank``).
+        The local tensor may then have a dimension for the parts (``by_rank`` of `exchange`).
 
         Args:
-            kind: "q", "k" or "v"; o as "q".
+            kind: "q", "k" or "v"; "q" also stands for o.
         """
-        # With shares k and v go to all ranks of a part, and q may be cut along tokens as well.
+        # With shares, k and v go to all ranks of a part, and q may also be cut along tokens.
         if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
         for group in range(self.groups):
@@ -80,20 +81,20 @@ class Geometry(Heads):
             ranges = [self.sent_range(kind, rank, group) for rank in ranks]
             counts = {stop - start for start, stop in ranges}
             steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
-            # A step that is smaller than the count: two ranks are sent the same head.
+            # If a step is smaller than the count, two ranks receive the same head.
             if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
                 return False
         return True
 
     @cached_property
     def in_slices(self) -> frozenset[str]:
-        """Return those of q, k and v whose heads of a group lie apart, evenly spaced."""
+        """Return those of q, k and v for which a group's heads are several evenly spaced slices."""
         kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
         return frozenset(kinds)
 
     @cached_property
     def seq_dim(self) -> int:
-        """The dimension of the sequence in q, k, v and o."""
+        """Return the dimension of the sequence in q, k, v and o."""
         return 1 if self.batch_first else 0
 
     def shape(self, seq: int, heads: int, head_dim: int) -> tuple[int, ...]:
@@ -115,18 +116,17 @@ class Geometry(Heads):
         `sent_range` on this rank.
 
         Args:
-            kinds: What the exchange moves, as "qkv" or ("q", "k", "v"). Or only "o", once or more
-                often: o and do, which travel together in the direction of o's inverse, are laid
-                out as two "q".
+            kinds: The tensors that the exchange moves: some of q, k, v, as "qkv" or ("q", "k",
+                "v"); or "o". (o and do, which travel together as q does, are laid out as "qq".)
             group: The head group.
-            head_dims: ``d`` of each.
-            by_rank: Give the local tensors a dimension for the parts of the ranks,
-                ``[.., u, heads, d]``. Only for kinds that `divides` affirms.
+            head_dims: ``d`` of each tensor.
+            by_rank: Whether the local tensors have a dimension for the parts,
+                ``[.., u, heads, d]``; allowed for kinds for which `divides` is true.
         """
         if set(kinds) == {"o"}:
             queries = "q" * len(kinds)
             return self.exchange(queries, group, head_dims, by_rank).inverse
-        # For each rank, the tokens that it receives: of k and v all, of q those of its share.
+        # For each rank, the tokens that it receives: all of k and v; of q, those of its share.
         of_keys: list[Sequence[Range]] = [((0, sum(self.seq_lens)),)] * self.sp_size
         of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
         ends = []
@@ -134,27 +134,27 @@ class Geometry(Heads):
             after = self.received(kind, group, dim, of_query if kind == "q" else of_keys)
             local, received = between(self.sp_rank, self.sent(kind, group, dim), after)
             if by_rank:
-                # A projection can write each part into memory of its own, so that the tensor is
-                # the buffer that travels.
+                # A projection can write the parts one after another in memory, so that the tensor
+                # is the send buffer.
                 local = _by_rank(local, received.shape[HEADS])
             ends.append((local, received))
         return Layout.of(ends)
 
     def sent(self, kind: str, group: int, head_dim: int) -> list[Held]:
-        """Return what each rank holds of q, k or v of ``group`` before the exchange."""
+        """Return the ranges of q, k or v of ``group`` that each rank holds before the exchange."""
         heads = self.heads_of(kind, group)
         return [self._held([tokens], heads, head_dim) for tokens in self.local_tokens]
 
     def received(
         self, kind: str, group: int, head_dim: int, tokens: Sequence[Sequence[Range]]
     ) -> list[Held]:
-        """Return what each rank holds of q, k or v of ``group`` after the exchange.
+        """Return the ranges of q, k or v of ``group`` that each rank holds after the exchange.
 
         Args:
             kind: "q", "k" or "v".
             group: The head group.
             head_dim: ``d``.
-            tokens: For each rank the tokens that it receives, in ranges of the whole sequence.
+            tokens: For each rank, the ranges of the global sequence that it receives.
         """
         held = []
         for rank, of_rank in enumerate(tokens):
@@ -169,7 +169,7 @@ class Geometry(Heads):
 
 
 def _by_rank(side: Side, count: int) -> Side:
-    """Return ``side`` with ``count`` heads in a dimension of their own, ``[.., u, count, d]``."""
+    """Return ``side`` with its heads split into two dimensions, ``[.., u, count, d]``."""
     shape = (*side.shape[:HEADS], side.shape[HEADS] // count, count, side.shape[-1])
     parts = []
     for blocks in side.parts:

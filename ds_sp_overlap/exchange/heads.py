@@ -1,4 +1,4 @@
-"""Decides which heads each rank and each head group attends with, and which of them travel when.
+"""Decides which heads each rank and head group attends with, and with which group they travel.
 
 One rule places the heads. Query heads are dealt out in contiguous, balanced ranges, the larger ones
 first; with several head groups see Note [Groups first]. A rank receives the KV heads that its query
@@ -8,8 +8,8 @@ DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 Note [Groups first]
 ~~~~~~~~~~~~~~~~~~~
-If that sends no KV head more often, heads are dealt to head groups first, and within a group to
-ranks. The heads of a group then lie together, and the group's rows of a weight are a view.
+Heads are dealt to head groups first, and within a group to ranks, unless this would send a KV head
+to more ranks. The heads of a group then lie together, and the group's rows of a weight are a view.
 Otherwise heads are dealt to ranks first, and the rows of a group lie apart:
 
     8 heads, 2 ranks, 2 groups
@@ -27,13 +27,13 @@ from .shares import Shares
 
 
 class Heads(Shares):
-    """Tells the heads of each rank and head group; the base class of `Geometry`.
+    """Computes the heads of each rank and head group; the base class of `Geometry`.
 
-    Ranges count the heads of the whole layer.
+    Ranges index all heads of the layer.
     """
 
     def __post_init__(self) -> None:
-        """Raise ValueError if KV heads don't fit the query heads, or these the head groups."""
+        """Raise ValueError for a number of KV heads or head groups that doesn't fit the heads."""
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise ValueError(
@@ -49,7 +49,7 @@ class Heads(Shares):
 
     @property
     def max_groups(self) -> int:
-        """Query heads of the rank that has fewest, since two groups can't share a query head."""
+        """Return the most head groups: the query heads of the rank that has fewest."""
         return self.heads // self.parts
 
     @cached_property
@@ -67,7 +67,7 @@ class Heads(Shares):
             count = self.heads // (self.parts * self.groups)
             start = (group * self.parts + part) * count
             return start, start + count
-        # The first ``larger`` parts have a head more than the others.
+        # The first ``larger`` parts have one head more than the others.
         small, larger = divmod(self.heads, self.parts)
         start = part * small + min(part, larger)
         count = small + (part < larger)
@@ -82,23 +82,23 @@ class Heads(Shares):
     def sent_range(self, kind: str, rank: int, group: int) -> Range:
         """Return the heads of q, k or v that travel to ``rank`` with ``group``.
 
-        The ranges of a rank's groups ascend and are disjoint. The range is empty, its start at its
-        stop, where no head is new to the group.
+        The ranges of a rank's groups ascend and are disjoint. If the rank needs no new head for the
+        group, the range is empty: start equals stop.
         """
         if kind == "q":
             return self.query_range(rank, group)
         start, stop = self.kv_range(rank, group)
-        # A KV head travels only with the first group that needs it. Ranges ascend with the groups,
-        # so the group before knows what has travelled.
+        # A KV head travels only with the first group that needs it. Since ranges ascend with the
+        # groups, all heads up to the end of the previous group's range have travelled.
         if group:
             start = max(start, self.kv_range(rank, group - 1)[1])
         return start, stop
 
     @lru_cache(maxsize=4096)
     def heads_of(self, kind: str, group: int) -> tuple[Range, ...]:
-        """Return the heads of q, k or v that leave a rank with ``group``.
+        """Return the heads of q, k or v that a rank sends with ``group``, in ascending ranges.
 
-        Each head is named once, in ranges in ascending order, also where several ranks receive it.
+        A head that several ranks receive is listed once.
         """
         return joined([self.sent_range(kind, rank, group) for rank in range(self.sp_size)])
 
@@ -106,13 +106,13 @@ class Heads(Shares):
     def rows_of(
         self, kind: str, group: int, first: int | tuple[int, ...], head_dim: int
     ) -> tuple[Range, ...]:
-        """Return the rows of a projection's weight that make the heads of `heads_of`.
+        """Return the rows of a projection's weight that project the heads of `heads_of`.
 
         Args:
             kind: "q", "k" or "v"; or "o", for which the ranges are columns.
             group: The head group.
-            first: The first row of each head (tuple); or that of head 0 (int), if the heads lie end
-                to end.
+            first: The first row of each head (a tuple); or the first row of head 0 (an int), if the
+                rows of all heads are consecutive.
             head_dim: ``d``.
         """
         ranges = self.heads_of("q" if kind == "o" else kind, group)
@@ -126,20 +126,20 @@ class Heads(Shares):
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Return what travels with each group: "qkv", or "q" if no KV head is new to it."""
+        """Return the kinds that travel with each group: "qkv", or "q" if no KV head travels."""
         return tuple("qkv" if self.heads_of("k", group) else "q" for group in range(self.groups))
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """For each group, the last group that attends to KV heads that travel with it.
+        """Return for each group the last group, on any rank, that uses KV heads that came with it.
 
-        The last over all ranks; the group itself if no KV head travels with it.
+        This is the group itself if no later group uses them.
         """
         uses = list(range(self.groups))
         for rank, (sent, group) in product(
             range(self.sp_size), combinations(range(self.groups), 2)
         ):
-            # Whether the group attends to a KV head that came with the group ``sent``.
+            # If the group attends to a KV head that came with the group ``sent``.
             if common([self.sent_range("k", rank, sent)], [self.kv_range(rank, group)]):
                 uses[sent] = max(uses[sent], group)
         return tuple(uses)
@@ -151,10 +151,10 @@ class Heads(Shares):
 
     @property
     def most_received(self) -> float:
-        """Heads of q and k, each of the whole sequence, that the busiest rank receives.
+        """Return how many heads of q and k the rank that receives most receives, in one head group.
 
-        In one head group; a share of the queries counts as 1/r of each head. `shares_for` compares
-        these numbers: o is as large as q, and v as k.
+        A head of q counts as 1/r with r shares. `shares_for` compares these numbers. They stand for
+        o and v too, since o is as large as q, and v as k.
         """
         counts = []
         for rank in range(self.sp_size):
@@ -164,19 +164,19 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
-        """Return where the KV heads lie that this rank attends to in ``group``.
+        """Return which received tensors hold the KV heads that this rank attends to in ``group``.
 
         Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that this
-        rank received with group ``sent``, this one or an earlier one. One piece after another, they
-        are the heads of `kv_range`.
+        rank received with the group ``sent``, which is ``group`` or an earlier one. The pieces,
+        joined, are the heads of `kv_range`.
         """
         pieces = []
         for sent in range(group + 1):
             received = self.sent_range("k", self.sp_rank, sent)
             held = common([received], [self.kv_range(self.sp_rank, group)])
-            # The piece that travels with the group itself is named even where this rank gets none
-            # of its heads: a rank that left the piece out of its graph would not take part in the
-            # exchange of the gradient.
+            # The k that travels with the group itself is a piece even if this rank receives no head
+            # of it. Otherwise it would not be in this rank's graph, and this rank would not join
+            # the exchange of its gradient.
             own = sent == group and "k" in self.kinds[group]
             if held or own:  # guard: read by every rank
                 start, stop = held[0] if held else (0, 0)
@@ -185,16 +185,16 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_expansion(self, group: int) -> tuple[int, ...] | None:
-        """Return for each query head of ``group`` on this rank its KV head, counted in `kv_range`.
+        """Return the index by which `execution.with_kv` repeats KV heads; None for no repeat.
 
-        `execution.with_kv` repeats KV heads by this index; None where it has nothing to repeat.
+        The index has, for each query head of ``group`` on this rank, the KV head, counted from the
+        start of `kv_range`.
         """
         start, stop = self.query_range(self.sp_rank, group)
         first, last = self.kv_range(self.sp_rank, group)
         shared = self.heads // self.kv_heads
         index = tuple(head // shared - first for head in range(start, stop))
-        # Local attention by itself assumes that each KV head serves equally many successive query
-        # heads.
+        # Local attention assumes that each KV head serves equally many successive query heads.
         count, rest = divmod(stop - start, last - first)
         regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
         return None if regular else index

@@ -1,12 +1,12 @@
-"""Carries out one transfer: pack, launch, wait, unpack; and owns its buffers meanwhile.
+"""Runs one transfer: pack, launch, wait, unpack; and owns its buffers until it is finished.
 
 Note [Buffers until finish]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A transfer reads and writes memory that the compute stream allocated, while the compute stream goes
-on. The memory must not be given to anybody else before the transfer is over. So `InFlight`
-references all buffers from the launch on, and lets them go in `finish`, after the compute stream has
-been ordered behind the transfer: the allocator then hands the memory out in the order of the
-compute stream. ``record_stream`` would free it later, and costs host time for each buffer.
+on. The allocator must not reuse the memory before the transfer is over. So `InFlight` references
+all buffers from the launch on. `finish` first makes the compute stream wait for the transfer, and
+then drops the references: the allocator reuses the memory in the order of the compute stream.
+``record_stream`` would free the memory later, and costs host time for each buffer.
 """
 
 from __future__ import annotations
@@ -35,36 +35,37 @@ def _listed(shapes: Sequence[Sequence[int]]) -> str:
 
 
 class InFlight:
-    """One launched transfer, which owns its buffers, see Note [Buffers until finish].
+    """Holds a transfer in flight and its buffers, see Note [Buffers until finish].
 
-    To make one packs ``xs`` and launches their transfer. Collective.
+    The constructor packs ``xs`` and launches the transfer. Collective.
 
     Args:
-        layout: The tensors that are sent and received.
+        layout: The shapes and parts of the tensors that are sent and received.
         sp_group: The sp group.
         name: Name for logs and errors, for instance ``layers.7 dv``.
         xs: The tensors that are sent, in the shapes of ``layout.sources``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
-        rope: (cos, sin) by which the source is rotated as it is packed.
-        rope_back: (cos, sin) by which the target is rotated back as it is unpacked.
+        rope: (cos, sin) by which pack rotates the one tensor; None for no rotation.
+        rope_back: (cos, sin) by which unpack rotates the one tensor back; None for no rotation.
 
     Raises:
         ValueError: before any communication, if a tensor has another shape.
     """
 
-    # In check mode, what has to arrive.
+    # In check mode, the tensors that must arrive.
     expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
-    # What `SideStream.begin` returned, until the finish; else None, as with a `HostStream`.
+    # The mark from `SideStream.begin`, until `finish`; None after that, and with a `HostStream`.
     received: Any = None
     # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
-    # Empty until they are unpacked; where they lie as they travel, they are the memory of ``recv``.
+    # The received tensors. Empty until unpacked; but if the one tensor has the order of the wire,
+    # it is ``recv`` itself and is set from the start.
     outs: Sequence[Tensor] = ()
 
-    # How the sources lie in the wire.
+    # The copies by which the sources are packed.
     copies: Copies
-    # Empty once they are packed.
+    # The tensors that are sent; empty once they are packed.
     sources: Sequence[Tensor]
     send: Tensor
     recv: Tensor
@@ -104,7 +105,7 @@ class InFlight:
         if rotates or self.copies_back.flat is None:
             recv = new_empty(targets.elements)
         else:
-            # outs is no view: its owner may change it in place, like a tensor that was unpacked.
+            # Not a view, since the caller may change the received tensor in place.
             self.outs = self._new_outs(x)
             recv = self.outs[0]
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
@@ -124,13 +125,13 @@ class InFlight:
                 send, recv, sources.sizes, targets.sizes, sp_group.group, name
             )
             if not (side.blocks and side.overlaps):
-                # The transfer stream waits at once, so that a mark behind the wait tells when the
-                # data has arrived.
+                # The transfer stream waits here, so that the mark that `end` records comes after
+                # the transfer.
                 handle.wait()  # guard: waits on its stream
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(name, "the exchange", error) from error
         finally:
-            # Also after an exception: work that was queued may use the buffers.
+            # Also after an exception, since work that was queued may use the buffers.
             side.end(mark)  # guard: what is sent is kept
 
     def _new_outs(self, like: Tensor) -> Sequence[Tensor]:
@@ -143,7 +144,7 @@ class InFlight:
         return outs
 
     def _packed(self, new_empty: Callable[..., Tensor]) -> Tensor:
-        """Pack the sources into a buffer from ``new_empty``, of the dtype that travels."""
+        """Pack the sources into a buffer that ``new_empty`` allocates in the wire's dtype."""
         relayout, cut = ops.implementation(self.sp_group.kernels), self.layout.sources.cut
         if self.rope is None and (relayout.pack is None or cut is None):
             return pack(self.sources, self.copies, new_empty)
@@ -156,7 +157,7 @@ class InFlight:
         return wire
 
     def _unpacked(self) -> Sequence[Tensor]:
-        """Unpack what was received, into new tensors."""
+        """Unpack the received buffer into new tensors."""
         copies, cut = self.copies_back, self.layout.targets.cut
         relayout = ops.implementation(self.sp_group.kernels)
         by_copies = self.rope_back is None and (relayout.pack is None or cut is None)
@@ -175,9 +176,9 @@ class InFlight:
         return outs
 
     def finish(self) -> Sequence[Tensor]:
-        """Order compute after the transfer, let go of what was sent, and unpack; once.
+        """Order compute after the transfer, free the sent buffer, and unpack; call this once.
 
-        Collective in check mode. Waits on the host where `HostStream.blocks`; elsewhere the current
+        Collective in check mode. The host waits if `HostStream.blocks`; otherwise the current
         stream waits.
 
         Returns:
@@ -191,10 +192,11 @@ class InFlight:
                 raise self.sp_group.failed(self.name, "the exchange", error) from error
         current = side.before_compute(mark)  # guard: compute waits for it
         self.received = None  # guard: freed, waits for nothing
-        # The buffer that was sent is free before memory is taken; the handle may reference it too.
+        # Free the sent buffer, which the handle may reference too, before unpack allocates memory.
         self.sources, self.handle = (), None
         del self.send  # guard: sent, not read again
-        # Memory of a relay stream would return to it while compute may still read the outputs.
+        # If a relay stream allocated the buffers, unpack into memory of the current stream: freed
+        # memory of the relay stream could be reused while compute still reads the outputs.
         elsewhere = mark is not None and current != mark[1]  # guard: outputs of its own stream
         if elsewhere or not self.outs:
             self.outs = self._unpacked()  # guard: unpacked once
@@ -207,8 +209,8 @@ class InFlight:
         return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:
-        # Abandoned, by an exception between start and finish. The memory must not return to the
-        # compute stream before the transfer is over. Where waiting blocks the host there is no
-        # mark, and c10d references the buffers itself.
+        # An exception between start and finish abandoned this transfer. Its memory must not be
+        # reused before the transfer is over. If waiting blocks the host there is no mark, and c10d
+        # references the buffers itself.
         if self.received is not None:
             self.side.before_compute(self.received)  # guard: memory returns in order

@@ -1,4 +1,4 @@
-"""Says which part of a tensor goes to which rank, at both ends of an exchange, as frozen values.
+"""Describes which part of a tensor goes to which rank, at both ends of an exchange.
 
     local    [s/P, b, h, d]   this rank's slice of the sequence, all heads
     global   [s, b, h/P, d]   the whole sequence, this rank's heads
@@ -24,8 +24,8 @@ from itertools import accumulate, chain, compress, product
 HEADS = 2
 
 Range = tuple[int, int]  # [start, stop)
-# What a rank holds of a tensor that is spread over the ranks: for each dimension ranges of the
-# whole, in ascending order.
+# The part of a distributed tensor that a rank holds: for each dimension of the whole tensor, ranges
+# in ascending order.
 Held = tuple[Sequence[Range], ...]
 # A block of one rank's tensor: a range for each dimension.
 Block = tuple[Range, ...]
@@ -43,7 +43,7 @@ def end_to_end(lengths: Sequence[int]) -> tuple[Range, ...]:
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return ``ranges`` in ascending order, without empty ones; those that touch become one."""
+    """Return ``ranges`` in ascending order, without empty ranges; merge adjacent ranges."""
     found: list[Range] = []
     for start, stop in sorted(ranges):
         if start == stop:
@@ -60,9 +60,9 @@ def total(ranges: Iterable[Range]) -> int:
 
 
 def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """Return what ``own`` has in common with ``others``, without empty ranges.
+    """Return the intersection of ``own`` with ``others``, without empty ranges.
 
-    The ranges that are returned count the elements of ``own`` alone, from 0.
+    The result indexes the elements of ``own``, laid end to end from 0.
     """
     found, before = [], 0
     for start, stop in own:
@@ -76,10 +76,10 @@ def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
 
 @lru_cache(maxsize=4096)
 def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
-    """Return whether this rank sends to and receives from every rank equally many elements.
+    """Return whether this rank sends and receives the same number of elements for every rank.
 
-    All ranks find the same answer, unless ranks share query heads: q may then be even on one rank
-    and uneven on another.
+    All ranks get the same result, unless ranks share query heads: the sizes of q may then be equal
+    on one rank and unequal on another.
     """
     first = send_sizes[0]
     return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes
@@ -87,7 +87,7 @@ def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """One end of an exchange, for one tensor.
+    """Describes one end of an exchange, for one tensor.
 
     Attributes:
         shape: Shape of the tensor at this end.
@@ -100,7 +100,7 @@ class Side:
 
     @cached_property
     def split_sizes(self) -> list[int]:
-        """Elements per peer, as ``all_to_all_single`` wants them."""
+        """Return the number of elements for each peer, as ``all_to_all_single`` takes them."""
         return [sum(math.prod(shape_of(block)) for block in blocks) for blocks in self.parts]
 
 
@@ -111,9 +111,9 @@ def shape_of(block: Block) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """One end of an exchange that moves several tensors.
+    """Describes one end of an exchange of one or more tensors.
 
-    A peer's parts of the tensors follow one another in the wire.
+    In the wire, all parts for a peer follow one another, tensor by tensor.
 
     Attributes:
         each: The side of every tensor, in the order in which they travel.
@@ -123,12 +123,12 @@ class Sides:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements per peer, of all tensors."""
+        """Return the number of elements for each peer, over all tensors."""
         return tuple(map(sum, zip(*[side.split_sizes for side in self.each])))
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all parts of all tensors."""
+        """Return the number of elements of all parts of all tensors."""
         return sum(self.sizes)
 
     @cached_property
@@ -137,16 +137,16 @@ class Sides:
 
     @cached_property
     def cut(self) -> tuple[int, Sequence[int], Sequence[int]] | None:
-        """The dimension along which the one tensor is cut, and the starts and stops of its blocks.
+        """Return the dimension along which the one tensor is cut, and starts and stops of blocks.
 
-        None for several tensors, and for a tensor that is cut along two dimensions.
+        Returns None for several tensors, or for a tensor that is cut along two dimensions.
         """
         side, *others = self.each
         if others:
             return None
         if not self.elements:
             return HEADS, (0,), (0,)
-        ranges = list(zip(*chain(*side.parts)))  # of each dimension
+        ranges = list(zip(*chain(*side.parts)))  # for each dimension, the ranges of all blocks
         cut = [dim for dim, size in enumerate(side.shape) if set(ranges[dim]) != {(0, size)}]
         if len(cut) > 1:
             return None
@@ -158,11 +158,11 @@ class Sides:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """An exchange as this rank sees it: the tensors that it sends and the tensors that it receives.
+    """Describes an exchange on this rank: the tensors that it sends, and those that it receives.
 
     Attributes:
         sources: The end that is sent.
-        targets: The end that is received, of as many tensors.
+        targets: The end that is received; as many tensors as ``sources``.
     """
 
     sources: Sides
@@ -176,19 +176,19 @@ class Layout:
 
     @cached_property
     def each(self) -> list[tuple[Side, Side]]:
-        """Both ends of every tensor."""
+        """Return both ends of every tensor."""
         return list(zip(self.sources.each, self.targets.each))
 
     @cached_property
     def inverse(self) -> Layout:
-        """The exchange of the gradient."""
+        """Return the layout of the exchange of the gradients."""
         return Layout(self.targets, self.sources)
 
     def only(self, wanted: Sequence[bool]) -> Layout:
-        """Return the layout of an exchange of only those tensors that are ``wanted``, at least one.
+        """Return the layout of an exchange of some of the tensors.
 
         Args:
-            wanted: For each tensor of `each`, whether it is wanted.
+            wanted: For each tensor, whether it is exchanged; at least one must be.
         """
         return self if all(wanted) else Layout.of(compress(self.each, wanted))
 
@@ -198,33 +198,34 @@ def between(rank: int, before: Sequence[Held], after: Sequence[Held]) -> tuple[S
 
     Args:
         rank: This rank, in the sp group.
-        before: What each rank holds before the exchange.
-        after: What each rank holds after it.
+        before: The part that each rank holds before the exchange.
+        after: The part that each rank holds after the exchange.
     """
     return _side(before[rank], after), _side(after[rank], before)
 
 
 def _side(own: Held, peers: Sequence[Held]) -> Side:
-    """Return the end of an exchange at which this rank holds ``own``, given the peers' other end."""
-    # Both ends name the blocks of a part in one order, that of the whole tensor.
+    """Return the end at which this rank holds ``own``; ``peers`` are the parts at the other end."""
+    # Both ends list the blocks of a part in the same order, that of the whole tensor.
     parts = [tuple(product(*map(common, own, peer))) for peer in peers]
     return Side(tuple(map(total, own)), tuple(parts))
 
 
 @lru_cache(maxsize=4096)
 def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, width: int) -> Layout:
-    """Lay out what ranks receive of the tokens before their own: for a convolution, the last few.
+    """Lay out the exchange in which each rank receives the last tokens before its own.
 
     Args:
         rank: This rank, in the sp group.
         lengths: Local sequence length of every rank, in tokens.
         reach: How many tokens before its own a rank needs.
         batch: ``b``.
-        width: Numbers a token.
+        width: Elements of a token.
 
     Returns:
-        A layout from this rank's last tokens [b, n, width], as many as the rank behind that needs
-        most, to the tokens before this rank's first, [b, ``reach`` or all there are, width].
+        The layout. This rank sends its last tokens [b, n, width]: ``reach`` of them, or all if it
+        has fewer; none on the last rank. It receives the ``reach`` tokens before its first token,
+        or all if there are fewer.
     """
     before: list[Held] = []
     after: list[Held] = []
@@ -236,17 +237,17 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
 
 
 def state_layout(rank: int, size: int, batch: int, heads: int, width: int) -> Layout:
-    """Lay out what ranks receive of every earlier rank: for a recurrence, its state.
+    """Lay out the exchange in which each rank receives the states of all earlier ranks.
 
     Args:
         rank: This rank, in the sp group.
         size: ``P``.
         batch: ``b``.
         heads: Heads of a state.
-        width: Numbers a head.
+        width: Elements of a head.
 
     Returns:
-        A layout from this rank's state [b, heads, width], of no heads on the last rank, to those of
-        the earlier ranks, [b, ``rank`` x heads, width].
+        The layout. This rank sends its state [b, heads, width]; the last rank sends none. It
+        receives the states of the earlier ranks, [b, ``rank`` x heads, width].
     """
     return tail_layout(rank, (heads,) * size, size * heads, batch, width)

@@ -1,4 +1,4 @@
-"""Keeps what the package computes for itself out of the modes that a user runs a model in."""
+"""Hides the package's own computations from the torch modes that a user's model runs in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SELECTIVE = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the body outside of all modes of dispatch and of torch's functions.
+    """Run the body with all dispatch modes and torch-function modes off.
 
-    Selective activation checkpoints are such a mode: it saves results of forward by their number,
-    so that backward must run the same operations. The default device stays, which is a mode, too.
+    A selective activation checkpoint is such a mode. It expects the recompute to run the same
+    operations as forward, in the same order. The default device, also a mode, stays on.
     """
     functions = [overrides._pop_mode() for _ in overrides._get_current_function_mode_stack()]
     devices = [mode for mode in functions if isinstance(mode, DeviceContext)]
@@ -39,10 +39,9 @@ def outside_modes() -> Iterator[None]:
 
 
 def in_selective_checkpoint() -> bool:
-    """Return whether this is in a selective activation checkpoint, in forward or in its recompute.
+    """Return whether a selective activation checkpoint is active, in its forward or recompute.
 
-    In the recompute an operation returns the result that was saved, and what it was to write to
-    stays as it is.
+    In the recompute, an operation returns its saved result and does not write to its output.
     """
     stack = dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, _SELECTIVE) for mode in stack)  # guard: buffers are written again

@@ -5,28 +5,28 @@
     backward   second leg: dk and dv, summed       inside the node
                first leg: the sums                 over the network   from start to finish
 
-Where waiting blocks the host (gloo), the second leg is done at the finish in forward, and at the
-start in backward: the layer hides the leg over the network.
+Where waiting blocks the host (gloo), the leg inside the node is not hidden: it runs at the finish
+in forward, and at the start in backward. The layer hides the leg over the network.
 
 Note [Once per node]
 ~~~~~~~~~~~~~~~~~~~~
 Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
 network too. With `Geometry.nodes`, they travel in two legs. In the first, these ranks, m
 *siblings*, receive a *piece* each: the i-th of them gets the tokens of ranks i, i + m, i + 2m, ..
-of the sp group. In the second, siblings give each other their pieces, inside the node. Gradients go
-the same way back: siblings sum those of a piece, and send the sum to the ranks that hold its
-tokens. The pieces interleave the ranks so that each sibling receives as much over the network as
-the others.
+of the sp group. In the second, siblings send each other their pieces, inside the node. Gradients
+take the reverse way: each sibling sums the gradients of its piece, and sends the sum to the ranks
+that hold the piece's tokens. The pieces interleave the ranks, so that all siblings receive equally
+much over the network.
 
 Note [Relay stream]
 ~~~~~~~~~~~~~~~~~~~
-On an accelerator both legs are queued at the start, one behind the other, and are hidden together.
-Between them one is unpacked and the other is packed. On the compute stream, this would keep compute
-waiting for the first leg. So a relay stream takes the place of the compute stream for both legs: it
-packs, waits and unpacks. It begins behind what the compute stream holds, whose memory it reads. And
-the compute stream goes on when the first leg has been packed and launched. Memory that the relay
-stream allocated returns to it before its next start, which comes after all that compute does with
-the memory.
+On an accelerator both legs are queued at the start, one after the other, and are hidden together.
+Between them, the first leg is unpacked and the second is packed. On the compute stream, these
+copies would make compute wait for the first leg. So a relay stream takes the place of the compute
+stream for both legs: it packs, waits and unpacks. It first waits for the work that is on the
+compute stream, since it reads the memory of that work. The compute stream waits until the first leg
+has been packed and launched. The relay stream reuses its memory only at its next start, which waits
+for all use of that memory on the compute stream.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from .in_flight import InFlight, Tables
 from .layout import Layout, between
 from .sp_group import SPGroup
 
-# Behind the name of an exchange, that of its leg inside a node.
+# The suffix of an exchange's name for its leg inside a node.
 IN_NODE = "@node"
 
 
 class Legs(NamedTuple):
-    """The two legs of k, v or both, in the order in which they travel; and q, if it goes along.
+    """Holds the layouts of the two legs of k, v or both, and of q if q travels with them.
 
     Attributes:
         first: The layout of the leg that travels first.
-        second: That of the other one.
+        second: The layout of the leg that travels second.
         query: The layout of q, which travels in one leg; None without q.
         is_gradient: Whether gradients travel, so that the leg inside a node is the first.
     """
@@ -63,7 +63,7 @@ class Legs(NamedTuple):
     is_gradient: bool = False
 
     def gradient(self, needed: Sequence[bool]) -> Legs | None:
-        """Return the legs of those gradients that are needed; None if neither dk nor dv is."""
+        """Return the legs of the needed gradients; None if neither dk nor dv is needed."""
         query, of_kv = self.query, needed
         if query is not None:
             query, of_kv = query.inverse if needed[0] else None, needed[1:]
@@ -80,12 +80,12 @@ def legs_of(
 
     Args:
         geometry: Which heads of which tokens each rank holds.
-        kinds: What the exchange moves, as for `Geometry.exchange`.
+        kinds: The tensors that the exchange moves, as for `Geometry.exchange`.
         group: The head group.
-        head_dims: ``d`` of each.
+        head_dims: ``d`` of each tensor.
 
     Returns:
-        The legs; None without k and v, and where no rank has siblings. All ranks find the same.
+        The legs; None if neither k nor v travels, or no rank has siblings. All ranks agree on None.
     """
     # v travels to the ranks that k travels to.
     siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
@@ -93,7 +93,7 @@ def legs_of(
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
     # For each rank: the tokens of its piece, which are those of every m-th rank; and the tokens
-    # that the rank holds before and after the second leg, none unless it is a sibling of this rank.
+    # that it holds before and after the second leg, which are none if it is not a sibling.
     pieces, before, after = [], [], []
     for rank, ranks in enumerate(siblings):
         pieces.append(tokens[ranks.index(rank) :: len(ranks)])
@@ -111,9 +111,9 @@ def legs_of(
 
 
 def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
-    """Return the ranks of the node of ``rank`` that are sent the same heads of k and v.
+    """Return the ranks on the node of ``rank`` that receive the same heads of k and v as ``rank``.
 
-    ``rank`` is among them; alone if it is sent none, or if nodes don't count.
+    Returns ``rank`` alone if it receives none, or if `Geometry.nodes` is None.
     """
     nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
     if nodes is None or heads[0] >= heads[1]:
@@ -123,7 +123,7 @@ def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
 
 
 class Relayed:
-    """A transfer of k, v or both that travels in two legs, and of q beside them in one.
+    """Holds a transfer in flight of k, v or both in two legs, and of q in one leg.
 
     See Note [Relay stream].
 
@@ -131,10 +131,11 @@ class Relayed:
         legs: The layouts of the legs.
         sp_group: The sp group.
         name: Name of the exchange.
-        xs: The tensors that are sent: q, if it goes along, and those of the first leg.
+        xs: The tensors that are sent: q, if ``legs.query`` is given, then those of the first leg.
         checked: Whether to compare each leg with a plain exchange, as for `InFlight`.
-        rope: (cos, sin) by which the first leg rotates what it packs.
-        rope_back: (cos, sin) by which the second leg rotates back what it unpacks.
+        rope: (cos, sin) by which the pack of the first leg rotates; None for no rotation.
+        rope_back: (cos, sin) by which the unpack of the second leg rotates back; None for no
+            rotation.
     """
 
     def __init__(
@@ -159,14 +160,14 @@ class Relayed:
         with side.relay() as packed:
             with named(names[0], "start"):
                 self.leg = InFlight(legs.first, sp_group, names[0], xs, checked, rope)
-            # Compute goes on behind the pack: from here on the caller may change ``xs``.
+            # Compute waits for the pack; after that the caller may change ``xs``.
             packed()  # guard: packed, then changed
-            # Where waiting blocks the host, the layer hides the leg over the network.
+            # If waiting blocks the host, the layer hides only the leg over the network.
             if legs.is_gradient or not side.blocks:
                 self._pass_on()
             if not side.blocks:
-                # The relay stream reads this memory, which the compute stream allocated. So the
-                # leg that goes last references it until its own finish.
+                # The relay stream reads ``xs``, which the compute stream allocated. So the second
+                # leg references ``xs`` until its finish.
                 self.leg.sources = xs  # guard: kept until it travelled
 
     def _pass_on(self) -> None:
@@ -182,7 +183,7 @@ class Relayed:
         self.second = None
 
     def finish(self) -> Sequence[Tensor]:
-        """Order compute after the transfer; return what arrived, as `InFlight.finish` does."""
+        """Order compute after the transfer; return the received tensors, as `InFlight.finish`."""
         query: Sequence[Tensor] = ()
         if self.query is not None:
             with named(self.name, "finish"):

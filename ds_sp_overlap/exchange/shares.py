@@ -1,13 +1,14 @@
-"""Decides which ranks attend with the same heads, and with which tokens' queries.
+"""Decides which ranks share their query heads, and which queries each of them attends with.
 
 Note [Shares]
 ~~~~~~~~~~~~~
 Where there are more ranks than heads, or heads do not divide by the ranks, r ranks share their
 query heads: P = u r, and heads are dealt to u *parts* of r successive ranks instead of to P ranks.
 Each of the r ranks attends with the same heads, over all keys, with its *share* of the queries. So
-k and v travel to all ranks of a part, as everywhere where ranks need the same KV heads. q and o are
-cut along heads and along tokens. Unless tokens are given, the sequence is cut into 2r chunks, and
-share j takes chunks j and 2r - 1 - j, which makes causal attention equally long for all:
+k and v travel to all ranks of a part, as always when several ranks need the same KV heads. q and o
+are cut along heads and along tokens. Unless ``query_chunks`` is given, the sequence is cut into 2r
+chunks, and share j takes chunks j and 2r - 1 - j, so that causal attention takes equally long on
+all ranks:
 
     8 chunks, r = 4    share   0 1 2 3 3 2 1 0
 
@@ -33,13 +34,13 @@ def possible_shares(sp_size: int, heads: int) -> list[int]:
     return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
 
 
-# Hashed by identity, so that looking one up in a method's cache is fast.
+# Hashed by identity, so that lookups in the caches of methods are fast.
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Tells the part that each rank belongs to, and the tokens whose queries are its share.
+    """Computes the part and the share of each rank, and the tokens of each share.
 
-    Declares the attributes of `Geometry`, which derives from it and describes them. Ranges count
-    the tokens of the whole sequence.
+    The base class of `Geometry`, which describes the attributes. Ranges index the tokens of the
+    global sequence.
     """
 
     sp_size: int
@@ -55,10 +56,12 @@ class Shares:
     nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a rank has no head, or if tokens don't belong to one share each.
+        """Check lengths, shares and chunks.
 
-        Also for fewer tokens than shares, for a share without tokens among ``query_chunks``, and
-        for a number of local lengths that is not the sp size.
+        Raises:
+            ValueError: for a number of local lengths other than the sp size; for shares that don't
+                divide the sp size or leave a part without a head; for fewer tokens than shares; or
+                for ``query_chunks`` that don't give each token to one share and each share a token.
         """
         if len(self.seq_lens) != self.sp_size:
             raise ValueError(
@@ -99,14 +102,14 @@ class Shares:
 
     @property
     def parts(self) -> int:
-        """Parts that heads are dealt to, ``u``: groups of ranks with the same heads."""
+        """Return ``u``, the number of parts: the ranks of a part have the same heads."""
         return self.sp_size // self.shares
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
-        """For each rank: its part, and its share."""
-        # Heads are dealt node after node, if nodes are known: the ranks of a part, which need the
-        # same KV heads, are then mostly on one node.
+        """Return the part and the share of each rank."""
+        # If nodes are known, heads are dealt node by node, so that the ranks of a part, which need
+        # the same KV heads, are mostly on one node.
         nodes = self.nodes or (0,) * self.sp_size
         order = sorted(range(self.sp_size), key=nodes.__getitem__)
         return [divmod(order.index(rank), self.shares) for rank in range(self.sp_size)]
@@ -117,27 +120,24 @@ class Shares:
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
-        """The tokens of the whole sequence whose queries each share attends with.
-
-        As given, or chunks j and 2r - 1 - j, see Note [Shares].
-        """
+        """Return for each share the tokens whose queries it attends with, see Note [Shares]."""
         if self.query_chunks is not None:
             return self.query_chunks
         seq, chunks = sum(self.seq_lens), 2 * self.shares
         of_shares = []
         for share in range(self.shares):
             both = [chunk_of(seq, chunk, chunks) for chunk in (share, chunks - 1 - share)]
-            # With few tokens both chunks of a share may be empty, from r = 4 on. Then it has a
-            # range without tokens, since every rank has one.
+            # With few tokens and r >= 4, both chunks of a share may be empty. The share then has
+            # one empty range, since every rank needs a range.
             of_shares.append(joined(both) or ((0, 0),))
         return tuple(of_shares)
 
     @cached_property
     def own_queries(self) -> tuple[Range, ...]:
-        """`query_tokens` of this rank."""
+        """Return `query_tokens` of this rank."""
         return self.query_tokens(self.sp_rank)
 
     @cached_property
     def local_tokens(self) -> tuple[Range, ...]:
-        """For each rank the tokens of its local sequence."""
+        """Return for each rank the range of its local sequence."""
         return end_to_end(self.seq_lens)

@@ -1,4 +1,4 @@
-"""Gives an sp group its transport, the agreement of the ranks, and the streams of its exchanges."""
+"""Holds an sp group with its transport and streams, and lets its ranks compare values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from .transport import C10d, Named, OneRank, Transport, backend_of
 
 
 def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Named:
-    """Return the transport that ``sp_overlap.transport`` names, for an sp group of ``size``.
-
-    It still has to be prepared (`SPGroup.prepare`).
+    """Return the transport that ``sp_overlap.transport`` names; `SPGroup.prepare` prepares it.
 
     Args:
         name: "auto", "c10d" or "copy_engine".
-        size: P.
+        size: ``P``.
         settings: As for `C10d`.
     """
     if size == 1:
@@ -41,16 +39,16 @@ def hostname() -> str:
 
 
 class SPGroup:
-    """The sp group, with its transport and streams.
+    """Holds the sp group, its transport and its streams.
 
     Args:
         group: Process group of the sp ranks; None for one rank.
         transport: A mover of bytes, or a value of ``sp_overlap.transport``; None for "auto".
-        stream: Carries the transfers instead of our own stream (accelerators only).
+        stream: The stream for the transfers, on accelerators; None for our own stream.
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
         settings: As for `C10d`.
-        overlaps: Whether anything is computed while an exchange is under way; otherwise each is
-            waited for at once.
+        overlaps: Whether compute overlaps with exchanges; if False, each exchange is waited for at
+            once.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -73,7 +71,7 @@ class SPGroup:
                 "sequence_process_group: this process is not a member of it; "
                 "pass the group that it belongs to"
             )
-        # A transport that we made, until `prepare`; None for a caller's own.
+        # The transport, if we made it, until `prepare`; None after that, or for a caller's own.
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size, settings)
@@ -83,14 +81,14 @@ class SPGroup:
         self.calls = Calls.of(group)
         self._stream = stream
         self._overlaps = overlaps
-        # What `streams` made so far.
+        # The streams of each device that `streams` has made so far.
         self.sides: dict[torch.device, HostStream | SideStream] = {}
 
     def streams(self, device: torch.device) -> HostStream | SideStream:
         """Return the streams for exchanges of tensors on ``device``; they are made once."""
         side = self.sides.get(device)
         if side is None:
-            # gloo carries tensors of a GPU too, and then blocks the host as well.
+            # gloo can also carry tensors of a GPU; it then blocks the host too.
             waits_on_host = device.type == "cpu" or (
                 self.size > 1 and backend_of(self.group, device.type) == "gloo"
             )
@@ -104,18 +102,17 @@ class SPGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the world that are in the group."""
+        """Return the ranks of the world that are in the group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     @outside_modes()
     def prepare(self) -> None:
-        """Choose the kernels and prepare the transport, the first time; later calls do nothing.
+        """Choose the kernels and prepare the transport; only the first call does so. Collective.
 
-        Collective the first time. Called after the ranks have agreed (`agree`): by ``enable``, and
-        by each layer's first call.
+        ``enable`` and each layer's first call do this after the ranks have agreed (`agree`).
 
         Raises:
-            ValueError: on all ranks alike, where the transport can't work.
+            ValueError: on all ranks alike, if the transport can't work.
         """
         if self.kernels == "auto":
             self.kernels = self._choose_kernels()
@@ -124,9 +121,9 @@ class SPGroup:
             self._unprepared = None
 
     def _choose_kernels(self) -> str:
-        """Return "compiled" where NCCL carries the group and all ranks have the library, else "torch".
+        """Return "compiled" if NCCL carries the group and all ranks have the kernels, else "torch".
 
-        Collective where NCCL carries the group. A rank without a library builds one if it has nvcc.
+        Collective if NCCL carries the group. A rank that has nvcc but no library builds one.
         """
         if self.size == 1:
             on_gpu = torch.cuda.is_available()
@@ -145,9 +142,10 @@ class SPGroup:
         return "torch"
 
     def refuse_destroyed(self, where: str) -> None:
-        """Raise RuntimeError, on this rank, if the process group was destroyed meanwhile.
+        """Raise RuntimeError, on this rank, if the process group was destroyed.
 
-        Its transport may live on. Asked before each call of a layer, ``where``, and each forward.
+        Layers and the model call this in each forward, since the transport may outlive the group.
+        ``where`` names the layer or the model.
         """
         try:
             if self.group is not None:
@@ -159,9 +157,9 @@ class SPGroup:
             ) from error
 
     def find_nodes(self) -> None:
-        """Learn the node of every rank by the names of their hosts, for `nodes`.
+        """Set `nodes`, the node of every rank, from the ranks' host names.
 
-        Collective the first time; later calls do nothing.
+        Collective in the first call; later calls do nothing.
         """
         if self.nodes is None:
             hosts = self.gather(hostname())
@@ -173,8 +171,8 @@ class SPGroup:
 
         Args:
             where: Name of the layer or the exchange.
-            what: What failed, in words.
-            error: What the collective raised.
+            what: A description of the collective.
+            error: The exception that the collective raised.
         """
         return RuntimeError(
             f"{where}: {what} over the sp group (size {self.size}) failed on sp rank {self.rank}; "
@@ -186,7 +184,7 @@ class SPGroup:
         """Return ``what`` of every rank, in rank order; slow, since it pickles. Collective.
 
         Raises:
-            RuntimeError: on each rank on which the collective fails; or while a CUDA graph is
+            RuntimeError: on each rank on which the collective fails; or if a CUDA graph is being
                 captured.
         """
         refuse_captured(
@@ -199,15 +197,16 @@ class SPGroup:
             try:
                 dist.all_gather_object(every, what, group=self.group)
             except Exception as error:
-                # Of any kind: the bytes of another collective need not be a pickle.
+                # Catch all exceptions: unpickling the bytes of another collective may raise any.
                 raise self.failed(where, "the comparison of the ranks", error) from error
         return every
 
     @outside_modes()
     def agree(self, where: str, describe: Callable[[], Any]) -> None:
-        """Compare ``describe()`` over the ranks, before they launch anything that depends on it.
+        """Check that ``describe()`` returns the same on all ranks. Collective.
 
-        Collective. An exception of ``describe`` on one rank becomes a ValueError on every rank.
+        Ranks call this before they launch anything that depends on the result. If ``describe``
+        raises on one rank, all ranks raise ValueError.
 
         Args:
             where: Name of the layer, or of the package, for errors.
@@ -221,7 +220,7 @@ class SPGroup:
         try:
             answer = describe()
         except Exception as error:
-            # Of any kind: the other ranks wait for this one.
+            # Catch all exceptions, since the other ranks wait for this rank in `gather`.
             is_fine, answer = False, str(error)
             if not isinstance(error, ValueError):
                 answer = f"{type(error).__name__}: {error}"
@@ -231,7 +230,7 @@ class SPGroup:
         lines = [f"sp rank {rank}: {of_rank}" for rank, (_, of_rank) in enumerate(answers)]
         faults = [line for line, (fine, _) in zip(lines, answers) if not fine]
         if faults:  # guard: one rank's fault is everybody's
-            # One line is enough where all ranks found the same.
+            # One line is enough if all ranks have the same fault.
             raise ValueError(f"{where}: {answer if alike else '; '.join(faults)}")
         if not alike:  # guard: ranks exchange the same
             raise ValueError(

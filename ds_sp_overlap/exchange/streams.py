@@ -3,12 +3,11 @@
 Note [Gate stream]
 ~~~~~~~~~~~~~~~~~~
 An exchange has to begin before the kernel that is to hide it. A kernel that takes every SM
-(attention) would otherwise run first and lock the exchange out: on an H100 a block that was launched
-behind such a kernel waited for 99 % of it (benchmarks/contention.py). So compute has to wait until the
-transfer has been launched, but not until it is over, nor until earlier transfers are over. An event
-on the transfer stream would come behind the earlier transfers. Hence a gate stream that holds
-nothing: at each launch, compute waits for an event on the gate stream, in front of which there is
-no transfer.
+(attention) would otherwise run first and lock the exchange out: on an H100 a block that was
+launched after such a kernel waited for 99 % of its duration (benchmarks/contention.py). So compute
+has to wait until the transfer has been launched, but not until this transfer or an earlier one is
+over. An event on the transfer stream would come after the earlier transfers. So there is a gate
+stream, on which no work runs: at each launch, compute waits for an event on the gate stream.
 
     compute    | Wq | pack q | wait gate | Wk .. | finish q: wait mark | unpack q |
     gate       |      ^ ready  v launched
@@ -16,10 +15,11 @@ no transfer.
 
 Note [Relayout on the compute stream]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Pack and unpack stay in their place in the program, on the compute stream. If another stream packed,
-behind the next kernel of the compute stream, the wire would wait for that kernel as well. If
-another stream unpacked, the output would take memory from the start on. And on the transfer stream,
-an unpack would keep the next exchange from its launch until this exchange has arrived.
+Pack and unpack run on the compute stream, at their place in the program. On another stream, a pack
+could run after the next kernel of the compute stream, and the transfer would wait for that kernel.
+For an unpack on another stream, the output would need memory from the start of the exchange on. And
+an unpack on the transfer stream would delay the launch of the next exchange until this one has
+arrived.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-# CUDA reads the variable as it starts: too early for this package to set it.
+# CUDA reads this variable when it starts, which is too early for this package to set it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def one_queue() -> str:
-    """Return a warning where all streams of a device share one hardware queue; else ""."""
+    """Return a warning if all streams of a device share one hardware queue; else ""."""
     if os.environ.get(CONNECTIONS) != "1":
         return ""
     return (
@@ -48,31 +48,31 @@ def one_queue() -> str:
 
 
 def is_captured() -> bool:
-    """Return whether the current stream is captured as a CUDA graph."""
-    # Before CUDA is initialised, torch can't say.
+    """Return whether the current stream is being captured in a CUDA graph."""
+    # torch can answer only after CUDA is initialised.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_captured(where: str, what: str) -> None:
-    """Raise RuntimeError, on this rank, while a CUDA graph is captured.
+    """Raise RuntimeError, on this rank, if a CUDA graph is being captured.
 
     Args:
         where: Name of the layer or of the model.
-        what: What no graph can hold, and what to do, in words.
+        what: A text that says what no graph can hold, and what to do.
     """
     if is_captured():  # guard: no graph of what it can't hold
         raise RuntimeError(f"{where}: while a CUDA graph is captured, {what}")
 
 
 class HostStream:
-    """A null object in place of `SideStream`, where waiting blocks the host (CPU; gloo anywhere).
+    """Replaces `SideStream` where waiting blocks the host (CPU tensors, or gloo); does nothing.
 
-    Program order is the only order. Methods are those of `SideStream`, and do nothing.
+    Program order is the only order. The methods are those of `SideStream`.
     """
 
-    # Whether waiting blocks the host. A transfer is then waited for in ``finish``.
+    # Whether waiting blocks the host; ``finish`` then waits for the transfer.
     blocks = True
-    # Whether anything is computed during an exchange, which is waited for at once otherwise.
+    # Whether compute overlaps with an exchange; if not, the launch waits for the transfer.
     overlaps = True
 
     def begin(self, *_: Any) -> Any:
@@ -85,28 +85,28 @@ class HostStream:
         yield lambda: None
 
 
-# A launch on the transfer stream: an event that is recorded behind the launch, from `SideStream.end`
-# on; and the stream that allocated the buffers of the transfer, which was current at the launch.
+# The mark of a transfer: an event, which `SideStream.end` records after the transfer; and the
+# stream that allocated the buffers, which was current at the launch.
 Mark = tuple[Any, Any]
 
 
 class SideStream:
-    """The streams of exchanges on an accelerator.
+    """Holds the streams of exchanges on an accelerator, and orders them.
 
     compute    the caller's current stream: packs and unpacks, see
                Note [Relayout on the compute stream]
-    transfer   collectives, one behind the other, which overlap with everything on compute
-    gate       holds nothing, see Note [Gate stream]
-    relay      stands in for compute between two legs, see Note [Relay stream] in `relayed`
+    transfer   runs collectives, one after another, which overlap with everything on compute
+    gate       runs no work, see Note [Gate stream]
+    relay      packs and unpacks for a transfer in two legs, see Note [Relay stream] in `relayed`
 
-    The compute stream (or relay in its place) allocates the buffers. They are referenced until
-    ``before_compute``, so that their memory returns to that stream in order, without
+    The compute stream (or the relay stream) allocates the buffers. They are referenced until
+    ``before_compute``, so that this stream can reuse their memory in order, without
     ``record_stream``.
 
     Args:
         backend: An `Accelerator`.
         device: The device of the streams.
-        stream: Carries the transfers instead of our own stream, which all layers share.
+        stream: The stream for the transfers; None for our own, which all layers share.
     """
 
     blocks, overlaps = False, True
@@ -116,20 +116,20 @@ class SideStream:
         self.index = device.index or 0
         transfer, self.gate, self._relay = _streams(backend, device)
         self.transfer = transfer if stream is None else stream
-        # Events that nobody needs any more. Each is recorded again before anybody waits for it, so
-        # that an event of a captured call may serve another call, and the other way round.
+        # Events for reuse. An event is recorded again before any stream waits for it, so captured
+        # and other calls may use the same events.
         self.events: list[Any] = []
 
     def begin(self) -> Mark:
-        """Make the transfer stream current, behind what the compute stream holds now.
+        """Make the transfer stream current, after the work that is on the compute stream now.
 
         Returns:
-            A mark for `end`, which must be called, and then for `before_compute`, each once.
+            A mark. Pass it to `end`, and later to `before_compute`, once each.
         """
         compute = self.backend.current_stream(self.index)
         event = self.events.pop() if self.events else self.backend.Event()
-        # One event serves the launch and the mark: a wait is for the record before the wait, so
-        # that a later record does not disturb it.
+        # One event serves for the launch and for the mark: a wait refers to the last record before
+        # it, so recording the event again does not change earlier waits.
         compute.record_event(event)  # guard: on the stream that made it
         self.transfer.wait_event(event)  # guard: sends what is ready
         self.gate.wait_event(event)
@@ -138,9 +138,9 @@ class SideStream:
         return event, compute
 
     def end(self, mark: Mark) -> None:
-        """Put ``mark`` behind what was queued since `begin`, and make the compute stream current.
+        """Record ``mark`` after the work queued since `begin`, and make the compute stream current.
 
-        The compute stream goes on behind the gate stream alone, and not behind transfers, see
+        The compute stream waits for the gate stream only, not for transfers, see
         Note [Gate stream].
         """
         event, compute = mark
@@ -152,10 +152,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
-        """Run the body on the relay stream, behind what the compute stream holds now.
+        """Run the body on the relay stream, after the work that is on the compute stream now.
 
-        The body is given a function. When the body calls it, the compute stream is made to wait for
-        what the relay stream holds by then (the pack), and for nothing later.
+        The body gets a function. Calling it makes the compute stream wait for the work that is then
+        on the relay stream (the pack), and not for later work.
         """
         compute = self.backend.current_stream(self.index)
         self._order(self._relay, compute)  # guard: relays what is ready
@@ -166,15 +166,15 @@ class SideStream:
             self.backend.set_stream(compute)
 
     def before_compute(self, mark: Mark) -> Any:
-        """Order the compute stream after ``mark``, and not after exchanges that started since.
+        """Make the compute stream wait for ``mark``, but not for exchanges that started later.
 
         Returns:
             The current stream, for `after_unpack`.
         """
         event, compute = mark
         compute.wait_event(event)  # guard: its own stream waits
-        # The current stream waits too, since it reads what was received. It is another one than
-        # that of the buffers behind a relay, and where the garbage collector calls.
+        # The current stream waits too, since it reads the received data. It differs from the
+        # buffers' stream after a relay, and in a call by the garbage collector.
         current = self.backend.current_stream(self.index)
         if current != compute:
             current.wait_event(event)
@@ -182,16 +182,16 @@ class SideStream:
         return current
 
     def after_unpack(self, mark: Mark, current: Any) -> None:
-        """Order the stream that allocated the buffers of ``mark`` behind the unpack.
+        """Make the stream that allocated the buffers of ``mark`` wait for the unpack.
 
         Args:
             mark: The mark of the transfer.
-            current: The stream that unpacked, another one than that of the buffers.
+            current: The stream that unpacked, if it is not the buffers' stream.
         """
         self._order(mark[1], current)
 
     def _order(self, stream: Any, before: Any) -> None:
-        """Let ``stream`` go on behind what ``before`` holds now."""
+        """Make ``stream`` wait for the work that is on ``before`` now."""
         event = self.events.pop() if self.events else self.backend.Event()
         before.record_event(event)  # guard: an event is recorded
         stream.wait_event(event)
@@ -199,16 +199,17 @@ class SideStream:
 
 
 class Accelerator:
-    """The streams and events of a type of device, of the classes that torch has for all types.
+    """Makes streams and events of a type of device, by torch's classes for all types.
 
-    Their methods are written in C; those of ``torch.cuda`` cost the host several times as much.
+    The methods of these classes are written in C; those of ``torch.cuda`` cost the host several
+    times as much.
 
     Args:
         kind: The type of the device, for instance "cuda".
     """
 
     Stream = staticmethod(torch.Stream)
-    # What ``torch.accelerator`` calls, for the index of a device.
+    # The functions that ``torch.accelerator`` calls; they take the index of a device.
     current_stream = staticmethod(torch._C._accelerator_getStream)
     set_stream = staticmethod(torch._C._accelerator_setStream)
 
@@ -216,13 +217,13 @@ class Accelerator:
         self.Event = functools.partial(torch.Event, kind)
 
 
-# Returns the one object for a type of device.
+# Returns the shared `Accelerator` of a type of device.
 accelerator = functools.cache(Accelerator)
 
 
 @functools.cache
 def _streams(backend: Any, device: Any) -> tuple[Any, ...]:
     """Make the transfer, the gate and the relay stream of a device, once for all sp groups."""
-    # Torch hands out 32 streams of a priority in turn: layers with streams of their own would share
-    # some by chance.
+    # Torch has a pool of 32 streams for each priority: if layers had their own streams, some would
+    # be the same stream by chance.
     return tuple(backend.Stream(device, priority=-1) for _ in range(3))

@@ -1,30 +1,30 @@
 """Moves the bytes of an exchange between ranks.
 
-A transport launches one all-to-all of buffers and returns a handle; tests put their own in its
-place. The values of ``sp_overlap.transport``:
+A transport launches one all-to-all of buffers and returns a handle; tests replace it by their own.
+The values of ``sp_overlap.transport``:
 
-    auto          `C10d` over a communicator of our own where NCCL carries the sp group; otherwise
-                  over the sp group
+    auto          `C10d` over a communicator of our own if NCCL carries the sp group; otherwise over
+                  the sp group
     c10d          `C10d` over the sp group as it was given
     copy_engine   `copy_engines.CopyEngine`: no SM moves a byte
 
 Note [Two communicators]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Collectives of one NCCL communicator run in the order of their launch. What others launch in the sp
-group (a gather of weights, a reduction of gradients) would therefore stand in front of an exchange.
-So exchanges have a communicator of their own: at high priority, and with few blocks, since each
-block takes an SM from the kernels that hide the exchange (Note [Blocks of a communicator]).
+Collectives of one NCCL communicator run in the order of their launch. An exchange would therefore
+wait for the framework's earlier collectives in the sp group (a gather of weights, a reduction of
+gradients). So exchanges have a communicator of their own: at high priority, and with few blocks,
+since each block takes an SM from the kernels that hide the exchange
+(Note [Blocks of a communicator]).
 
-Two communicators hang where one rank's GPU begins their kernels in another order than another
-rank's. NCCL begins them in the host's order if `LAUNCH_ORDER` is set before its first launch
-(`launch_order`).
+Two communicators hang if the GPUs of two ranks begin their kernels in different orders. NCCL begins
+the kernels in the host's order if `LAUNCH_ORDER` is set before its first launch (`launch_order`).
 
-Ranks make the communicator at their first call, while others may have collectives under way. Two
-deadlocks are possible. NCCL allocates memory while it connects, and the allocation may wait for a
-kernel that runs; that kernel may be a collective that waits for a rank which is already here. So
-nothing else may be under way on the device (`_make_connected`). And a default group that is bound
-to a device (DeepSpeed passes ``device_id``) makes torch split its communicator at once, which waits
-for all ranks of the world; so the group is unbound meanwhile.
+Ranks make the communicator at their first call, while other ranks may have collectives in flight.
+Two deadlocks are possible. First, NCCL allocates memory while it connects, and the allocation may
+wait for a running kernel, which may be a collective that waits for a rank that is already
+connecting. So the device must be idle (`_make_connected`). Second, if the default group is bound to
+a device (DeepSpeed passes ``device_id``), torch splits its communicator at once, which waits for
+all ranks of the world. So the group is unbound while the communicator is made.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from .layout import all_equal
 
 # Note [Blocks of a communicator]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# Each block of NCCL's kernels takes an SM from what hides the exchange. So a communicator of ours
-# takes as many as its slowest link needs. Inside a node, over NVLink, 16; NCCL's send and receive
-# would take up to 32. Where the sp group spans nodes its network card is the slowest link, which
-# blocks beyond its bandwidth don't fill faster. NCCL counts 14 GB/s a block and network
-# (P2P_PER_CHANNEL_NET_BW in its src/graph/paths.cc), so 4 blocks fill a card of 400 Gbit/s a GPU,
-# which is 50 GB/s: not measured. Beside 16 blocks an H100's products took 1.03 to 1.12 times as
-# long, attention 1.04 (benchmarks/results/h100/contention.csv). ``sp_overlap.max_ctas`` wins.
+# Each block of NCCL's kernels takes an SM from the kernels that hide the exchange. So our
+# communicator takes only as many blocks as its slowest link needs. Inside a node, over NVLink, this
+# is 16 (NCCL's send and receive would take up to 32). If the sp group spans nodes, the slowest link
+# is the network card. NCCL counts on 14 GB/s for each block (P2P_PER_CHANNEL_NET_BW in its
+# src/graph/paths.cc), so 4 blocks fill a card of 400 Gbit/s = 50 GB/s for each GPU; this is not
+# measured. Beside 16 blocks, products on an H100 took 1.03 to 1.12 times as long, and attention
+# 1.04 times (benchmarks/results/h100/contention.csv). ``sp_overlap.max_ctas`` overrides both.
 MAX_CTAS = 16
 NETWORK_CTAS = 4
 
-# Elements for each rank, or from each rank.
+# The number of elements that go to each rank, or come from each rank.
 Sizes = tuple[int, ...]
 
 
 class Handle(Protocol):
-    """A transfer that was launched."""
+    """The interface of a transfer in flight."""
 
     def wait(self) -> None:
         """Make the host (gloo) or the current stream (NCCL) wait for the transfer."""
 
 
 class Transport(Protocol):
-    """A mover of bytes."""
+    """The interface of a mover of bytes between ranks."""
 
     def launch(
         self,
@@ -85,9 +85,10 @@ class Transport(Protocol):
         Collective: every rank of the group launches the same exchanges in the same order.
 
         Args:
-            send: Contiguous, of any shape; the ranks' parts follow one another in memory. Read until
-                the handle has been waited for, never written.
-            recv: As ``send``. Undefined until the handle has been waited for.
+            send: The tensor to send: contiguous, of any shape; the ranks' parts follow one another
+                in memory. Read until the wait of the handle, never written.
+            recv: The tensor to receive into, laid out as ``send``. Undefined until the wait of the
+                handle.
             send_sizes: Elements of ``send`` for each rank.
             recv_sizes: Elements of ``recv`` from each rank.
             group: The sp group.
@@ -96,24 +97,24 @@ class Transport(Protocol):
 
 
 class Named(Transport, Protocol):
-    """A transport that ``sp_overlap.transport`` names, which is prepared before its first use."""
+    """The interface of a transport that ``sp_overlap.transport`` names; prepared before use."""
 
     def prepare(self, sp_group: Any) -> None:
-        """Make what the transport needs on the sp group of ``sp_group``.
+        """Set up the transport for ``sp_group``, for instance its communicator.
 
-        Collective, once, after the ranks have agreed.
+        Collective. Called once, after the ranks have agreed.
 
         Raises:
-            ValueError: on all ranks alike, where the transport can't work.
+            ValueError: on all ranks alike, if the transport can't work.
         """
 
 
 def backend_of(group: Any, device: str) -> str | None:
-    """Return the backend of ``group`` for tensors on ``device``; None if it has none for them.
+    """Return the backend of ``group`` for tensors on ``device``; None if there is none.
 
     Args:
-        group: A process group; it may have a backend for each type (cpu:gloo,cuda:nccl).
-        device: A type of devices: "cpu", "cuda".
+        group: A process group; may have a backend for each type of device (cpu:gloo,cuda:nccl).
+        device: A type of device: "cpu" or "cuda".
     """
     return _backends_of(group).get(device)
 
@@ -123,7 +124,7 @@ def _backends_of(group: Any) -> dict[str, str]:
 
 
 class Done:
-    """Handle of a transfer that ran in the current stream, so that nothing has to wait for it."""
+    """The handle of a transfer on the current stream, for which nothing needs to wait."""
 
     def wait(self) -> None:
         pass
@@ -133,11 +134,10 @@ DONE = Done()
 
 
 class C10d:
-    """``all_to_all_single`` of torch.distributed.
+    """Moves bytes by ``all_to_all_single`` of torch.distributed.
 
     Args:
-        own: Whether tensors on a GPU go over a communicator of our own, see
-            Note [Two communicators].
+        own: Whether NCCL exchanges use a communicator of our own, see Note [Two communicators].
         settings: Fields of NCCL's configuration for that communicator; ``max_ctas`` follows
             Note [Blocks of a communicator] unless given.
     """
@@ -145,12 +145,12 @@ class C10d:
     def __init__(self, own: bool = False, settings: dict[str, int] | None = None):
         self.own = own
         self.settings = dict(settings or {})
-        # The group for tensors on a GPU; None: the sp group.
+        # The group for tensors on a GPU; None for the sp group.
         self.group: Any = None
-        # Whether NCCL carries tensors on a GPU. It is then called synchronously, by which, from
-        # torch 2.8 on, NCCL works in the current stream itself and the host does not wait.
+        # Whether NCCL carries tensors on a GPU. Its calls are then synchronous: from torch 2.8 on,
+        # NCCL then works in the current stream itself, and the host does not wait.
         self.on_stream = False
-        # Whether buffers are made flat, for backends of which it isn't known that they don't mind.
+        # Whether to flatten buffers: only gloo and NCCL are known to take other shapes.
         self.flattens = True
 
     def prepare(self, sp_group: Any) -> None:
@@ -159,7 +159,7 @@ class C10d:
         self.flattens = not {"gloo", "nccl"}.issuperset(backends.values())
         if self.own and self.on_stream:
             if "max_ctas" not in self.settings:
-                sp_group.find_nodes()  # alike on all ranks
+                sp_group.find_nodes()  # collective: ``settings`` are the same on all ranks
                 blocks = MAX_CTAS if len(set(sp_group.nodes)) == 1 else NETWORK_CTAS
                 self.settings["max_ctas"] = max(blocks, self.settings.get("min_ctas", 0))
             self.group = communicator(sp_group.group, self, **self.settings)
@@ -181,9 +181,9 @@ class C10d:
         if is_even:
             # Equal splits cost the host half as much.
             send_sizes = recv_sizes = ()
-        # Somebody's own function may mind, too.
+        # A user may have replaced torch's function; theirs may need flat buffers, too.
         is_replaced = dist.all_to_all_single is not all_to_all_single
-        # Otherwise torch cuts the first dimension.
+        # torch splits along the first dimension, which must then hold the parts.
         if not is_even or self.flattens or is_replaced:
             send, recv = send.view(-1), recv.view(-1)
         else:
@@ -193,11 +193,11 @@ class C10d:
         if log is not None and log.keeper.enabled:
             work = log.all_to_all(recv, send, *sizes, group, name)
         elif is_replaced or send.is_complex():
-            # Somebody's own function is called; torch's sends complex numbers as pairs.
+            # Call the user's function, or torch's, which sends complex numbers as pairs.
             work = dist.all_to_all_single(recv, send, *sizes, group=group, async_op=not on_stream)
         else:
-            # The call that torch's function would make, without its checks: less than half of the
-            # host's time.
+            # Make the call that torch's function makes, without its checks. This takes less than
+            # half of the host's time.
             options = _SYNC if on_stream else _ASYNC
             work = group.alltoall_base(recv, send, recv_sizes, send_sizes, options)
             if on_stream and work is not None:
@@ -211,12 +211,12 @@ _ASYNC.asyncOp, _SYNC.asyncOp = True, False
 
 
 class Log(NamedTuple):
-    """A framework's log of collectives.
+    """Passes exchanges to a framework's log of collectives.
 
     Attributes:
-        keeper: Exchanges are logged while ``keeper.enabled``.
-        all_to_all: Called with ``recv, send, recv_sizes, send_sizes, group, name``. Returns a
-            handle, or None if there is nothing to wait for.
+        keeper: The log; exchanges are logged while ``keeper.enabled``.
+        all_to_all: Runs and logs an exchange. Takes ``recv, send, recv_sizes, send_sizes, group,
+            name``; returns a handle, or None if nothing needs to wait.
     """
 
     keeper: Any
@@ -228,7 +228,7 @@ log: Log | None = None
 
 
 class OneRank(Done):
-    """The transport of an sp group of one rank, which copies."""
+    """Moves the bytes of an sp group of one rank: copies ``send`` to ``recv``."""
 
     def prepare(self, sp_group: Any) -> None:
         pass
@@ -239,13 +239,13 @@ class OneRank(Done):
 
 
 class _Made(NamedTuple):
-    """A communicator of our own.
+    """Records a communicator of our own.
 
     Attributes:
-        made_for: The sp group; tells whether a later group has taken its name.
-        own: The communicator, or the sp group itself.
-        ranks: The ranks of the world that are in both.
-        users: The transports that exchange over it.
+        made_for: The sp group. A later group may have the same name, but is another object.
+        own: The communicator; or the sp group itself, if none could be made.
+        ranks: The ranks of the world that are in the sp group.
+        users: The transports that use the communicator.
     """
 
     made_for: Any
@@ -254,31 +254,30 @@ class _Made(NamedTuple):
     users: weakref.WeakSet[Any]
 
 
-# By group name and settings.
+# The communicators, by group name and settings.
 _communicators: dict[tuple, _Made] = {}
 
 
 def _groups_made() -> int:
-    """Return the number of groups that this rank has made, from which torch names the next one."""
+    """Return how many groups this rank has made; torch names the next group by this number."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def communicator(group: Any, user: Any, **settings: int) -> Any:
     """Return an NCCL communicator of our own over the ranks of ``group``, at high priority.
 
-    Layers that ask for the same settings share one communicator, see Note [Two communicators]. See
-    Note [Given back] for its end.
+    Layers with the same settings share one communicator, see Note [Two communicators]. Note [Given
+    back] says when it is destroyed.
 
-    Collective over ``group`` alone: ranks outside of it take no part.
+    Collective over ``group``; other ranks take no part.
 
     Args:
         group: The sp group.
-        user: The transport that asks.
+        user: The transport that will use the communicator.
         settings: Fields of NCCL's configuration, for instance ``max_ctas`` or ``cta_policy``.
 
     Returns:
-        The communicator. Or ``group`` itself, where torch can't make a communicator, or where the
-        ranks would not meet.
+        The communicator; or ``group`` itself, with a line in the log, if none can be made.
     """
     key = (group.group_name, *sorted(settings.items()))
     made = _communicators.get(key)
@@ -292,16 +291,16 @@ def communicator(group: Any, user: Any, **settings: int) -> Any:
 
 
 def _give_back(group: Any, ranks: list[int]) -> None:
-    """End communicators over ``ranks`` that no transport uses on any rank. Collective.
+    """Destroy communicators over ``ranks`` that no transport uses on any rank. Collective.
 
     Note [Given back]
     ~~~~~~~~~~~~~~~~~
-    Communicators hold memory of the GPU: a process that made 17 engines, one after the other, ran
-    out of it. To end one is a collective. Nobody may do that in a finalizer, since each rank's
-    garbage collector runs at its own time. So the ranks end what is unused together, before they
-    make the next communicator.
+    Communicators hold GPU memory: a process that made 17 engines, one after another, ran out of
+    memory. Destroying a communicator is a collective. A finalizer can't do this, since each rank's
+    garbage collector runs at its own time. So the ranks together destroy unused communicators
+    before they make the next one.
     """
-    gc.collect()  # transports that are held by nothing but reference cycles
+    gc.collect()  # frees transports that only reference cycles hold
     unused = []
     for key, made in _communicators.items():
         if made.ranks == ranks and not made.users and made.own is not made.made_for:
@@ -311,14 +310,17 @@ def _give_back(group: Any, ranks: list[int]) -> None:
     for key in unused:
         if all(key in of_rank for of_rank in every):
             torch.cuda.synchronize(_device())
-            # It keeps its name: torch makes the next one's of the number of groups.
+            # Its name stays taken: torch names the next group by the number of groups made.
             _communicators.pop(key).own.shutdown()
 
 
 def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
-    """Make a communicator, or say why not and return ``group``; arguments as `_make_connected`."""
-    # Ranks meet under the name of the new group, which torch makes of the number of groups that a
-    # rank has made.
+    """Make a communicator; if none can be made, log why and return ``group``.
+
+    The arguments are those of `_make_connected`. Collective.
+    """
+    # Ranks find each other by the name of the new group, which torch derives from the number of
+    # groups that a rank has made.
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, _groups_made(), group=group)
     if len(set(counts)) > 1:
@@ -338,7 +340,7 @@ def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
 def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
     """Make a communicator and connect its ranks by one all-to-all. Collective.
 
-    Waits for the device before and after, see Note [Two communicators].
+    The host waits for the device before and after, see Note [Two communicators].
 
     Args:
         group: The sp group, whose timeout the communicator takes.
@@ -350,7 +352,7 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
     """
     device = _device()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # The timeout of the sp group, not torch's default.
+    # Use the timeout of the sp group instead of torch's default.
     options._timeout = group._get_backend(torch.device("cuda")).options._timeout
     for setting, value in settings.items():
         setattr(options.config, setting, value)

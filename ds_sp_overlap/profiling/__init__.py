@@ -2,5 +2,6 @@
 
 from collections.abc import Callable
 
-# Writes what traces tell, given their paths, beside the first; a tool, which the package sets.
+# Evaluates traces, given their paths, and writes the result beside the first trace. The package
+# sets this to a function of `tools.timeline`.
 write_timeline: Callable[[list[str]], None]

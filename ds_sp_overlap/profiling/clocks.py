@@ -1,4 +1,4 @@
-"""Measures times on the host or on a device, without making the host wait for the device."""
+"""Measures times on the host or on a device; marking a time does not make the host wait."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 
 class HostClock:
-    """The host's clock, for a device that is the host itself."""
+    """Measures times by the host's clock, for work on the CPU."""
 
     def mark(self) -> float:
-        """Return the time now."""
+        """Return the current time, in s."""
         return time.perf_counter()
 
     def between_ms(self, begin: float, end: float) -> float:
-        """Return the time between two marks."""
+        """Return the time between two marks, in ms."""
         return (end - begin) * 1e3
 
 
 class DeviceClock:
-    """Events on the current stream of a device; nobody waits before `between_ms`."""
+    """Measures times by events on the current stream of a device; only `between_ms` waits."""
 
     def __init__(self, device: torch.device):
         self.device, self.backend = device, torch.get_device_module(device)
@@ -33,7 +33,7 @@ class DeviceClock:
         return event
 
     def between_ms(self, begin: Any, end: Any) -> float:
-        """Return the time between two events; waits for ``end``."""
+        """Return the time between two events, in ms; the host waits for ``end``."""
         end.synchronize()
         return begin.elapsed_time(end)
 

@@ -1,4 +1,4 @@
-"""Names ranges of work for the profiler that is running, if any."""
+"""Names ranges of work for a running profiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ is_profiled = torch.autograd._profiler_enabled
 
 
 def named(*words: str) -> Any:
-    """Return a context manager that names its body for the running profiler, if any.
+    """Return a context manager that names its body for a running profiler; else does nothing.
 
-    The profiler is torch.profiler, or NVTX through ``emit_nvtx``.
+    The profiler is torch.profiler, or NVTX by ``emit_nvtx``.
     """
     return record_function(" ".join(words)) if is_profiled() else NOTHING

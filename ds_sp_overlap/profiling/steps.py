@@ -1,4 +1,4 @@
-"""Notices optimizer steps of this process, by one hook for all listeners."""
+"""Calls listeners after each optimizer step of this process, by one hook on all optimizers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# The objects to tell of each step. Weak, so that none is kept alive.
+# The objects whose ``note_step`` is called. The set is weak, so that it keeps none alive.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: Any) -> None:
-    """Call ``listener.note_step()`` whenever an optimizer of this process has stepped.
+    """Call ``listener.note_step()`` after each optimizer step of this process.
 
-    `listeners` forgets the listener once it is gone, or by ``discard``.
+    This ends when the listener is freed, or by ``listeners.discard(listener)``.
     """
     _hook_optimizers()
     listeners.add(listener)
@@ -25,12 +25,12 @@ def listen(listener: Any) -> None:
 
 @functools.cache
 def _hook_optimizers() -> None:
-    """Have torch call `_tell` behind each step of each optimizer, from now on."""
+    """Make torch call `_tell` after each step of each optimizer; registered once."""
     register_optimizer_step_post_hook(_tell)
 
 
 def _tell(*_: Any) -> None:
-    # A copy: listeners may be discarded meanwhile.
+    # Iterate over a copy, since a listener may discard itself.
     for listener in list(listeners):
         listener.note_step()
 
@@ -38,15 +38,15 @@ def _tell(*_: Any) -> None:
 def in_backward() -> bool:
     """Return whether this thread runs a backward.
 
-    A layer that is called in backward is a checkpointed layer, which is recomputed.
+    A layer that is called in a backward is being recomputed by an activation checkpoint.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def in_checkpoint() -> bool:
-    """Return whether a forward runs in a non-reentrant activation checkpoint of torch's.
+    """Return whether this code runs in a non-reentrant activation checkpoint of PyTorch.
 
-    A reentrant one records no gradients.
+    Reentrant checkpoints are not detected; their forward runs without recording gradients.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

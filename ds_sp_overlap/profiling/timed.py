@@ -1,4 +1,4 @@
-"""Times a forward and its backward, from inside of the graph."""
+"""Times a forward and its backward, by hooks on nodes of the graph."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 class TimedCall:
-    """One call of a layer, whose forward and backwards may be timed.
+    """Times the forward and the backwards of one call of a layer, if `time` is called.
 
     A backward begins when the gradient of the output arrives. It ends when the last nodes of the
-    graph between `time` and `end` have run: those that make the gradients of the inputs, or of the
-    weights where no input needs a gradient.
+    graph between `time` and `end` have run: the nodes that compute the gradients of the inputs, or
+    of the weights if no input needs a gradient.
 
     Attributes:
         inputs: The inputs that the layer must use.
-        arrives: Called when the gradient of the output arrives; may be None.
+        arrives: A hook to call when the gradient of the output arrives; None for none.
     """
 
     arrives: Callable[[Tensor], None] | None = None
-    # Makes the marks (`clocks`), of a call that is timed.
+    # The clock of a call that is timed; else None.
     _clock: Any = None
 
     def __init__(self, inputs: tuple[Tensor, ...]):
@@ -32,13 +32,13 @@ class TimedCall:
         """Time the call from now on, until `end`, and each of its backwards.
 
         Args:
-            clock: Makes the marks (`clocks`).
-            marks: Begin and end of the forward, with ``tokens``, are appended to the first list;
-                those of a backward to the second.
+            clock: A clock of `clocks`.
+            marks: Two lists, to which (begin, end, ``tokens``) is appended: the first for the
+                forward, the second for each backward.
             tokens: The tokens of the call.
         """
         if torch.is_grad_enabled():
-            # The gradient of a view is that of this call alone.
+            # A view's node belongs to this call alone, so its gradient is that of this call.
             self.inputs = tuple(x.view_as(x) if x.requires_grad else x for x in self.inputs)
         self._clock, (self._forwards, self._backwards), self._tokens = clock, marks, tokens
         self._first, self._begun = torch._C._autograd._get_sequence_nr(), clock.mark()
@@ -55,7 +55,7 @@ class TimedCall:
             return y
         if self._clock is not None:
             last = _last_nodes(output, inputs, self._first)
-            # How many of the last nodes have not run while a backward runs.
+            # The number of last nodes; and, during a backward, how many of them have not run yet.
             self._last, self._left = len(last), 0
             output.register_hook(self._begin_backward)
             for node in last:
@@ -68,23 +68,23 @@ class TimedCall:
         self._begun, self._left = self._clock.mark(), self._last
 
     def _end_backward(self, *_: Any) -> None:
-        """End the backward that runs, if this was the last of its last nodes."""
+        """Count a last node that has run; after all of them, mark the end of the backward."""
         self._left -= 1
         if self._left == 0:
             self._backwards.append((self._begun, self._clock.mark(), self._tokens))
 
 
-# Sequence number of the nodes that accumulate gradients of leaves, which run as soon as they can
-# and are not counted as part of the forward.
+# The sequence number of nodes that accumulate the gradients of leaves. Autograd runs these nodes as
+# soon as they are ready; they don't count as part of the forward.
 _LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
-    """Return the nodes of one forward that run last in its backward: those with none behind them.
+    """Return the nodes of one forward that run last in its backward: no other node follows them.
 
     Args:
         y: The output of the forward, where backward begins.
-        inputs: The inputs of the forward. The nodes that made them belong to it.
+        inputs: The inputs of the forward. The nodes that made them count as part of the forward.
         first: The sequence number of autograd when the forward began; nodes with a smaller number
             are left out.
     """

@@ -1,7 +1,7 @@
-"""Records some optimizer steps with ``torch.profiler``, whose trace tells what exchanges cost.
+"""Records some optimizer steps with ``torch.profiler``; the trace shows the cost of exchanges.
 
-Layers and exchanges know nothing of it: a profiler sees the ranges that they have for any profiler
-(`ranges`). `tools.timeline` reads the trace.
+The trace has the ranges that layers and exchanges open for any profiler (`ranges`).
+`tools.timeline` reads the trace.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..warn import inform, warn_once
 from .ranges import is_profiled
 from .steps import listen, listeners
 
-# Timelines that are not over, by folder: all layers of a process that name one folder share it.
+# The timelines that are not over, by folder. Layers whose configs name the same folder share one.
 _open: dict[str, Timeline] = {}
 
 
 @atexit.register
 def _close_all() -> None:
-    """Write the timelines of a process that ends before their last step."""
+    """Write the timelines that are not over when the process ends."""
     for timeline in list(_open.values()):
         timeline.close()
 
@@ -34,10 +34,10 @@ def _close_all() -> None:
 class Timeline:
     """Profiles some optimizer steps, writes the trace of this rank into a folder, and stops.
 
-    sp rank 0 also writes what its trace tells. No rank waits for another one.
+    sp rank 0 also evaluates its trace and writes the result. No rank waits for another rank.
 
     Args:
-        folder: Folder of the files, which is made.
+        folder: The folder of the files; created if it does not exist.
         steps: First and last optimizer step, counted from 0.
         rank: The sp rank.
 
@@ -45,7 +45,7 @@ class Timeline:
         ValueError: if this rank can't write into the folder.
     """
 
-    # Of torch.profiler, while it runs.
+    # The running profiler of torch.profiler, or None.
     profile: Any = None
 
     def __init__(self, folder: str, steps: list[int], rank: int):
@@ -66,9 +66,9 @@ class Timeline:
 
     @classmethod
     def of(cls, config: SpOverlapConfig, sp_group: Any) -> Timeline | None:
-        """Return the timeline that a config asks for, one for each folder.
+        """Return the timeline that a config asks for; make it if its folder has none yet.
 
-        None if the config asks for none, or if this rank is not in the sp group of rank 0.
+        Returns None if the config asks for none, or if world rank 0 is not in this sp group.
         """
         section = config.timeline
         if section is None or sp_group.ranks[0] != 0:
@@ -86,10 +86,10 @@ class Timeline:
         return timeline
 
     def note_step(self) -> None:
-        """Count an optimizer step, and begin or end the record with it."""
+        """Count an optimizer step; start or stop the profiler at the first and the last step."""
         nodes = torch._C._autograd._get_sequence_nr()
-        # Without a forward since the last one this is the same step: ZeRO-3 steps once per
-        # sub-group, and a model may have several optimizers.
+        # Without a forward since the last call, this is still the same step: ZeRO-3 steps once for
+        # each sub-group, and a model may have several optimizers.
         if nodes == self._nodes:
             return
         self._nodes = nodes
@@ -114,7 +114,7 @@ class Timeline:
         self.profile.start()
 
     def close(self) -> None:
-        """Stop, and write what was recorded."""
+        """Stop the profiler, and write the trace."""
         listeners.discard(self)
         _open.pop(self.folder, None)
         profile, self.profile = self.profile, None

@@ -1,5 +1,5 @@
 """Packs and unpacks tensors on either side of a transfer.
 
-``ops`` has the operators as PyTorch's copies. ``kernels`` loads the compiled operators of csrc/,
-which ``build`` compiles, and which refuse arguments that don't fit.
+``ops`` chooses between PyTorch's copies and the compiled operators of csrc/. ``kernels`` loads
+these operators, and ``build`` compiles them.
 """

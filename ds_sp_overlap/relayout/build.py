@@ -1,15 +1,15 @@
 """Compiles csrc/ into one shared library, with plain nvcc and the C++ compiler.
 
-Imports the standard library only, and runs by itself, too:
+This file imports only the standard library, and also runs as a script:
 
     python ds_sp_overlap/relayout/build.py [cpu | cuda]
 
-The library depends on torch's stable ABI alone (torch/csrc/stable, from torch `ABI` on) and carries
-the CUDA runtime inside. So one binary serves every later torch, with CUDA or without. No GPU has to
-be present: CUDA kernels are compiled where nvcc is found, CPU kernels alone where nvcc is missing.
+The library depends only on torch's stable ABI (torch/csrc/stable, from torch `ABI` on), and the
+CUDA runtime is linked into it. So one binary works with every later torch, with CUDA or without.
+The build needs no GPU: it compiles CUDA and CPU kernels if nvcc is found, else CPU kernels only.
 
     DS_SP_OVERLAP_BUILD    what is built at first use. 0: nothing; cpu, cuda: exactly these kernels,
-                           or an error; unset: all kernels that there are compilers for
+                           or an error; unset: all kernels for which there is a compiler
     TORCH_CUDA_ARCH_LIST   as torch reads it, for instance "8.0;9.0+PTX" (the default)
     CUDA_HOME, CXX         the folder of nvcc, and the C++ compiler
 """
@@ -41,12 +41,12 @@ class BuildError(RuntimeError):
 
 
 def wish() -> str:
-    """Return DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (all that there are compilers for).
+    """Return DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (all that can be compiled).
 
     Raises:
         BuildError: for other values.
     """
-    # The ``kind`` of `build`, but for "0".
+    # Values other than "0" are a ``kind`` of `build`.
     value = os.environ.get("DS_SP_OVERLAP_BUILD", "").strip().lower()
     if value not in ("", "0", "cpu", "cuda"):
         raise BuildError(f"DS_SP_OVERLAP_BUILD must be 0, cpu or cuda, got {value!r}")
@@ -57,7 +57,7 @@ def sources() -> Path:
     """Return the folder csrc/: inside of an installed package, beside the package in a checkout.
 
     Raises:
-        BuildError: where there is none.
+        BuildError: if there is no such folder.
     """
     for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
@@ -66,7 +66,7 @@ def sources() -> Path:
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc; None where there is none."""
+    """Return the path of nvcc; None if there is none."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [f"{home}/bin/nvcc" for home in homes if home]
     for candidate in (*candidates, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -76,7 +76,7 @@ def nvcc() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler, ``CXX`` or c++ or g++; None where there is none."""
+    """Return the path of the C++ compiler, ``CXX`` or c++ or g++; None if there is none."""
     return shutil.which(os.environ.get("CXX", "") or "c++") or shutil.which("g++")
 
 
@@ -105,7 +105,7 @@ def gencode(architectures: str) -> list[str]:
 
 def _flags(root: Path) -> list[str]:
     """Return the flags of both compilers, given torch's folder ``root``."""
-    # torch's headers then declare only what torch `ABI` has.
+    # With this macro torch's headers declare only what torch `ABI` has.
     major, minor = (int(part) for part in ABI.split("."))
     target = f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}"
     return ["-std=c++17", "-O3", target, f"-I{root / 'include'}"]
@@ -117,7 +117,7 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
         nvcc() or "nvcc",
         *_flags(root),
         "-DDS_SP_OVERLAP_CUDA",
-        # Products are rounded before they are added, as by PyTorch's rotation: the same bits.
+        # No fused multiply-add: round products before they are added, bit for bit as PyTorch does.
         "-fmad=false",
         *architecture_flags,
         str(sources() / "kernels.cu"),
@@ -125,30 +125,30 @@ def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
-    """Return the beginning of the command that links, for `link`; ``cuda`` as in `_wanted`."""
-    # nvcc puts the CUDA runtime inside.
+    """Return the linker and its first options, for `link`; ``cuda`` is the path of nvcc or None."""
+    # nvcc links the CUDA runtime into the library.
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
 
 def link(by: list[str], root: Path, objects: list[str], library: str) -> list[str]:
-    """Return the command by which ``by`` links ``objects`` into ``library``."""
-    # ops.cpp takes torch's current CUDA stream from a function of libtorch_cuda. The machine that
-    # builds need not have that library, so the function is a weak symbol, null where it is not
-    # found. torch loads its libraries locally: our library finds symbols only in libraries that it
-    # depends on. Hence it depends on libtorch, which every torch has, and which depends on
-    # libtorch_cuda in a torch with CUDA. No symbol of libtorch itself is used, so many linkers
-    # would leave libtorch out without --no-as-needed. (-Xlinker, since nvcc takes no -Wl.)
+    """Return the command that links ``objects`` into ``library``; ``by`` is from `linker`."""
+    # ops.cpp gets torch's current CUDA stream from a function of libtorch_cuda. The machine that
+    # builds may lack this library, so the function is a weak symbol: null if it is not found. torch
+    # loads its libraries locally, so our library finds symbols only in libraries that it depends
+    # on. So it depends on libtorch, which every torch has, and which depends on libtorch_cuda in a
+    # torch with CUDA. Since no symbol of libtorch itself is used, many linkers would drop libtorch
+    # without --no-as-needed. (-Xlinker, since nvcc has no -Wl.)
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run commands side by side, and wait for all of them.
+    """Run commands in parallel, and wait for all of them.
 
     Raises:
-        BuildError: if some failed, with the output of the one that stands first in ``commands``.
+        BuildError: if some failed; with the output of the first of these in ``commands``.
     """
-    # What a command prints as errors goes where its output goes.
+    # Capture stdout and stderr of each command together.
     options: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     processes = [subprocess.Popen(command, **options) for command in commands]
     outputs = [process.communicate()[0] for process in processes]
@@ -161,7 +161,7 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
-    """Return what decides whether a library must be built again, for its JSON file.
+    """Return the versions and the hash of sources that a library is built from, for its JSON file.
 
     Args:
         root: The folder of torch.
@@ -172,7 +172,7 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
         if source.suffix in (".h", ".cpp", ".cu"):
             digest.update(source.read_bytes())
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES
-    # torch's version.py, without torch.
+    # Run torch's version.py, without importing torch.
     versions = runpy.run_path(str(root / "version.py"))
     return {
         "torch": versions["__version__"],
@@ -184,9 +184,7 @@ def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
 
 
 def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
-    """Return whether the library in ``folder`` is the one that `build` would make.
-
-    Arguments are those of `build`. Called at first use (`kernels`) and by the tests.
+    """Return whether the library in ``folder`` is up to date; the arguments are those of `build`.
 
     Raises:
         BuildError: as `torch_root` and `sources` do.
@@ -196,22 +194,22 @@ def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
     except (OSError, ValueError):
         return False
     wanted = _wanted(torch_root(), None if kind == "cpu" else nvcc())
-    # Another nvcc is no reason to build again: its version ("cuda") is not compared.
+    # The version of nvcc ("cuda") is not compared, since another nvcc needs no new build.
     return (folder / NAME).is_file() and built == {**wanted, "cuda": built.get("cuda")}
 
 
 def build(folder: Path = PACKAGE, kind: str = "") -> Path:
-    """Build the library, and write beside it a JSON file with the versions that it was built for.
+    """Build the library, and write a JSON file beside it, with the versions it was built for.
 
     Args:
         folder: The folder of the library.
-        kind: "cpu", "cuda" or "" (CUDA kernels where nvcc is found).
+        kind: "cpu", "cuda" or "" (CUDA kernels if nvcc is found).
 
     Returns:
         The path of the library.
 
     Raises:
-        BuildError: with the reason, where there is no compiler or the build fails.
+        BuildError: with the reason, if there is no compiler or the build fails.
     """
     root, cxx, cuda = torch_root(), compiler(), None if kind == "cpu" else nvcc()
     if kind == "cuda" and cuda is None:
@@ -223,7 +221,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     wanted, version, hidden = _wanted(root, cuda), None, ["-fPIC", "-fvisibility=hidden"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
-        # Products are rounded as by nvcc (`cuda_compile`).
+        # No fused multiply-add, as in `cuda_compile`.
         flags = [*_flags(root), *hidden, "-ffp-contract=off"]
         commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
         if cuda is not None:
@@ -240,9 +238,9 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{NAME}.{os.getpid()}"
         shutil.copy(f"{scratch}/{NAME}", partial)
-        # Replaced, not overwritten: a process that has loaded the old library keeps it.
+        # Replace the file, don't overwrite it: processes that have loaded the old library keep it.
         partial.replace(folder / NAME)
-        # Last, so that a build that was killed does not pass for a current one.
+        # Written last, so that a build that was killed does not look up to date.
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
     return folder / NAME
 

@@ -1,4 +1,4 @@
-"""Loads the compiled operators, builds them at first use, or says why there are none."""
+"""Loads the compiled operators, and builds them at first use; else gives the reason."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REMEDY = "build them with `python -m ds_sp_overlap build cuda` (needs nvcc and a
 
 @dataclass(frozen=True)
 class Library:
-    """The state of the compiled operators in this process.
+    """Holds the state of the compiled operators in this process.
 
     Attributes:
-        path: The library that is loaded; None if there is none.
-        built: Versions that the library was built against, by name: torch, torch_cuda, abi, cuda,
-            architectures. None without a library.
-        reason: Why there are no compiled operators, or none for CUDA; empty if there are.
-        failed: Whether there is a library that does not load.
+        path: The loaded library; None if there is none.
+        built: The versions that the library was built against, by name: torch, torch_cuda, abi,
+            cuda, architectures. None without a loaded library.
+        reason: The reason why there are no compiled operators, or none for CUDA; else empty.
+        failed: Whether loading or building a library failed, so that no build is tried.
     """
 
     path: Path | None = None
@@ -50,10 +50,9 @@ class Library:
 
 
 def load(path: Path) -> Library:
-    """Load a library; a failure is no exception.
+    """Load a library; on failure return a `Library` with ``failed`` instead of raising.
 
-    The ``reason`` of the result then says which versions the library was built against, and which
-    versions are here.
+    Its ``reason`` says which versions the library was built against, and which versions run here.
     """
     try:
         built = json.loads(path.with_suffix(".json").read_text())
@@ -74,13 +73,13 @@ def load(path: Path) -> Library:
     return Library(path, built, "" if built["cuda"] else f"{path.name} holds CPU kernels only")
 
 
-# What `demanded` has built and loaded, or why it failed; None before.
+# The library that `demanded` has built and loaded, or a failed one; None before.
 _built_here: Library | None = None
 
 
 @functools.cache
 def _installed() -> Library:
-    """Load the library in the folder of the package, once; say why if there is none."""
+    """Load the library in the folder of the package, once; return why if there is none."""
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME
@@ -90,9 +89,9 @@ def _installed() -> Library:
 
 
 def library() -> Library:
-    """Return the compiled operators of this process, loaded once; builds nothing.
+    """Return the compiled operators of this process, loaded once, without building any.
 
-    Those that were built at first use come before those in the folder of the package.
+    A library that was built at first use takes precedence over the library in the package.
     """
     return _built_here or _installed()
 
@@ -100,12 +99,12 @@ def library() -> Library:
 def _first_use() -> Library:
     """Build the library in torch's extensions folder (TORCH_EXTENSIONS_DIR) and load it.
 
-    One process of a machine builds; the others wait.
+    One process of a machine builds; the other processes wait.
 
     Raises:
-        build.BuildError: where there is no compiler, or the build fails.
+        build.BuildError: if there is no compiler, or the build fails.
     """
-    # Slow to import, and not needed by a process that has a library.
+    # Imported here, since these imports are slow and only a first use needs them.
     from torch.utils import cpp_extension
     from torch.utils.file_baton import FileBaton
 
@@ -136,9 +135,9 @@ def _first_use() -> Library:
 
 
 def demanded() -> Library:
-    """Return `library`, built now if nobody built compiled operators before.
+    """Return `library`; build it first if there is none and no build has failed.
 
-    If the build fails, the library's reason says why.
+    If the build fails, the ``reason`` of the result says why.
     """
     global _built_here
     installed = library()
@@ -147,7 +146,7 @@ def demanded() -> Library:
     try:
         _built_here = _first_use()
     except (build.BuildError, OSError) as error:
-        # A library that failed is returned by the next call: this process does not try again.
+        # The next call returns this failed library, so this process does not build again.
         reason = f"{installed.reason}, and building them failed: {error}"
         _built_here = Library(reason=reason, failed=True)
     return _built_here

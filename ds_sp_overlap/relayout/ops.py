@@ -7,11 +7,10 @@
     rotate_pack          rotary embedding of heads [tokens..., h, d], then pack: q and k
     unpack_rotate_back   the transpose of rotate_pack: unpack, sum, rotate back: dq and dk
 
-All operators write into tensors of the caller, so that the caller decides which stream allocates.
-They are compiled of csrc/: `kernels` loads them as ``torch.ops.ds_sp_overlap``. They refuse
-arguments that don't fit. Their CPU kernels only show that the index maps of the CUDA kernels are
-right. Where nobody asks for compiled kernels, `exchange.copies` packs and unpacks by PyTorch's
-copies.
+All operators write into tensors that the caller passes, so the caller decides which stream
+allocates. They are compiled from csrc/; `kernels` loads them as ``torch.ops.ds_sp_overlap``. They
+raise for arguments that don't fit. The CPU kernels only serve to test the index maps of the CUDA
+kernels. Without compiled kernels, `exchange.copies` packs and unpacks by PyTorch's copies.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Relayout(NamedTuple):
-    """The operators; None where PyTorch's copies pack and unpack (`exchange.copies`).
+    """Holds the operators; all None if PyTorch's copies pack and unpack (`exchange.copies`).
 
     Attributes:
-        folds: Whether rotary embedding costs less in ``rotate_pack`` than in front of ``pack``.
+        folds: Whether rotary embedding is faster inside ``rotate_pack`` than before ``pack``.
     """
 
     pack: Any = None
@@ -48,7 +47,7 @@ _TORCH = Relayout()
 
 @functools.cache
 def _compiled() -> Relayout:
-    """Return the compiled operators of a library that is loaded, looked up once."""
+    """Return the compiled operators of the loaded library, looked up once."""
     *names, _ = Relayout._fields
     compiled = [getattr(torch.ops.ds_sp_overlap, name).default for name in names]
     return Relayout(*compiled)._replace(folds=True)
@@ -58,17 +57,17 @@ def implementation(which: str) -> Relayout:
     """Return the operators that ``sp_overlap.kernels`` names.
 
     Args:
-        which: "torch", PyTorch's copies; "compiled", which `check_usable` found usable; or "auto",
-            which is "torch" until the ranks have chosen (`SPGroup.prepare`).
+        which: "torch" for PyTorch's copies; "compiled" for the compiled operators, after
+            `check_usable`; or "auto", which means "torch" until `SPGroup.prepare` has chosen.
     """
     return _compiled() if which == "compiled" else _TORCH
 
 
 def lacks_compiled(build: bool) -> str:
-    """Say why this process has no compiled operators for a GPU; empty if it has.
+    """Return why this process has no compiled operators for a GPU; empty if it has them.
 
     Args:
-        build: Whether to build a library where there is none, which takes a minute.
+        build: Whether to build a library if there is none, which takes a minute.
     """
     library = kernels.demanded() if build else kernels.library()
     if library.cuda:
@@ -79,11 +78,11 @@ def lacks_compiled(build: bool) -> str:
 def check_usable(which: str) -> None:
     """Check that this process can use the operators that ``sp_overlap.kernels`` names.
 
-    Called where the ranks agree, so that all of them raise what one raises. The first call for
+    Called inside of `SPGroup.agree`, so that all ranks raise if one does. The first call for
     "compiled" loads the library, or builds it.
 
     Raises:
-        ValueError: for "compiled" without a CUDA device or without CUDA kernels, with the reason
+        ValueError: for "compiled" without a CUDA device or without CUDA kernels; with the reason
             and the command that helps.
     """
     if which != "compiled":

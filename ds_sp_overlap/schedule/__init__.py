@@ -22,9 +22,9 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
 
 The compute row is the stream on which everything is computed; exchanges run on another one.
 ``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
-part, ``finish dq`` also computes the backward of RoPE and of the norm, and computes the norm again
-from its input, which forward saved or a window recomputes; elsewhere autograd differentiates
-both. Where the kernel that packs also rotates, ``start`` rotates q and k, and ``finish`` rotates dq
+part, ``finish dq`` also computes the backward of RoPE and of the norm. For this it recomputes the
+norm from its input, which forward saved or a window recomputes. Elsewhere autograd differentiates
+both. Where the packing kernel also rotates, ``start`` rotates q and k, and ``finish`` rotates dq
 and dk back.
 
 The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
@@ -61,15 +61,15 @@ travel in one exchange, since attention hides it anyway.
 
 Which code reads a schedule:
 
-- ``attention.runtime.compiler`` turns each step into operations, once for each form of a call.
-  ``attention.runtime.plan`` cuts both programs into pieces, ``attention.runtime.nodes`` runs each
-  piece as one node of autograd, ``attention.runtime.walk`` piece after piece. ``attention.layer`` calls the
-  function that was passed as ``schedule=``, by default `by_head_groups`; with few groups live at a
-  time, ``attention.self_attention`` asks `schedule_of` for a windowed schedule.
-- Ends of a layer are the projections of q, k and v, and the output projection. An end that is
+- ``attention.layer`` calls the function that was passed as ``schedule=``, by default
+  `by_head_groups`. For a window, ``attention.self_attention`` calls `schedule_of`.
+- ``attention.runtime.plan`` cuts both programs into pieces. ``attention.runtime.compiler`` turns
+  each step into operations, once for each form of a call. ``attention.runtime.nodes`` runs a piece
+  as one node of autograd. ``attention.runtime.walk`` runs all pieces in order.
+- The ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one piece, whose backward is that section of the backward program.
-- A layer that runs by a windowed schedule is one piece. When a checkpoint that saved attention reruns the
-  layer, ``recompute`` runs instead of forward.
+- A layer that runs by a windowed schedule is one piece. In the recompute of a checkpoint that saved
+  attention, ``recompute`` runs instead of forward.
 - Tests compare the order that a layer recorded with its schedule.
 
 `by_window` has few groups in memory at a time: its backward recomputes q, k and v.
@@ -77,7 +77,7 @@ Which code reads a schedule:
 A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
 first ``project`` of a module calls it; in the drop-in it slices the caller's tensor. The output
 projection comes after the last ``merge``, and autograd orders the backward of that end. The drop-in
-applies RoPE after the exchange. A step whose result nobody needs is left out.
+applies RoPE after the exchange. A step whose result is not needed is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer

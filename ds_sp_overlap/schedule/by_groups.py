@@ -1,4 +1,4 @@
-"""The order of a layer whose head groups are all in flight at once."""
+"""Makes the schedule of a layer that holds all head groups in memory at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .steps import O, Op, Schedule, Step, Tensors
 
 @cache
 def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
-    """Return the schedule that projects and starts all groups, then attends group after group.
+    """Return the schedule that projects and starts all groups, then attends one group at a time.
 
     Args:
         kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
             KV head (`Geometry.kinds`).
-        wgrad_last: Whether to compute dWo when the exchange of every do has started; else the part
-            of each group before its dgrad.
+        wgrad_last: Whether to compute dWo after the exchange of every do has started; otherwise
+            each group's part of dWo is computed before the group's dgrad.
     """
-    # q, k and v of the first group travel one by one, each hidden by the next projection. Those of
-    # a later group travel in one exchange: attention hides it anyway, and fewer are launched.
+    # q, k and v of the first group travel one by one, each hidden by the next projection. q, k and
+    # v of a later group travel in one exchange, which attention hides: fewer launches.
     later = [(together,) for together in kinds[1:]]
     return by_starts((tuple(kinds[0]), *later), wgrad_last)
 
@@ -49,7 +49,7 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
             backward += [Step(Op.WGRAD, O, True, group)]
         backward += [Step(Op.DGRAD, O, True, group), Step(Op.START, O, True, group)]
     if wgrad_last:
-        # Every do travels by now, and the weight gradients hide the last of them.
+        # The exchanges of all do have started by now; the weight gradients hide the last one.
         backward += [Step(Op.WGRAD, O, True, group) for group in groups]
     for group in reversed(groups):
         backward += [Step(Op.FINISH, O, True, group), Step(Op.ATTEND, O, True, group)]
@@ -62,23 +62,23 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
 
 
 def attention(group: int) -> list[Step]:
-    """Return the attention of a group, and the start of the exchange of its o."""
+    """Return the steps: attention of a group, start of the exchange of its o."""
     return [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
 
 
 def merge(group: int) -> list[Step]:
-    """Return the finish of the exchange of o, and its output projection."""
+    """Return the steps: finish of the exchange of a group's o, output projection of this o."""
     return [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
 
 
 def projections(tensors: Tensors, group: int) -> list[Step]:
-    """Return the projections of tensors that travel together, and the start of their exchange."""
+    """Return the steps: projections of tensors that travel together, start of their exchange."""
     steps = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
     return [*steps, Step(Op.START, tensors, False, group)]
 
 
 def products(tensors: Tensors, group: int) -> list[Step]:
-    """Return dgrad and wgrad of the projections of tensors that travelled together."""
+    """Return the steps: dgrad and wgrad of the projections of tensors that travel together."""
     steps = []
     for kind in reversed(tensors):
         steps += [Step(Op.DGRAD, (kind,), True, group), Step(Op.WGRAD, (kind,), True, group)]

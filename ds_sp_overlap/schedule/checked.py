@@ -1,7 +1,4 @@
-"""Checks that a layer can run by a schedule.
-
-A plan also simulates schedules that do not pass.
-"""
+"""Checks that a layer can run by a schedule; the planner also simulates schedules that fail."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from .steps import QKV, Needs, O, Op, Program, Q, Schedule, Step, section, secti
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     """Return ``schedule`` if a layer can run by it; raise ValueError if not.
 
-    Every step of the layer must be there once, after the steps that it needs. The sections of
-    `Schedule` must be three pieces in their order, and the attention section of backward must be
-    the mirror image of that of forward. A windowed schedule is refused: the section of the config
-    leads to those that a layer runs by.
+    Each step of the layer must occur once, after the steps that it needs. The three sections of
+    `Schedule` must be contiguous and in order. The attention section of backward must be the mirror
+    image of that of forward. Windowed schedules are refused, since only the config can ask for a
+    window.
 
-    A layer checks what its ``schedule=`` returns, by default `by_head_groups`; schedules that the
-    config leads to are not checked.
+    A layer checks the schedule that its ``schedule=`` returns, by default `by_head_groups`. It does
+    not check the windowed schedules that the config asks for.
 
     Args:
         schedule: The schedule.
@@ -58,7 +55,7 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
 def check_starts(schedule: Schedule, kinds: tuple[str, ...]) -> None:
     """Check that q, k and v of each group are sent once; the arguments are those of `check`."""
-    # A start that is there twice is one step: `check_program` refuses the second.
+    # Count a repeated start once here: `check_program` refuses it with a message of its own.
     sent = list(chain(*[start.parts for start in dict.fromkeys(schedule.starts)]))
     for (group, expected_kinds), kind in product(enumerate(kinds), QKV):
         part = kind, group
@@ -71,9 +68,15 @@ def check_starts(schedule: Schedule, kinds: tuple[str, ...]) -> None:
 
 
 def check_program(name: str, program: Program, needs: Needs) -> None:
-    """Check that every step of ``needs`` is there once, after those that it needs, and no other.
+    """Check that a program has each step of ``needs`` once, after the steps that it needs.
 
-    Raises ValueError for the first fault; ``name`` is that of the program, for the message.
+    Args:
+        name: Name of the program, for the message.
+        program: The program.
+        needs: The steps that the program must have, and no others.
+
+    Raises:
+        ValueError: for the first fault.
     """
     done: set[Step] = set()
     for step in program:
@@ -101,7 +104,7 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         forward |= {project: [] for project in forward[start]}
         forward[start._replace(op=Op.FINISH)] = [start]
     for group in range(len(kinds)):
-        # A group attends to KV heads that came with it or with any group before.
+        # A group attends to KV heads that came with it or with an earlier group.
         inputs = []
         for start in starts:
             if start.group == group or start.group < group and start.tensors != Q:
@@ -110,7 +113,8 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         start, finish = Step(Op.START, O, False, group), Step(Op.FINISH, O, False, group)
         forward |= {attend: inputs, start: [attend], finish: [start]}
         forward[Step(Op.MERGE, O, False, group)] = [finish]
-    # Gradients go the other way: what a step needs in forward needs its gradient in backward.
+    # Backward reverses the order: if a step needs another in forward, then the mirror of the other
+    # needs the mirror of the step in backward.
     backward: Needs = {step.mirror: [] for step in forward}
     for step, needs in forward.items():
         for need in needs:

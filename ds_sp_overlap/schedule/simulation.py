@@ -11,13 +11,13 @@ from .steps import Op, Program, Schedule, Step
 
 
 class Bar(NamedTuple):
-    """One stretch of time of a row.
+    """Describes an interval of time on a row.
 
     Attributes:
         label: Name of the step, or of the exchange.
         step: The step; for a transfer on the wire, its start; None while the compute row waits.
-        begin: In ms.
-        end: In ms.
+        begin: Start of the interval, in ms.
+        end: End of the interval, in ms.
     """
 
     label: str
@@ -28,10 +28,10 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of `simulate`.
+    """Holds the result of `simulate`.
 
     Attributes:
-        compute: Bars of the compute row. A wait has the name of the exchange that it waits for.
+        compute: Bars of the compute row. A wait is labelled with the exchange that it waits for.
         wire: Bars of the wire.
         step_ms: Time until both rows are done.
     """
@@ -42,7 +42,7 @@ class Simulation:
 
     @cached_property
     def exposed_ms(self) -> dict[str, float]:
-        """For each exchange, how long the compute row waits for it."""
+        """Return for each exchange how long the compute row waits for it, in ms."""
         waits = {bar.label: 0.0 for bar in self.wire}
         for bar in self.compute:
             if bar.step is None:
@@ -51,16 +51,14 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) -> Simulation:
-    """Simulate a program.
-
-    Packing and unpacking take no time.
+    """Simulate a program on the compute row and the wire; packing and unpacking take no time.
 
     Args:
-        schedule: The schedule, for the names of steps.
+        schedule: The schedule of the program, for the names of steps.
         program: The program.
-        ms: Duration of a step on the compute row; of the transfer, for a start.
+        ms: Returns the duration of a step in ms; for a start, the duration of the transfer.
     """
-    # When the compute row is free for its next step, and the wire for its next exchange.
+    # The times at which the compute row is free for a step, and the wire for an exchange.
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []
@@ -85,12 +83,12 @@ def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) 
 def draw(schedule: Schedule, program: Program) -> str:
     """Return the two rows of a program as text.
 
-    A bar is a column longer than its name. Dots mean that the compute row waits.
+    A bar is one column longer than its name. Dots mean that the compute row waits.
     """
     label = None
 
     def columns(step: Step) -> int:
-        """Return as the duration of a step the characters that its bar needs."""
+        """Return the number of characters of a step's bar, which `simulate` takes as duration."""
         nonlocal label
         if step.op is Op.START:
             return len(schedule.name(step)) + 1
@@ -104,7 +102,7 @@ def draw(schedule: Schedule, program: Program) -> str:
         row = [" "] * int(simulated.step_ms)
         for bar in bars:
             begin, end = int(bar.begin), int(bar.end)
-            # A bar is a character longer than its name, which keeps names apart.
+            # The extra column of a bar keeps names apart.
             text = "." * (end - begin) if bar.step is None else _short(bar.label)
             row[begin : begin + len(text[: end - begin])] = text[: end - begin]
         rows.append(f"{name:<7} | {''.join(row).rstrip()}")
@@ -112,7 +110,7 @@ def draw(schedule: Schedule, program: Program) -> str:
 
 
 def _short(label: str) -> str:
-    """Return a label as drawings show it."""
+    """Return a label without " backward", as drawings show it."""
     return label.removesuffix(" backward")
 
 

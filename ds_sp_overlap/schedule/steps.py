@@ -1,4 +1,4 @@
-"""Steps, programs, and schedules. A schedule is the programs of forward and backward of a layer."""
+"""Defines steps, programs and schedules. A schedule has a program for forward and for backward."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """Kind of work of a step.
+    """The kind of work of a step.
 
     START and FINISH are the two ends of an exchange; all other steps compute.
     """
 
-    # Each value is the word that messages use, and in lower case the method of `Operations` that
-    # performs the step.
+    # Each value is the word in messages. For the steps of a layer, it is also the name of the
+    # method of `attention.runtime.compiler.Compiler` that compiles the step.
     PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
     MERGE = "merge"  # the output projection, which adds up the head groups
@@ -33,9 +33,9 @@ class Op(Enum):
 Q, O = (("q",), ("o",))  # noqa: E741
 QKV = ("q", "k", "v")
 Tensors = tuple[str, ...]
-# q, k, v or o of a head group.
+# A part: the kind, "q", "k", "v" or "o", and the index of the head group.
 Part = tuple[str, int]
-# Tensors and head group: the key of an exchange, and of the exchange of its gradient.
+# Tensors and head group. This is the key of an exchange, and of the exchange of its gradient.
 Exchanged = tuple[Tensors, int]
 
 
@@ -48,20 +48,20 @@ class _Fields(NamedTuple):
 
 
 class Step(_Fields):
-    """One step of a program.
+    """Describes one step of a program.
 
     Attributes:
         op: Kind of work.
         tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
-            together. A product belongs to one projection. The tensor of attention is o.
-        grad: Whether the step makes, moves or reads gradients of these tensors. Always True for
-            DGRAD and WGRAD; False where backward recomputes.
+            together. A product names the tensor of its projection. The tensor of attention is o.
+        grad: Whether the step makes, moves or reads gradients of these tensors. True for DGRAD and
+            WGRAD; False for steps that backward recomputes.
         group: Head group.
-        beside: Tensors whose values travel in the same exchange, in front of the gradients.
+        beside: Tensors whose values travel in the same exchange, before the gradients.
     """
 
-    # The base class is a tuple. There are no ``__slots__`` here, so that a cached property computes
-    # once per step: programs are made once, and a layer walks them in every call.
+    # A subclass of the tuple, without ``__slots__``, can have cached properties. Each computes once
+    # per step: programs are made once, and layers use them in every call.
 
     @cached_property
     def on_wire(self) -> bool:
@@ -70,30 +70,31 @@ class Step(_Fields):
 
     @cached_property
     def exchange(self) -> Exchanged:
-        """Key of the exchange that the step starts or finishes."""
+        """Return the key of the exchange that the step starts or finishes."""
         return self.tensors, self.group
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The tensors, each with the head group."""
+        """Return the tensors, each with the head group."""
         return tuple((kind, self.group) for kind in self.tensors)
 
     @cached_property
     def is_local_end(self) -> bool:
-        """Return whether tensors have local sequences at this end of an exchange."""
-        # A sequence scatter ends there: that of o in forward, of dq, dk and dv in backward.
+        """Return whether the tensors have local sequences at this end of an exchange."""
+        # A sequence scatter finishes with local sequences: o in forward, dq, dk and dv in backward.
+        # A head scatter starts with them.
         scatters_sequence = ("o" in self.tensors) != self.grad
         return (self.op is Op.FINISH) == scatters_sequence
 
     @cached_property
     def mirror(self) -> Step:
-        """The step with which autograd mirrors this step of forward in backward."""
+        """Return the step of backward that mirrors this step of forward under autograd."""
         # A start becomes the finish of the gradient's exchange, a product its dgrad.
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property
     def payload(self) -> str:
-        """Tensors of an exchange in one word: ``q``, ``dqkv``, or ``odo`` for o beside do."""
+        """Return the tensors of an exchange as a word: ``q``, ``dqkv``, or ``odo`` for o and do."""
         return "".join(self.beside) + "d" * self.grad + "".join(self.tensors)
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ class Step(_Fields):
 
 _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
 Program = tuple[Step, ...]
-# Each step with the steps that it comes after.
+# For each step, the steps that must come before it.
 Needs = dict[Step, list[Step]]
 # The rest of a transformer layer, which a plan simulates between forward and backward.
 MLP = Step(Op.MLP, (), False, 0)
@@ -113,10 +114,10 @@ MLP = Step(Op.MLP, (), False, 0)
 # Hashed by identity, since every call of a layer asks for the hash.
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The programs of a layer.
+    """Holds the programs of a layer.
 
-    Each program of a plain schedule has three sections; a windowed one interleaves them.
-    Forward has them in this order, backward in the reverse order:
+    Each program of a plain schedule has three sections; a windowed schedule interleaves them.
+    Forward has the sections in this order, backward in the reverse order:
 
     section     forward                           backward
     inputs      project and start q, k, v         finish dq, dk, dv, dgrad and wgrad of each
@@ -130,9 +131,8 @@ class Schedule:
     Attributes:
         forward: The program of forward.
         backward: The program of backward.
-        recompute: The steps of forward that run again and that ``backward`` does not list.
-            In a windowed schedule the merges, which a checkpoint that saved attention repeats. Else
-            none, since an activation checkpoint repeats all of forward.
+        recompute: The steps that run instead of ``forward`` in the recompute of a checkpoint that
+            saved attention: the merges. Empty unless the schedule is windowed.
     """
 
     forward: Program
@@ -146,30 +146,30 @@ class Schedule:
 
     @cached_property
     def groups(self) -> int:
-        """Number of head groups."""
+        """Return the number of head groups."""
         return 1 + max(step.group for step in self.forward)
 
     @cached_property
     def starts(self) -> Program:
-        """The starts of q, k and v, in the order of forward."""
+        """Return the starts of q, k and v, in the order of forward."""
         return tuple(s for s in section(self.forward, "inputs") if s.op is Op.START)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """q, k or v of every group, in the order of their starts."""
+        """Return all parts of q, k and v, in the order of their starts."""
         return tuple(part for start in self.starts for part in start.parts)
 
     @cached_property
     def alone(self) -> frozenset[Part]:
-        """The q, k and v of groups that travel in an exchange of their own."""
+        """Return the parts of q, k and v that travel alone in an exchange."""
         return frozenset(step.parts[0] for step in self.starts if len(step.tensors) == 1)
 
     @cached_property
     def last_attended(self) -> int:
-        """The group that attends last in forward.
+        """Return the group that attends last in forward; -1 in a windowed schedule.
 
-        It alone may change KV heads in place that several groups attend to. -1, no group, in a
-        windowed schedule, whose backward attends in another order.
+        Only the attention of this group may change KV heads in place that several groups use. In a
+        windowed schedule no group may, since backward attends in another order.
         """
         return (
             -1
@@ -179,8 +179,10 @@ class Schedule:
 
     @cached_property
     def beside(self) -> Tensors:
-        """The tensors that travel beside do."""
-        # o, where the backward of attention reads o and forward saved the local o; else none.
+        """Return the tensors that travel together with do: o, or none.
+
+        o travels in a windowed schedule whose backward of attention reads o.
+        """
         return next((step.beside for step in self.backward if step.beside), ())
 
     def name(self, step: Step) -> str:
@@ -188,7 +190,7 @@ class Schedule:
         return step.payload if self.groups == 1 else f"{step.payload}{step.group}"
 
     def label(self, step: Step) -> str:
-        """Return the text on the bar of a step of the compute row."""
+        """Return the label of a step of the compute row, for drawings and profiler ranges."""
         if step == MLP:
             return "MLP"
         number = "" if self.groups == 1 else step.group

@@ -1,11 +1,10 @@
-"""The order of a layer that has few head groups in memory at a time, and recomputes q, k and v in
-backward.
+"""Makes the schedule of a layer with few head groups in memory; backward recomputes q, k and v.
 
 Forward saves the layer's input, the local o, and the tensors that the backward of local attention
 reads beside q, k, v and o (the log-sum-exp). If local attention saves more, or changes q, k or v in
-place, its backward computes attention again. Let W be the window: the most groups between ``project
-q`` and the end of their attention. Group g + W is projected when group g has been attended. Four
-groups, W = 2, `by_window` without ``products_last``:
+place, its backward recomputes attention. The window W is the limit on groups between ``project q``
+and the end of their attention. Group g + W is projected when group g has been attended. The
+programs for four groups, W = 2, without ``products_last``:
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 Wq2 Wk2 Wv2 attention 1 Wo0 Wq3 Wk3 Wv3 attention 2 Wo1 attention 3 Wo2 Wo3
@@ -21,29 +20,28 @@ reads both. ``Wq Wk Wv`` in this order are recomputed projections; ``Wv Wk Wq`` 
     compute | Wk1 Wv1 attention 2 Wo0 dgrad Wo wgrad Wv2 Wk2 Wq2 Wq0 Wk0 Wv0 attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |         qkv1        dqkv2              odo0                    qkv0        dqkv1       dv0 dk0 dq0
 
-q, k and v travel under the attention of the group before. o, and o with do, travel under
-projections and the attention of another group; dq, dk and dv under the products of another group or
-under its attention. From W = 2 on, every exchange has work to hide it.
+The attention of the previous group hides q, k and v. Projections and the attention of another group
+hide o, and o with do. The products or the attention of another group hide dq, dk and dv. From W = 2
+on, every exchange has work to hide it.
 
 A layer runs in this order if the config sets a window, or with ``checkpointing`` "keep" or
-"offload" (W = max(1, G // 2), unless a window is set). If projections
-can't be computed part by part, the layer warns and holds all groups. When a checkpoint that saved attention reruns the layer, the layer merges the
-saved o and does nothing else: no q, k, v, no attention, no exchange. Backward then runs as drawn. A
-checkpoint that saves no attention repeats all of forward.
+"offload" (W = max(1, G // 2), unless a window is set). If projections can't be computed part by
+part, the layer warns and holds all groups. In the recompute of a checkpoint that saved attention,
+the layer only merges the saved o: no q, k, v, no attention, no exchange. Backward then runs as
+drawn. A checkpoint that saves no attention repeats all of forward.
 
-With W = 1, backward sends (o with do), q, k and v one at a time, each finished before the next one
-is started; dq, dk and dv of a group are three exchanges, started one after another, and finished
-before the next group begins. o with do travels under Wq, q under Wk, k under Wv. Exposed are, in
-forward, v of the first group and o of the last; in backward v and dv of each group, or q and dq
-where a group sends q alone.
+With W = 1, backward sends (o with do), q, k and v one at a time, and finishes each before it starts
+the next. dq, dk and dv of a group are three exchanges, started one after another, and finished
+before the next group begins. Wq hides o with do, Wk hides q, Wv hides k. Exposed in forward are v
+of the first group and o of the last; in backward, v and dv of each group, or q and dq of a group
+that sends q alone.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
 KV heads travel with the first group that attends to them, and later groups may attend to them too.
-Backward meets these groups in reverse. So it recomputes shared k and v with the last group that
-attends to them, in an exchange of their own (kv0), apart from the q they travelled with in forward.
-Their dk and dv leave with the group that they came with in forward, when every group has added to
-them.
+Backward runs the groups in reverse. So it recomputes shared k and v with the last group that
+attends to them, in an exchange of their own (kv0), without the q of forward's exchange. Their dk
+and dv are sent with the first group again, after every group has added its term.
 """
 
 from __future__ import annotations
@@ -57,21 +55,19 @@ from .steps import O, Op, Schedule, Step, Tensors
 
 
 def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
-    """Return the schedule for a window, or that of a layer without one.
-
-    Layers without a window call `by_head_groups` themselves; planner and policy ask here for both.
+    """Return the schedule of a layer, with or without a window.
 
     Args:
-        geometry: The `exchange.geometry.Geometry` of a call, or what has its ``heads``,
+        geometry: The `exchange.geometry.Geometry` of a call, or an object with the same ``heads``,
             ``kv_heads``, ``kinds`` and ``last_use``.
-        window: The most groups that are in memory at a time; None for all of them.
+        window: The limit on groups that are in memory at a time; None for no limit.
         wgrad_last: As for `by_head_groups` and `by_window`.
     """
     kinds = geometry.kinds
     if window is None:
         return by_head_groups(kinds, wgrad_last)
-    # With few KV heads it takes less memory to keep dq, dk and dv to the end than dx and the weight
-    # gradients meanwhile: from four query heads per KV head on, their products come last.
+    # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
+    # the weight gradients. So from four query heads per KV head on, these products come last.
     few_kv = geometry.heads >= 4 * geometry.kv_heads
     return by_window(kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
 
@@ -84,25 +80,23 @@ def by_window(
     wgrad_last: bool = True,
     products_last: bool = False,
 ) -> Schedule:
-    """Return the schedule in which few groups are in memory at a time; drawn above for W = 2.
+    """Return the schedule with at most ``window`` groups in memory; drawn above for W = 2.
 
-    Forward projects W groups. Then, for each group: finish q, k, v, attend, start o, merge the
-    group before, project the W-th group from here. For W = 1 it projects the next group first, and
-    then merges this one.
+    Forward projects W groups. Then it does for each group g: finish q, k, v, attend, start o, merge
+    group g - 1, project group g + W. With W = 1 it projects group g + 1 and then merges group g.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.
         last_use: For each group, the last group that attends to the KV heads that travel with it
             (`Geometry.last_use`).
-        window: W. At any time, at most so many groups are projected and not yet attended.
-        wgrad_last: Whether to compute the part of dWo of a group after the dgrad of the same group;
-            else before.
-        products_last: Whether to compute dx and the weight gradients of q, k and v when all groups
-            have been attended. Then dq, dk and dv stay in memory.
+        window: W, the limit on groups that are projected and not yet attended.
+        wgrad_last: Whether to compute a group's part of dWo after its dgrad; otherwise before it.
+        products_last: Whether to compute dx and the weight gradients of q, k and v after the
+            attention of all groups. Until then dq, dk and dv stay in memory.
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
-    # The exchanges of q, k and v in forward, and those of their gradients. Where no attention hides
-    # them, q, k and v travel one by one, each under the next projection.
+    # The exchanges of q, k and v in forward, and of their gradients. Where no attention hides them,
+    # q, k and v travel one by one, each hidden by the next projection.
     starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
     forward: list[Step] = []
     for group in groups[:window]:
@@ -111,7 +105,7 @@ def by_window(
     for group in groups:
         forward += [Step(Op.FINISH, tensors, False, group) for tensors in starts[group]]
         forward += attention(group)
-        # With W = 1, o travels under the projections of the next group instead.
+        # With W = 1, the projections of the next group hide o instead.
         if group and window > 1:
             forward += merge(group - 1)
         if group + window in groups:
@@ -123,11 +117,11 @@ def by_window(
         forward += merge(groups[-1])
 
     backward: list[Step] = []
-    # The exchanges that are recomputed with each group, each with the group that it belongs to in
-    # forward, see Note [Shared KV heads].
+    # For each group, the exchanges that backward repeats before its attention: (tensors, group that
+    # they belong to in forward). See Note [Shared KV heads].
     recomputed: dict[int, list[tuple[Tensors, int]]] = {group: [] for group in groups}
     for group in groups:
-        # The last group is the first of backward.
+        # Backward begins with the last group, whose exchanges no attention hides.
         alone = group == groups[-1] or window == 1
         shared = "k" in kinds[group] and last_use[group] > group
         own = _starts("q" if shared else kinds[group], alone)
@@ -135,15 +129,15 @@ def by_window(
         if shared:
             recomputed[last_use[group]].append((("k", "v"), group))
 
-    # For each group: what begins it; the projections that are recomputed with it; and, before its
-    # attention, the finishes of do with o and of these projections.
+    # The steps of each group in backward: its dgrad and wgrad of Wo and the start of do; its
+    # recomputed projections; and the finishes before its attention.
     begins: dict[int, list[Step]] = {}
     projected: dict[int, list[Step]] = {}
     finishes: dict[int, list[Step]] = {}
     for group in groups:
         products_of_o = [Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)]
         start = Step(Op.START, O, True, group, beside=O)
-        # Both come before the start, which frees the local o that the wgrad reads.
+        # The wgrad comes before the start, which frees the local o that the wgrad reads.
         begins[group] = [*products_of_o[:: 1 if wgrad_last else -1], start]
         projected[group], finishes[group] = [], [start._replace(op=Op.FINISH)]
         for tensors, owner in recomputed[group]:
@@ -152,8 +146,8 @@ def by_window(
 
     descending = groups[::-1]
     products_at_end: list[Step] = []
-    # Finishes and products of dq, dk and dv of the group before, where no further group begins
-    # behind it. They wait for the attention of the next group, under which dq, dk and dv travel.
+    # The finishes and products of dq, dk and dv of the last W groups of backward. They come after
+    # the attention of the following group, which hides dq, dk and dv.
     deferred: list[Step] = []
     if window > 1:
         for group in descending[:window]:
@@ -168,8 +162,8 @@ def by_window(
         input_gradients, deferred = [], []
         for tensors in reversed(starts[group]):
             input_gradients.append(Step(Op.FINISH, tensors, True, group))
-            # From W = 2 on, products that were left to the end hide the last input gradients, whose
-            # own products come behind them.
+            # From W = 2 on, the products that were left to the end hide the exchange of the last
+            # input gradients (group 0), whose products come after them.
             if products_last and (group > 0 or window == 1):
                 products_at_end += products(tensors, group)
             else:
@@ -189,8 +183,8 @@ def by_window(
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Return the steps with a finish of each exchange before the next start, and of the last."""
-    # One send buffer is there at a time.
+    """Return the steps with a finish of each exchange before the next start, or at the end."""
+    # So only one send buffer is in memory at a time.
     steps: list[Step] = []
     finishes: list[Step] = []
     for step in program:
@@ -202,15 +196,15 @@ def _one_at_a_time(program: list[Step]) -> list[Step]:
 
 
 def _starts(kinds: str, alone: bool) -> tuple[Tensors, ...]:
-    """Return the exchanges of a group: one for each tensor, or one for all together."""
+    """Return the exchanges of a group: one for each tensor if ``alone``, else one for all."""
     return tuple((kind,) for kind in kinds) if alone else (tuple(kinds),)
 
 
 @cache
 def without_o(schedule: Schedule) -> Schedule:
-    """Return the schedule in which no o travels beside do.
+    """Return the same schedule, in which do travels without o.
 
-    For local attention whose backward reads o on no rank, for instance since it recomputes o.
-    ``attention.runtime.nodes`` calls it after forward, once ranks have agreed.
+    Used if the backward of local attention reads o on no rank. ``attention.runtime.nodes`` calls
+    this after forward, once the ranks have agreed on it.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

@@ -1,4 +1,4 @@
-"""Runs local attention without keeping q, k, v and o; its backward gets them recomputed.
+"""Runs local attention without saving q, k and v; its backward gets recomputed ones.
 
 Note [Saved tensors by name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -6,8 +6,8 @@ The backward of attention mostly reads q, k, v and o; flash kernels save a log-s
 and nothing else. So attention runs with autograd recording, under hooks for saved tensors. In place
 of a saved tensor that is a view of q, k, v or o, the graph holds the name of that tensor and the
 shape and strides of the view; other tensors are saved as they are. Before backward, each name gets
-the recomputed tensor. This works for every attention that saves no more than this: PyTorch's fused
-kernels, flash-attn 2 and 3.
+its tensor: q, k and v recomputed, o received again. This works for every attention that saves no
+more than this: PyTorch's fused kernels, flash-attn 2 and 3.
 
 Nothing is saved if attention saves more than a log-sum-exp beside q, k, v and o (scores, k repeated
 for GQA, a mask that attention made), or if it changes q, k or v in place. Backward then recomputes

@@ -342,7 +342,7 @@ class Compiler:
         dx = _gradient(("x",))
         if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
-        # The gradients of the projections of q, k and v come first, since they need more memory.
+        # One parameter at a time: its pieces are freed before those of the next are joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [_gradient(name[1])])
         if self.needs.get(("bias",)):

@@ -94,7 +94,7 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
         return False
     if type(norm).forward not in pure:  # guard: only known norms
         return False
-    # A tensor replaces a parameter, as FSDP1's views do, and ``parameters()`` lacks it.
+    # A tensor attribute may replace a parameter, as FSDP's views do; ``parameters()`` lacks it.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
     return not any(  # guard: its hooks run once

@@ -1,7 +1,7 @@
-"""The operations of a layer: what its steps do, in forward and in backward.
+"""Implements the operations to which `compiler` compiles the steps of a schedule.
 
-An operation is a function to which is bound whatever is known when a list is compiled (`compiler`).
-It takes the call, and then the values that it reads, and returns those that it writes.
+The compiler binds the first arguments of an operation. At run time the operation takes the call and
+the values that it reads, and returns the values that it writes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def finish(key: Exchanged, name: str, call: Call) -> Any:
 
 
 def _one(values: Sequence[Any]) -> Any:
-    """Return a single value itself, as operations do."""
+    """Return ``values``, or the value itself if there is one, as operations return it."""
     return values if len(values) != 1 else values[0]
 
 
@@ -80,7 +80,7 @@ def cast(call: Call, x: Tensor) -> Tensor:
 
 
 def reshape(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
-    # Sizes one by one: PyTorch reads them faster than a tuple, by a third of a view's time.
+    # PyTorch parses sizes given one by one faster than a tuple, by a third of a view's time.
     return x.reshape(*shape)
 
 
@@ -104,7 +104,7 @@ def project(
 def project_by_rank(
     rows: Run, form: tuple[int, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    # The product writes the send buffer.
+    # The product writes to the layout of the send buffer, so that nothing packs it.
     biases = None if bias is None else rows.view(bias, 0)
     return by_rank(x, rows.view(weight, 0), biases).view(*form)
 
@@ -112,13 +112,13 @@ def project_by_rank(
 def norm_and_rotate(
     part: Part, tables: int, again: bool, call: Call, heads: Tensor, *rest: Tensor
 ) -> Tensor:
-    # In forward the norms have their parameters in place.
+    # In forward each norm uses its own parameters.
     norms = rest[tables:] if again else None
     return call.projections.shape(part, heads, rest[:tables], norms)
 
 
 def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, *tables: Tensor) -> Tensor:
-    # A rotation needs nothing but its tables to go back.
+    # The backward of a rotation needs only the tables, no saved input.
     return matrix(call.projections.rope.rotate_back(dy.flatten(2, -2), *tables).to(dtype))
 
 
@@ -132,35 +132,35 @@ def norm_back(
     heads: Tensor,
     *rest: Any,
 ) -> Any:
-    """Send dq or dk back through rotation and norm.
+    """Compute the backward of rotation and norm, for q or k.
 
     Args:
         part: The kind and the group.
         table_count: The number of tables.
         norm_count: The number of parameters of all norms.
-        learned: The places of the parameters that need a gradient.
+        learned: The indices of the parameters, among those of all norms, that need a gradient.
         call: The call.
         dy: The gradient of q or k.
         heads: The input of the norm.
         *rest: The tables; the parameters of all norms; for each of ``learned`` the sum of its
-            gradients so far, None if there is none yet.
+            gradients over earlier groups, or None.
 
     Returns:
         The gradient of ``heads``, with a row for each token; and the new sums.
     """
     tables, norms = rest[:table_count], rest[table_count : table_count + norm_count]
     sums = list(rest[table_count + norm_count :])
-    # The norm is computed again under autograd, since it may be any module.
+    # The norm is recomputed under autograd, since it may be any module.
     x = heads.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(**call.autocast):  # guard: as in forward
         y = call.projections.shape(part, x, tables, norms)
-    # One that was frozen since forward is left out: nobody takes its gradient.
+    # A parameter that was frozen since forward gets no gradient.
     wanted = [place for place, index in enumerate(learned) if norms[index].requires_grad]
     ends = [x, *(norms[learned[place]] for place in wanted)]
     dx, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
     for place, gradient in zip(wanted, gradients):
         if gradient is not None:
-            # In half precision the sum would be rounded with each group. Autograd casts it.
+            # Sum in fp32: in half precision each group would round. Autograd casts the result.
             gradient = gradient.to(sum_dtype(gradient.dtype))
             sums[place] = gradient if sums[place] is None else sums[place] + gradient
     return _one((matrix(dx), *sums))
@@ -178,12 +178,12 @@ def add_to_dx(
     part = weight if rows is None else cut_ranges(weight, 0, rows)
     if dx is None:
         product = dy @ part
-        # Without autocast both are alike, and a cast that changes nothing costs the host time.
+        # Without autocast the dtypes are equal; skipping the cast saves the host time.
         return product if product.dtype == dtype else product.to(dtype)
     if rounds or dx.dtype != dy.dtype:
         dx += dy @ part  # rounds each product, as the layer that is replaced does
         return dx
-    # One kernel instead of two, and in half precision one rounding instead of two.
+    # One kernel instead of a product and a sum; in half precision one rounding instead of two.
     return dx.addmm_(dy, part)
 
 
@@ -231,7 +231,7 @@ def merge(
     rows, some = matrix(o), weight if columns is None else cut_ranges(weight, 1, columns)
     if y is None:
         y = F.linear(rows, some, bias)
-        # No view: autograd forbids to update in place a view that a node returns.
+        # Not a plain view: autograd forbids in-place updates of a view that a node returns.
         return _unsafe_view(y, (*o.shape[:2], y.shape[1])), rows
     matrix(y).addmm_(rows, some.t())
     return y, rows
@@ -240,14 +240,14 @@ def merge(
 def dgrad_by_rank(
     columns: Run, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
 ) -> Tensor:
-    # The product writes the send buffer.
+    # The product writes to the layout of the send buffer, so that nothing packs it.
     return by_rank(dy, columns.view(weight)).view(*form)
 
 
 def dgrad_of_output(
     columns: Ranges | None, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
 ) -> Tensor:
-    # do = dy w_g, with the weight read as views. It may be the very tensor that is sent.
+    # do = dy w_g; w_g is read through views, without a copy.
     if columns is None:
         return torch.mm(dy, weight).view(*form)
     if len(columns) > 1:
@@ -261,7 +261,7 @@ def dgrad_of_output(
 def _heads(
     group: int, keys: list[Part], call: Call, q: Tensor, received: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a group, from q and the received k and v of groups (``keys``)."""
+    """Return q, k and v of a group, from q and the received parts ``keys`` of k and v."""
     values, geometry = dict(zip(keys, received)), call.geometry
     return q, with_kv(geometry, "k", group, values), with_kv(geometry, "v", group, values)
 
@@ -291,13 +291,13 @@ def attend_backward(
 
     Args:
         group: The head group.
-        keys: The k and v that the group attends to.
+        keys: The parts of k and v that the group attends to.
         wanted: The parts whose gradients are needed, in the order of q, k and v.
         call: The call.
         q: q of the group.
         *rest: The received tensors of ``keys``; the tensors that `attend` returned beside o; do; o,
-            or None if it did not travel again; for each of ``wanted`` and each tensor that
-            attention learns, the sum of its gradients so far, None if there is none yet.
+            or None if o was not exchanged again; for each of ``wanted`` and each of
+            `LocalAttention.learned`, the sum of its gradients over earlier groups, or None.
 
     Returns:
         The new sums.
@@ -312,7 +312,7 @@ def attend_backward(
         if not parts:
             continue
         if dx is None:
-            # Attention does not give it: zero, since the other ranks exchange theirs.
+            # Attention gave no gradient on this rank. Send zeros, since other ranks send theirs.
             dx = torch.zeros_like(x)  # guard: others may exchange one
         if kind == "q":
             terms.append(dx)
@@ -321,7 +321,7 @@ def attend_backward(
             terms += _of_pieces(kind, group, dx, pieces, call)
     totals = []
     for so_far, term in zip(sums, terms + gradients[3:]):
-        # Not in place: attention may return one tensor for two of them.
+        # Not in place: attention may return the same tensor for two gradients.
         both = so_far is not None and term is not None
         totals.append(so_far + term if both else term if so_far is None else so_far)
     return _one(totals)
@@ -330,7 +330,7 @@ def attend_backward(
 def _of_pieces(
     kind: str, group: int, dx: Tensor, pieces: dict[Part, Tensor], call: Call
 ) -> Sequence[Tensor]:
-    """Return the gradients of received pieces that made k or v of a group.
+    """Return the gradients of the received pieces from which `with_kv` made k or v of a group.
 
     Args:
         kind: "k" or "v".

@@ -1,9 +1,8 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors.
 
-`Pieces` joins the pieces of a gradient while they are computed, inside of nodes. `cut` and `join`
-are differentiable: for heads, q, k and v of a fused projection (`input_modules`), and weights of
-latents (`latent`) and of mixers by heads (`mixer_heads`). Tests compare the gradients of these
-layers (tests/ranks/test_gradients.py and others).
+`Pieces` joins the pieces of a gradient as they are computed, inside of nodes of autograd. `cut` and
+`join` are differentiable. They serve heads, fused projections (`input_modules`), and the weights of
+latents (`latent`) and of mixers by heads (`mixer_heads`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from .slices import Parts, Ranges, cut_ranges, mm_to_slices, put_ranges, tile
 class Pieces:
     """Joins pieces along ``dim`` to one tensor.
 
-    The tensor is the sum of the pieces where parts overlap, and zero where there is no piece. Call
-    `put` once for each piece, then `whole`.
+    Where parts overlap, the tensor is the sum of the pieces; where there is no part, it is zero.
+    Call `put` once for each piece, then `whole`.
 
     Args:
-        shape: Of the tensor.
+        shape: The shape of the tensor.
         dim: The dimension of the parts.
-        parts: The parts of all pieces, which will come.
-        late: Whether to join the pieces at the end only, where other memory is freed meanwhile.
+        parts: The parts of all pieces that `put` will be given.
+        late: Whether to allocate the tensor only in `whole`, when other memory has been freed.
     """
 
     def __init__(
@@ -50,15 +49,15 @@ class Pieces:
 
         Args:
             part: The part.
-            compute: Computes the piece from ``operands``. Writes it to ``out=`` if that is given,
-                which avoids a copy where no other piece is put in the same place.
-            operands: The first one has the dtype and the device of the tensor.
+            compute: Computes the piece from ``operands``. Takes ``out=``, a tensor to write the
+                piece to; this avoids a copy where parts don't overlap.
+            operands: The operands. The first has the dtype and the device of the tensor.
         """
         if self.late:
             self._waiting.append((part, compute(*operands)))
             return
         if self._whole is None:
-            # A single piece is the tensor, without a copy.
+            # The one piece is the whole tensor: no copy.
             if self._once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return
@@ -68,12 +67,12 @@ class Pieces:
             self._whole = make(*self.shape)
         add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
-            # Also where an empty part follows a part that was the whole tensor.
+            # An empty part may also come here, after a part that was the whole tensor.
             ((start, stop),) = part
             compute(*operands, out=self._whole.narrow(self.dim, start, stop - start))
         elif compute is torch.mm:
             a, b = operands
-            # Slices are of columns. Rows are the columns of the transpose, (a b)^T = b^T a^T.
+            # `mm_to_slices` writes columns. Rows are columns of the transpose, (a b)^T = b^T a^T.
             if self.dim == 0:
                 mm_to_slices(b.t(), a.t(), self._whole.t(), part, add=add)
             else:
@@ -82,7 +81,7 @@ class Pieces:
             put_ranges(self._whole, self.dim, part, compute(*operands), add=add)
 
     def whole(self) -> Tensor | None:
-        """Return the tensor, after joining the pieces that waited; None if there was no piece."""
+        """Join the pieces that waited, and return the tensor; None if there was no piece."""
         self.late = False
         # Taken out one by one, so that each piece is freed once it is in place.
         while self._waiting:
@@ -92,17 +91,17 @@ class Pieces:
 
 
 def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copy a piece to ``out``; the ``compute`` of `Pieces.put` for pieces that are there."""
+    """Copy a piece to ``out``; as ``compute`` of `Pieces.put`, for a piece computed before."""
     return piece if out is None else out.copy_(piece)
 
 
 def _joined(
     shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """Join those pieces that are not None; return None if all are."""
+    """Join the pieces that are not None; return None if all are None."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Empty pieces are left out. Where one piece is the whole, it is returned itself, and writing an
-    # empty one into it would count as a change.
+    # Leave empty pieces out. A piece that is the whole tensor is returned itself, and writing an
+    # empty piece into it would increase its version.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple([part for part, _ in present]))
     for part, piece in present:
@@ -111,16 +110,17 @@ def _joined(
 
 
 class _Parts(Node):
-    """Cut a tensor into parts, or join parts to a tensor; each is the gradient of the other.
+    """Cuts a tensor into parts, or joins parts to a tensor; each is the backward of the other.
 
-    The gradient is made in one pass; PyTorch's slicing would add a padded tensor for each part.
+    The gradient of a cut is made in one pass; with PyTorch's slicing, autograd would add one padded
+    tensor for each part.
     """
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
-        """Cut the one tensor given into parts if ``is_cut``; else join them to one of ``shape``."""
-        # In the backward of a cut, a part without a gradient is None and left out. In that of a
-        # join, the whole without a gradient comes as zeros.
+        """Cut ``tensors[0]`` into parts if ``is_cut``; else join ``tensors`` to ``shape``."""
+        # In the backward of a cut, the gradient of a part may be None and is left out. In the
+        # backward of a join, a missing gradient of the whole tensor comes as zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
@@ -128,7 +128,7 @@ class _Parts(Node):
         pieces = []
         for part in parts:
             piece = cut_ranges(tensors[0], dim, part)
-            # A copy, no view: a norm, or RoPE, may change its part in place.
+            # Copy, since a norm or RoPE may change its part in place.
             if piece is tensors[0] or piece._is_view():
                 piece = piece.clone(memory_format=torch.contiguous_format)
             pieces.append(piece)
@@ -147,7 +147,7 @@ def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
     """Cut ``x`` into parts along ``dim``, differentiably; parts may overlap.
 
     Returns:
-        A copy of each part; ``x`` itself for one part that is all of it.
+        A copy of each part; ``x`` itself if the only part is all of ``x``.
     """
     if parts == [((0, x.shape[dim]),)]:
         return (x,)
@@ -176,14 +176,13 @@ def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
     """Cut local q, k or v [.., .., heads, d] into the heads that travel with each group.
 
     Returns:
-        For each part of that kind, its heads; a group whose k and v came with an earlier group has
-        no part.
+        The heads of each part of ``kind``. A group for which no k and v travel has no such part.
     """
     parts = [part for part in call.schedule.parts if part[0] == kind]
     return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))
 
 
 def join_heads(call: Call, values: dict[Part, Tensor]) -> Tensor:
-    """Join local o of each group to local o of all heads in their order, [.., .., h, d]."""
+    """Join local o of the head groups to one tensor of all heads in order, [.., .., h, d]."""
     heads = [call.geometry.heads_of("q", group) for group in call.groups]
     return join([values["o", group] for group in call.groups], 2, heads)

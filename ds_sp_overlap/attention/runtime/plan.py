@@ -7,22 +7,22 @@
 Note [Pieces]
 ~~~~~~~~~~~~~
 The programs are cut where foreign code runs: at local attention, at projections that are called
-whole, at RoPE of the caller. Foreign code runs between two pieces, once, in the graph outside, as
-everywhere else in PyTorch. They are cut between the sections of a schedule too: a node keeps its
-inputs and its incoming gradients alive until it returns.
+whole, at RoPE of the caller. Foreign code runs between two pieces, once, and autograd records it as
+usual. The programs are also cut between the sections of a schedule, since a node keeps its inputs
+and its incoming gradients alive until it returns.
 
 Each piece but the last returns an empty tensor, the token, which the next piece takes. So a
-backward that reaches the last piece runs all of them, in reverse, on every rank: whatever local
-attention reads on one rank, all ranks exchange the same.
+backward that reaches the last piece runs all pieces in reverse, on every rank, even if local
+attention on some rank does not use q, k or v: all ranks make the same exchanges.
 
-A layer that has a window is one piece. Its backward computes q, k and v again, and asks autograd
-for the backward of local attention alone, one head group at a time.
+A layer that has a window is one piece. Its backward recomputes q, k and v, and uses autograd only
+for the backward of local attention, one head group at a time.
 
 Note [What a node saves]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A node saves the values that its backward reads and none of its operations writes. It does so by
-``save_for_backward``: hooks for saved tensors see them, and autograd notices changes. A value is
-let go of behind its last use (`flat`). Both are found when a variant is compiled.
+A node saves the values that its backward reads from forward. It uses ``save_for_backward``, so that
+hooks for saved tensors see them, and autograd detects in-place changes. Every value is freed after
+its last use (`flat`). Compiling a variant finds both.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat
 
-# The first words of the names of values that backward alone makes.
+# The values whose names begin with one of these words are made only in backward.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces", "received")
-# The first words of the names of values that a checkpoint around a window saves.
+# The values whose names begin with one of these words are saved by a checkpoint around a window.
 OF_CHECKPOINT = ("merged", "kept")
 
 
 @dataclass(eq=False)
 class Variant:
-    """The functions of a piece, for what needs a gradient.
+    """Holds the compiled functions of a piece, for one choice of inputs that need a gradient.
 
     Attributes:
-        needs: By name, for each part that was exchanged so far and each input of the node, whether
-            its gradient is needed.
-        head_dims: By name, the head dim of each part that was exchanged so far.
+        needs: For each part that was exchanged so far, and for each input of the node, whether its
+            gradient is needed.
+        head_dims: For each part that was exchanged so far, its head dim.
         forward: Takes the inputs of the node. Returns the outputs of the node, then the values that
             ``held`` names.
-        backward: Takes the values that ``saved`` names, then the gradients of all that the node
-            returns. Returns the gradient of each input; None where there is none.
-        again: The forward where a checkpoint has saved attention. Takes o of all groups behind the
-            inputs of the node; returns what ``forward`` returns.
+        backward: Takes the values that ``saved`` names, then the gradients of the node's outputs.
+            Returns the gradient of each input, or None.
+        again: The forward if a checkpoint has saved attention. Takes the inputs of the node, then o
+            of all groups; returns what ``forward`` returns.
         saved: The names of the values that the node saves for backward.
         held: ``saved``, and the names of the values that a checkpoint saves.
         outputs: The number of values that the node returns; the token does not count.
-        undifferentiable: The places of the outputs whose gradients nobody needs.
+        undifferentiable: The indices of the outputs whose gradients are not needed.
     """
 
     needs: dict[Name, bool]
@@ -83,12 +83,11 @@ class Piece:
 
     Attributes:
         section: The section of the schedule that the steps are from.
-        foreign: The steps that run in the graph outside, in front of the piece.
+        foreign: The steps that run outside of nodes, before the piece.
         forward: The steps of the piece in forward.
         backward: The steps of the piece in backward.
-        takes: The parts that the node takes from the graph outside: behind the token, and in front
-            of parameters.
-        gives: The parts that the node returns to the graph outside, behind the token.
+        takes: The parts that the node takes as inputs, after the token.
+        gives: The parts that the node returns, after the token.
         is_last: Whether the piece is the last one of the layer.
     """
 
@@ -113,8 +112,8 @@ class Piece:
         """Return the variant for the inputs of a node; compile it in the first call of its kind.
 
         Args:
-            call: The call, whose ``variant`` is that of the piece before.
-            names: Of the inputs.
+            call: The call; its ``variant`` is that of the previous piece.
+            names: The names of the inputs.
             needs: For the token and each input, whether it needs a gradient.
             given: The inputs.
         """
@@ -122,7 +121,7 @@ class Piece:
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
         profiled = is_profiled()
-        # The piece before was compiled for the form of the call, too.
+        # The previous piece's variant stands for the form of the call, for which it was compiled.
         key = (call.variant or call.form, names, needs, profiled, *kinds)
         variant = self._variants.get(key)
         if variant is None:
@@ -137,7 +136,7 @@ class Piece:
         return variant
 
 
-# Variants that a piece keeps: one for each length of the sequence, among others.
+# The limit on variants of a piece; for instance, each sequence length needs one.
 _MOST = 256
 
 
@@ -149,7 +148,7 @@ def _compiled(
     kinds: list[Kind | None],
     profiled: bool,
 ) -> Variant:
-    """Compile a variant, for inputs of these kinds; the arguments are those of `Piece.variant`."""
+    """Compile a variant; ``kinds`` are shape and dtype of the inputs, else as `Piece.variant`."""
     of_inputs = dict(zip(names, needs[1:]))
     of_parts = dict(call.variant.needs) if call.variant else {}
     of_parts.update(of_inputs)
@@ -169,14 +168,14 @@ def _compiled(
                     part, of_inputs
                 )
     if call.schedule.is_windowed:
-        # Alike on all ranks: which projections and norms learn was compared in the first call.
-        # Which tensors attention learns was not; no rank may learn others.
+        # Equal on all ranks: the ranks compared in the first call which projections and norms need
+        # a gradient. They did not compare ``learned``, which users must give alike on all ranks.
         learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
         reaches = any(learned) or any(of_parts["value", (kind, 0)] for kind in "qkv")
         for group in call.groups:
             of_parts["value", ("o", group)] = reaches
         if not reaches:
-            # Only dWo and its bias then: nothing is recomputed or exchanged.
+            # Only Wo and its bias need a gradient: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
     compiler = Compiler(call, of_parts, dict(zip(names, kinds)), head_dims)
     program = piece.forward  # guard: starts in the order drawn
@@ -211,7 +210,7 @@ def _gradients(names: Iterable[Name]) -> list[Name]:
 
 
 def _saved(operations: list[Operation]) -> list[Name]:
-    """Return what a backward reads from forward."""
+    """Return the names of the values that a backward reads from forward."""
     read: dict[Name, None] = {}
     written: set[Name] = set()
     for operation in operations:
@@ -231,13 +230,13 @@ def pieces_of(
     Args:
         schedule: The schedule.
         inputs: Whether the projections of q, k and v are computed part by part.
-        output: Whether the output projection is.
-        given: Whether q, k and v are there before the first piece, unless ``inputs``.
+        output: Whether the output projection is computed part by part.
+        given: Whether the caller gives q, k and v, so that nothing projects them.
         arrives: Whether foreign code changes q, k and v on arrival.
     """
     if schedule.is_windowed:
         return [Piece("", (), schedule.forward, schedule.backward, is_last=True)]
-    # For each piece, the foreign steps in front of it, and its own.
+    # For each piece, the foreign steps before it, and its own steps.
     cut: list[tuple[list[Step], list[Step]]] = [([], [])]
     for step in schedule.forward:
         of_projections = step.op is Op.PROJECT and not inputs

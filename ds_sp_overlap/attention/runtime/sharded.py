@@ -1,14 +1,15 @@
-"""FSDP2 (``fully_shard``) as layers see it.
+"""Finds modules whose parameters FSDP2 (``fully_shard``) shards and gathers.
 
 Note [Units of FSDP2]
 ~~~~~~~~~~~~~~~~~~~~~
 A module that was given to ``fully_shard`` is a unit: hooks on its call gather all parameters inside
 of it that are in no inner unit. Before the call a parameter is a `DTensor` of this rank's part,
 inside the call a plain parameter. Backward gathers the unit again when the output of the call gets
-its gradient; the unit's gradients are reduced, and its parameters let go of, as soon as the inputs
-of the call have theirs. So whatever uses a unit's parameters must lie between inputs and output.
+its gradient. As soon as the inputs of the call have their gradients, FSDP2 reduces the unit's
+gradients and frees its gathered parameters. So every use of a unit's parameters must lie in the
+graph between inputs and output of the call.
 
-Calls of projections are kept (Note [Calls of modules] in `linear`), so a unit may be any of them,
+Projections are still called (Note [Calls of modules] in `linear`), so a unit may be a projection,
 or a module around the layer.
 """
 
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 
 # The beginning of the name of the module in which FSDP2 defines its hooks.
 FSDP = "torch.distributed.fsdp._fully_shard"
-# Modules whose weight is sharded outside of a call of the unit around them, and plain inside.
-# Filled by `look_for_units`.
+# The modules whose weight is sharded outside of a call of the unit around them, and plain inside.
+# `look_for_units` fills this set.
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -35,14 +36,14 @@ def is_unit(module: nn.Module) -> bool:
 def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
     """Yield module and name of each parameter that a unit gathers to a plain parameter.
 
-    A parameter that several modules share is named for each of them.
+    A parameter that several modules share is yielded for each of these modules.
     """
     state = unit._get_fsdp_state()
     # Before torch 2.13 a unit has one group, or none.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in filter(None, groups):
         for parameter in group.fsdp_params:
-            # Tensor parallelism, and quantisation, leave another type.
+            # With tensor parallelism or quantisation, the gathered parameter has another type.
             is_other = hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")
             if not parameter.is_dtensor and not is_other:
                 info = parameter._module_info
@@ -53,7 +54,7 @@ def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
 def look_for_units(model: nn.Module) -> None:
     """Remember the modules of ``model`` whose weights its units gather.
 
-    `enable` calls this, and the first forward, since units may be made in between.
+    `enable` calls this, and so does the first forward, since units may be made in between.
     """
     for unit in filter(is_unit, model.modules()):
         _gathered.update(module for module, name in _gathered_by(unit) if name == "weight")
@@ -63,7 +64,7 @@ def is_gathered(module: nn.Module) -> bool:
     """Return whether the weight of a module is sharded now, but plain inside a call of its unit."""
     if not (module in _gathered or is_unit(module)):
         return False
-    from torch.distributed.tensor import DTensor  # which torch loads for units
+    from torch.distributed.tensor import DTensor  # FSDP2 has imported this module already
 
     return isinstance(module._parameters.get("weight"), DTensor) and (
         module in _gathered or (module, "weight") in _gathered_by(module)
@@ -71,9 +72,9 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def has_plain_parameters(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are plain tensors, or FSDP's parts of such.
+    """Return whether a module's own parameters are plain tensors, or FSDP2's shards of these.
 
-    A quantised tensor has another type. It may be multiplied with numbers that depend on all tokens
+    A quantised tensor has another type; its product may scale by values that depend on all tokens
     of the input.
     """
     parts = (getattr(x, "_local_tensor", x) for x in module.parameters(recurse=False))

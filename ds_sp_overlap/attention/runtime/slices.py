@@ -44,16 +44,16 @@ from torch import Tensor
 
 from ...exchange.layout import Range
 
-# A part.
+# A part, as ranges along one dimension; and a sequence of parts.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
-# Devices without a kernel for batched products of half precision into views: they may take a hundred
-# times as long as one product. A recording for a GPU, which is made on a CPU, empties the set.
+# Devices without a fast kernel for batched products of half precision into views, which may take a
+# hundred times as long as one product. The planner, which records for a GPU on a CPU, empties it.
 unbatched = {"cpu"}
 
 
 def batched_is_slow(x: Tensor) -> bool:
-    """Return whether batched products with ``x`` are slow: half precision on such a device."""
+    """Return whether batched products with ``x`` are slow: half precision on a slow device."""
     if x.device.type not in unbatched or x.dtype == torch.float64:
         return False
     return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
@@ -62,7 +62,7 @@ def batched_is_slow(x: Tensor) -> bool:
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """Return the slices of ``parameter`` along ``dim``, one after another.
 
-    The result is a view of the parameter where one can have this form, else a copy.
+    The result is a view of the parameter if one view can hold all slices, else a copy.
     """
     if len(ranges) == 1:
         ((start, stop),) = ranges
@@ -72,19 +72,19 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
         return parameter[(slice(None),) * dim + (slice(start, stop),)]
     runs = _runs(ranges)
     if len(runs) == 1:
-        # One copy instead of one for each slice.
+        # The flatten copies once, instead of once for each slice.
         return runs[0][0].view(parameter, dim, in_place=True).flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 class Run(NamedTuple):
-    """Slices of one size that ascend, evenly spaced, and don't overlap.
+    """Describes slices of equal size that ascend, are evenly spaced and don't overlap.
 
     Attributes:
         slices: The number of slices.
-        size: The length of each.
-        start: The place of the first one.
-        step: From one slice to the next.
+        size: The length of each slice.
+        start: The start of the first slice.
+        step: The distance from the start of a slice to the start of the next.
     """
 
     slices: int
@@ -94,7 +94,7 @@ class Run(NamedTuple):
 
     @classmethod
     def dealt(cls, part: Ranges, count: int) -> Run:
-        """Return a part as ``count`` slices; those that touch may be given as one range."""
+        """Return ``part`` as ``count`` equal slices; adjacent slices may form one range."""
         start, size = part[0][0], sum(stop - start for start, stop in part) // count
         return cls(count, size, start, part[1][0] - start if len(part) > 1 else size)
 
@@ -102,8 +102,8 @@ class Run(NamedTuple):
         """Return the slices of ``x`` along ``dim`` as one view.
 
         Returns:
-            [.., slices, size, ..] in place of ``dim`` if ``in_place``; else [slices, .., size] of a
-            matrix or a vector.
+            If ``in_place``, ``dim`` becomes two dimensions: [.., slices, size, ..]. Otherwise
+            [slices, other dim, size] for a matrix, [slices, size] for a vector.
         """
         shape, strides = x.shape, x.stride()
         one, step = strides[dim], self.step * strides[dim]
@@ -111,7 +111,7 @@ class Run(NamedTuple):
             wide = (*shape[:dim], self.slices, self.size, *shape[dim + 1 :])
             steps = (*strides[:dim], step, one, *strides[dim + 1 :])
         elif len(shape) == 2:
-            # Weights: costs the host less.
+            # A shortcut for weights, which costs the host less time.
             wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
         else:
             wide, steps = (self.slices, self.size), (step, one)
@@ -120,11 +120,11 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
-    """Return the slices of a part as few runs; ranges that touch are one slice.
+    """Return the slices of a part as few runs; adjacent ranges count as one slice.
 
     Returns:
-        For each run, where it lies in the whole dimension, and where in the part, in which the
-        slices lie end to end.
+        For each run, two descriptions: its slices in the whole dimension, and its slices in the
+        part, in which all slices lie end to end.
     """
     merged: list[Range] = []
     for start, stop in part:
@@ -150,7 +150,7 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
 
 
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x`` by the weights of each rank, and write the send buffer.
+    """Multiply ``x`` by the weights of each rank, in the memory order of the send buffer.
 
     Args:
         x: [tokens, k].
@@ -158,7 +158,7 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: [P, n]; None without bias.
 
     Returns:
-        [tokens, P, n], in the memory order of the send buffer, [P, tokens, n].
+        [tokens, P, n]; in memory [P, tokens, n], as in the send buffer.
     """
     operands = x.expand(weights.size(0), -1, -1), weights
     out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
@@ -168,8 +168,8 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
 def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:
     """Multiply by several slices of the columns of a matrix, see Note [Slices of weights].
 
-    For use inside nodes of autograd, which does not see through ``out=``. The columns are rows of a
-    projection's weight, given as ``weight.t()``, or those of the output projection in dgrad.
+    Only for use inside nodes of autograd, since autograd does not support ``out=``. The columns are
+    the rows of a weight, given as ``weight.t()``; or the columns of Wo, in its dgrad.
 
     Args:
         a: [m, k].
@@ -214,17 +214,17 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
 
 
 def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool) -> None:
-    """Write ``piece`` to the slices of ``whole`` from which `cut_ranges` takes it.
+    """Write ``piece`` to slices of ``whole``: the inverse of `cut_ranges`.
 
     Args:
         whole: The tensor to write to.
         dim: The dimension of the slices.
         ranges: The slices.
-        piece: Their new values.
+        piece: The new values of the slices, one slice after another.
         add: Whether to add the values instead.
     """
-    # One copy for all slices, where they are one view. Not for a sum: slices may overlap, and an
-    # overlapping view would lose terms.
+    # One copy writes all slices if one view holds them. Not for a sum: an overlapping view would
+    # lose terms.
     runs = _runs(ranges)
     if len(runs) == 1 and not add:
         run = runs[0][0]
@@ -241,7 +241,7 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
 
 @lru_cache(maxsize=4096)
 def tile(parts: Parts, size: int) -> bool:
-    """Return whether parts cover all of a dimension of ``size``, and don't overlap."""
+    """Return whether ``parts`` cover a dimension of ``size`` without gaps and overlaps."""
     covered = 0
     for start, stop in sorted(chain.from_iterable(parts)):
         if start != covered:

@@ -10,17 +10,17 @@ runs each tile again and differentiates it::
           saves x                       backward: dx[tile], dw += of f(x[tile]), with a graph
           and weights
 
-`_Saved` stands in front, because a non-reentrant checkpoint recomputes a layer only until it has
-what was saved: the tiles at the end of a layer do not run once more for it.
+`_Saved` comes first, because a non-reentrant checkpoint stops its recompute once it has all saved
+tensors: it does not run the tiles again at the end of a layer.
 
-The modules with weights are entered once, around the nodes (`call_through`), so that ZeRO-3 and
-FSDP2 gather there as ever. The tiles run on copies of the modules, without hooks, over detached
-weights: a weight's gradient is summed here and reaches the weight through autograd once.
+The modules with weights are called once, around the nodes (`call_through`), so that ZeRO-3 and
+FSDP2 gather the weights as usual. The tiles run on copies of the modules, without hooks, with
+detached weights: a weight's gradient is summed here and reaches the weight through autograd once.
 
-In half precision a gradient that each tile rounds is further from the exact one than the whole
-module's, which is rounded once. So the weight's gradient of a `nn.Linear` is an fp32 product in
-each tile (`_Linear`), and the tiles of a norm run in fp32 in backward. Other kinds of linear layer
-(transformers' Conv1D, Megatron's) round in each tile.
+In half precision, a gradient that is rounded in each tile has a larger error than the untiled
+gradient, which is rounded once. So each tile computes the weight gradient of a `nn.Linear` as an
+fp32 product (`_Linear`), and the tiles of a norm run in fp32 in backward. Other kinds of linear
+layer (transformers' Conv1D, Megatron's) round in each tile.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from .linear import call_through, without_hooks
 
 
 def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
-    """Return what the forward of ``module`` returns for ``x``, computed tile by tile.
+    """Run the forward of ``module`` tile by tile.
 
     Args:
-        module: A function of one token at a time, whose call is under way: its own hooks have run.
+        module: A module that computes each token by itself. This function runs inside of its call,
+            after its own pre-hooks.
         x: [.., m]. The tokens.
         tokens: The most tokens in a tile.
 
     Returns:
-        [.., m]. In the dtype that the module computes, which autocast may decide.
+        [.., width]. The output of the module, in its dtype, which autocast may decide.
     """
     with_weights = [part for part in module.modules() if part._parameters and part is not module]
 
     def run(x: Tensor) -> Tensor:
-        # Whole inside of the calls.
+        # Inside of the modules' calls the weights are gathered.
         weights = list(module.parameters())
-        # A checkpoint sees no more than what `_Saved` saves.
+        # `_Saved` appends its context, through which `_Tiles` reads the saved tensors.
         saved: list[Any] = []
         hidden = _Saved.apply(saved, x, *weights)
         return _Tiles.apply(module, tokens, saved, x.requires_grad, hidden, *weights)
@@ -64,9 +65,10 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
 def _over(
     module: nn.Module, weights: Mapping[nn.Parameter, Tensor], add: _Add | None = None
 ) -> Any:
-    """Return a copy of a module over other weights, in which no call runs a hook.
+    """Return a copy of a module with other weights and without hooks, also in its children.
 
-    With ``add`` its linear layers give that their weights' gradients, instead of autograd.
+    With ``add``, its linear layers pass the gradients of their weights to ``add``, instead of
+    returning them to autograd.
     """
     copy = without_hooks(module)
     own, children = {}, {}
@@ -85,7 +87,7 @@ _Add = Callable[[Tensor, Tensor], None]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer in half precision, whose weights' gradients are not rounded.
+    """Runs a linear layer in half precision; passes its weight gradients on in fp32.
 
     forward: y = x w^T + b
     backward: dx = dy w; add dw = dy^T x and db = sum of dy, in fp32
@@ -108,14 +110,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a product of matrices in half precision as the fp32 that it is summed in."""
+    """Multiply matrices in half precision; return the product in fp32, without rounding it."""
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 class _Saved(torch.autograd.Function):
-    """Saves the input and the weights of `_Tiles`, in front of it; see Note [Tiles]."""
+    """Saves the input and the weights for the backward of `_Tiles`; see Note [Tiles]."""
 
     @staticmethod
     def forward(ctx: Any, saved: list[Any], x: Tensor, *weights: Tensor) -> Tensor:
@@ -146,11 +148,12 @@ class _Tiles(Node):
         x: Tensor,
         *weights: nn.Parameter,
     ) -> Tensor:
-        # Backward finds the module as it is now: its modes, and which adapters are active.
+        # The copy keeps the module's current modes and active adapters for backward.
         ctx.copy = _over(module, dict(zip(weights, weights)))
         ctx.tokens, ctx.saved, ctx.wants_dx = tokens, saved, wants_dx
         ctx.autocast = autocast_of(x.device)
-        # Of detached weights autocast stores no casts, which would come without a gradient.
+        # Autocast would cache casts of the weights made without a graph, and reuse them where a
+        # gradient is needed. It caches no casts of detached weights.
         detached = {weight: weight.detach() for weight in weights}
         copy, rows = _over(module, detached), x.flatten(0, -2)
         y: Any = None
@@ -180,7 +183,7 @@ class _Tiles(Node):
 
         dtype = torch.promote_types(x.dtype, torch.float32)
         rounds = dtype != x.dtype and not ctx.autocast["enabled"]
-        # Of a norm, whose weights are vectors.
+        # The module is a norm if all its weights are vectors.
         widens = rounds and all(weight.dim() < 2 for weight in weights)
         leaves = []
         for weight, wanted in zip(weights, ctx.needs_input_grad[5:]):
@@ -206,7 +209,7 @@ class _Tiles(Node):
             if dx is not None:
                 dx[tile] = gradients.pop()
             for leaf, gradient in zip(sources, gradients):
-                if gradient is not None:  # a weight that is used, and not in a `_Linear`
+                if gradient is not None:  # None: `_Linear` has added it, or f does not use the leaf
                     add(leaf, gradient)
             del gradients
         dws = []

@@ -1,4 +1,4 @@
-"""Runs the pieces of one call of a layer, and what is foreign between them."""
+"""Runs the pieces of one call of a layer, and the foreign code between them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from .linear import call_through
 from .nodes import End, run_end, run_piece
 from .plan import Piece, pieces_of
 
-# Changes q, k or v on arrival, given the kind, the tensor, and the ranges of tokens that q holds:
-# none, where q holds the whole sequence.
+# Changes q, k or v after its exchange. Takes the kind, the tensor, and the ranges of tokens that q
+# holds (empty if q holds the whole sequence); returns the changed tensor.
 Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 
 
 class Walk:
-    """Runs the pieces of one call, and what is foreign between them.
+    """Runs the pieces of one call, and the foreign code between them.
 
     Args:
         call: The call.
         attend: The local attention.
-        project: Gives q, k or v of a group where projections are called whole; None where they are
-            computed part by part, or q, k and v are there from the begin.
-        arrive: Changes q, k and v on arrival; None for no change.
-        ends: By section, the ends that are computed part by part; of a window, all as "".
+        project: Returns q, k or v of a group if projections are called whole; None if they are
+            computed part by part, or if the caller puts q, k and v into ``values``.
+        arrive: Changes q, k and v after their exchange; None for no change.
+        ends: The ends that are computed part by part, by section; a layer that has a window has one
+            end, with the key "".
 
     Attributes:
-        values: Parts in the graph outside: q, k, v and o of head groups.
+        values: The current q, k, v and o of head groups, outside of nodes.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Walk:
         """Run the pieces of these sections.
 
         Args:
-            *sections: The sections, in their order; "" for a layer that has a window.
-            x: The layer's input, for the inputs or a window.
+            *sections: The sections, in order; "" for a layer that has a window.
+            x: The layer's input; needed for the sections "inputs" and "".
 
         Returns:
             y, if the last piece returns it.
@@ -75,7 +76,7 @@ class Walk:
         return y
 
     def _piece(self, piece: Piece, x: Tensor | None) -> Any:
-        """Run a piece; return y, or keep the token and what the piece gives."""
+        """Run a piece. Return y; or set ``values`` and the token for the next piece."""
         end = self.ends.get(piece.section)
         if end is not None:
             first = self._token if piece.section == "output" else x
@@ -90,14 +91,14 @@ class Walk:
         self.values.update(zip(piece.gives, received))
 
     def _foreign(self, step: Step) -> None:
-        """Run a step in the graph outside."""
+        """Run a foreign step: a projection, local attention, or ``arrive``."""
         call, values = self.call, self.values
         if step.op is Op.PROJECT:
             assert self.project is not None
             (part,) = step.parts
             values[part] = self.project(*part)
         elif step.op is Op.ATTEND:
-            # Only q is taken out: later groups may attend to the same k and v.
+            # k and v stay in ``values``, since later groups may attend to them.
             group, q = step.group, values.pop(("q", step.group))
             k = with_kv(call.geometry, "k", group, values)
             v = with_kv(call.geometry, "v", group, values)

@@ -23,7 +23,7 @@ EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
 class Tokens(NamedTuple):
-    """The tokens of a call.
+    """Describes the tokens of a call.
 
     Attributes:
         batch_first: Whether tensors are [b, s/P, ..] instead of [s/P, b, ..].

@@ -78,7 +78,7 @@ class DistributedAttention(nn.Module):
 
     @property
     def spg(self) -> Any:
-        """The sp group."""
+        """Return the sp group."""
         return self._attend.layer.sp_group.group
 
     def forward(

@@ -93,7 +93,7 @@ class InputModules:
 
     @property
     def modules(self) -> list[Any]:
-        """The projections and the norms, each once."""
+        """Return the projections and the norms, each once."""
         return list(dict.fromkeys((*self.projections, *self.norms.values())))
 
     def can_split(self) -> bool:
@@ -251,7 +251,7 @@ class InputModules:
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
-            """Return heads [.., .., h_g, d], after the norm and the rotation."""
+            """Return q, k or v of a group [.., .., h_g, d], after norm and rotation."""
             module = rows[kind, group].module
             if (kind, group) not in pieces:
                 y = self.projections[module](x)
@@ -301,7 +301,7 @@ def _with(norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
     # the host time.
     if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
         return norm
-    # They differ where a caller's `functional_call` replaced the parameters in forward, and in an
-    # activation checkpoint, which saves tensors of its own.
+    # The saved tensors differ from the parameters if the caller ran forward by `functional_call`,
+    # or in an activation checkpoint, which saves tensors of its own.
     norm = without_hooks(norm)  # ZeRO-3's hooks expect the norm's own parameters
     return lambda heads: functional_call(norm, dict(zip(own, saved)), (heads,))

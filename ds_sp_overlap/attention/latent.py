@@ -132,7 +132,7 @@ class LatentAttention(ProjectedAttention):
             expand = partial(self._expand, attend, rows, per_head)
             return run.end(self.overlapped(call, run.inputs, expand))
 
-        # In the projection's own call, so that ZeRO-3 has gathered its weight.
+        # Run inside of the projection's own call, so that ZeRO-3 has gathered the weight.
         return call_through([projection], body, *tensors)  # guard: its weight is whole
 
     def _one_head(self, tensors: Sequence[Tensor], tokens: Tokens, extra: tuple) -> Geometry:

@@ -172,7 +172,7 @@ class LayerRuntime:
             # fewer groups, since the window holds a fixed number of groups.
             has_baseline, least = False, call.geometry.groups
         policy, geometry, run = self.policy, call.geometry, TimedCall(inputs)
-        # G; or "off" for the baseline.
+        # The number of head groups; or "off" for the baseline.
         candidate: Candidate = geometry.groups
         if policy is not None:
             trial = policy.trial(geometry, inputs[0], has_baseline, least)
@@ -196,7 +196,7 @@ class LayerRuntime:
         refuse_captured(self.where, f"{what} can't work; capture without")
 
     def warn_if_window_is_ignored(self) -> None:
-        """Warn once if the config asks for a window; called for layers that can't recompute q."""
+        """Warn once if the config asks for a window; layers that run without a window call this."""
         if self.config.window_of(1) is not None:
             warn_once(
                 "sp_overlap: window and checkpointing need projections that are computed part by "

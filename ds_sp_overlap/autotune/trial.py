@@ -15,7 +15,7 @@ GROUPS = (1, 2, 4)
 # The relative difference up to which the planner counts two times as equal; it then chooses the
 # fewest groups.
 CLOSE = 0.01
-# G, or OFF.
+# A number of head groups G, or OFF.
 Candidate = int | str
 # A candidate that takes longer than this multiple of the fastest is not tried again.
 PRUNED_ABOVE = 1.5
@@ -79,7 +79,7 @@ class Trial:
         warmup_steps: int,
     ):
         self.what, self.default, self.warmup_steps = what, default, warmup_steps
-        # The candidates that are not pruned.
+        # The candidates that are not pruned yet.
         self.left = list(candidates)
         # The step within the current round; the number of finished rounds, and of finished steps.
         self.place = self.round = self.steps = 0

@@ -25,8 +25,8 @@ class Calls:
     collectives that don't fit together.
     """
 
-    # docs/correctness.md names the number. Recordings of one rank (the planner's, a benchmark's)
-    # set one so large that nothing is compared.
+    # docs/correctness.md names this number. The planner and a benchmark, which record one rank, set
+    # it so high that nothing is compared.
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
@@ -44,7 +44,7 @@ class Calls:
         return cls() if group is None else cls._of_groups.setdefault(group, cls())
 
     def __deepcopy__(self, memo: dict) -> Calls:
-        # A copied layer calls over the same group.
+        # A copied layer uses the same group, and so the same counts.
         return self
 
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:

@@ -114,15 +114,15 @@ def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotat
     Raises:
         RuntimeError: on all ranks, if some rank received a wrong element.
     """
-    # Sums of replicas have no fixed order, and in half precision each is off by its own rounding.
+    # In half precision, a sum of replicas is rounded once more at the end, on either side.
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     got, expected = got.double(), of_plain.values.double()
     # Infinities must not make the tolerance of finite elements infinite.
     sizes = expected.abs().nan_to_num(0.0, posinf=0.0)
     allowed = of_plain.atol + rtol * sizes
-    # A rotated element is two products and a sum: three roundings of numbers no larger than sqrt(2)
-    # times the largest of its head and token.
+    # A rotated element is the sum of two products: three roundings, of numbers that are at most
+    # sqrt(2) times the largest element of the same head and token.
     if rotated and expected.numel():
         largest = (of_plain.atol + 3 * rtol * sizes).amax(-1, keepdim=True)
         allowed = allowed + 2**0.5 * largest

@@ -80,7 +80,7 @@ class ZeroCta:
         import torch.distributed._symmetric_memory as symmetric
 
         self.symmetric = symmetric
-        # torch's stub lacks the policy.
+        # The attribute is missing in torch's stub.
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, self, cta_policy=policy)
         symmetric.set_backend("NCCL")
@@ -122,13 +122,13 @@ class ZeroCta:
         return SimpleNamespace(wait=wait)
 
     def _buffer(self, like: Tensor) -> Tensor:
-        """Make a symmetric buffer. Collective."""
+        """Allocate a symmetric buffer with the elements and dtype of ``like``. Collective."""
         buffer = self.symmetric.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.symmetric.rendezvous(buffer, group=self.group.group_name)
         return buffer
 
 
-# In the order of preference.
+# The engines, in order of preference.
 ENGINES: tuple[type[FastUlysses] | type[ZeroCta], ...] = (FastUlysses, ZeroCta)
 
 
@@ -139,7 +139,7 @@ class CopyEngine:
         settings: As for `C10d`.
     """
 
-    # Set by `prepare`.
+    # The chosen engine, which `prepare` sets.
     engine: FastUlysses | ZeroCta
 
     def __init__(self, settings: dict[str, int] | None = None) -> None:
@@ -150,8 +150,8 @@ class CopyEngine:
         """Choose the first engine that every rank has, see `Named.prepare`.
 
         Raises:
-            ValueError: on all ranks alike, if no engine is there on all ranks, the sp group's
-                backend is not NCCL, or the sp group spans several nodes.
+            ValueError: on all ranks alike, if no engine works on all ranks, the sp group's backend
+                is not NCCL, or the sp group spans several nodes.
         """
         sp_group.find_nodes()
         backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
@@ -160,7 +160,7 @@ class CopyEngine:
         if nodes > 1:
             all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"
         every = sp_group.gather([all_lack or engine.lacks(sp_group) for engine in ENGINES])
-        # For each engine the reason of the first rank that lacks it; empty if none does.
+        # For each engine, the reason of the first rank that can't use it; empty if all ranks can.
         lacks = [next(filter(None, of_ranks), "") for of_ranks in zip(*every)]
         if all(lacks):
             # Name a reason once if it holds for both engines.

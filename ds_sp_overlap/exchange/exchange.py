@@ -161,7 +161,7 @@ class _Start(Node):
         ctx.set_materialize_grads(False)
         ctx.exchange = exchange
         exchange.launch(x)
-        # On the device of x, so that both halves stay in one ready queue of the autograd engine.
+        # The token is on the device of x, so that autograd runs both halves in one ready queue.
         return x.new_empty(0)
 
     @staticmethod

@@ -18,7 +18,7 @@ from .shares import possible_shares
 
 @lru_cache(maxsize=4096)
 def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
-    """Return r for "auto", see Note [Shares] in `shares`."""
+    """Return the number of shares r for ``"shares": "auto"``, see Note [Shares] in `shares`."""
     # The smallest r for which the heads divide evenly by the u = P / r parts.
     even = next(r for r in possible_shares(sp_size, heads) if heads % (sp_size // r) == 0)
     if even == 1 or heads < sp_size:

@@ -37,7 +37,7 @@ def chunk_of(length: int, chunk: int, chunks: int) -> Range:
 
 
 def end_to_end(lengths: Sequence[int]) -> tuple[Range, ...]:
-    """Return ranges of these lengths that lie end to end, from 0 on."""
+    """Return consecutive ranges of the given lengths, the first from 0."""
     stops = list(accumulate(lengths))
     return tuple((stop - length, stop) for length, stop in zip(lengths, stops))
 
@@ -150,7 +150,7 @@ class Sides:
         cut = [dim for dim, size in enumerate(side.shape) if set(ranges[dim]) != {(0, size)}]
         if len(cut) > 1:
             return None
-        # Any dimension will do where each block is the whole tensor.
+        # If each block is the whole tensor, any dimension works.
         dim = cut[0] if cut else HEADS
         starts, stops = zip(*ranges[dim])
         return dim, starts, stops

@@ -225,7 +225,7 @@ class SPGroup:
             if not isinstance(error, ValueError):
                 answer = f"{type(error).__name__}: {error}"
         answers = self.gather((is_fine, answer), where)
-        # Each rank compares the same answers, so all raise or none does.
+        # All ranks compare the same answers, so either all raise or none.
         alike = all(other == answers[0] for other in answers)
         lines = [f"sp rank {rank}: {of_rank}" for rank, (_, of_rank) in enumerate(answers)]
         faults = [line for line, (fine, _) in zip(lines, answers) if not fine]

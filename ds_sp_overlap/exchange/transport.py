@@ -179,7 +179,7 @@ class C10d:
             group = self.group
         ranks, is_even = len(send_sizes), all_equal(send_sizes, recv_sizes)
         if is_even:
-            # Equal splits cost the host half as much.
+            # Without sizes, torch splits evenly, which costs the host half the time.
             send_sizes = recv_sizes = ()
         # A user may have replaced torch's function; theirs may need flat buffers, too.
         is_replaced = dist.all_to_all_single is not all_to_all_single
@@ -223,7 +223,7 @@ class Log(NamedTuple):
     all_to_all: Callable[..., Handle | None]
 
 
-# Set by the integration of a framework that logs collectives.
+# The log of the framework, which its integration sets; None for no log.
 log: Log | None = None
 
 

@@ -37,7 +37,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class BuildError(RuntimeError):
-    """The reason why there is no library."""
+    """Says why the library can't be built."""
 
 
 def wish() -> str:

@@ -25,7 +25,7 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
 
 
 def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Schedule:
-    """Return the schedule in the order of `by_head_groups`, with the given exchanges of q, k and v.
+    """Return the schedule of `by_head_groups`, but with the given exchanges of q, k and v.
 
     Args:
         starts: The exchanges of each group: ``("q", "kv")`` sends q alone, and k and v together.

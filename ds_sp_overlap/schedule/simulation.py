@@ -115,6 +115,6 @@ def _short(label: str) -> str:
 
 
 def order(schedule: Schedule, program: Program) -> list[str]:
-    """Return the starts and finishes of a program in its order: ``>q0`` and ``<q0``."""
+    """Return the starts and finishes of a program, in order, as ``>q0`` and ``<q0``."""
     stops = [step for step in program if step.on_wire]
     return [(">" if step.op is Op.START else "<") + schedule.name(step) for step in stops]

@@ -107,7 +107,7 @@ _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
 Program = tuple[Step, ...]
 # For each step, the steps that must come before it.
 Needs = dict[Step, list[Step]]
-# The rest of a transformer layer, which a plan simulates between forward and backward.
+# The step of a transformer layer's MLP, which the planner simulates between forward and backward.
 MLP = Step(Op.MLP, (), False, 0)
 
 

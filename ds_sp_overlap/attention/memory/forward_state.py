@@ -25,7 +25,7 @@ class Random:
 
     @classmethod
     def now(cls, device: torch.device) -> Random:
-        """Return the current states."""
+        """Return the current states of the generators."""
         states = [torch.get_rng_state()]
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))

@@ -66,7 +66,7 @@ class LocalAttention:
         self.tensors = [*self.arguments, *self.held()]
         self._begun = _versions(self.tensors)
         self.training = [module.training for module in self.modules]
-        # By identity, since a parameter may also be given as an argument.
+        # Compare by identity, since a parameter may also be given as an argument.
         may_learn = set(map(id, self.arguments))
         for module in self.modules:
             may_learn.update(map(id, module.parameters(recurse=False)))
@@ -130,7 +130,7 @@ class Attended:
 
     @property
     def reads_o(self) -> bool:
-        """Whether backward reads o."""
+        """Return whether the backward of attention reads o."""
         return self.edges is not None and self.views.read_o
 
     def backward(

@@ -86,7 +86,7 @@ class SavedViews:
         return x.as_strided(size, strides, x.storage_offset() + offset)
 
     def settle(self, pieces: Sequence[Tensor]) -> list[Tensor] | None:
-        """Describe each saved tensor as a view of q, k, v or o where it is one.
+        """Describe each saved tensor, if possible as a view of q, k, v or o.
 
         Args:
             pieces: The output, in successive ranges of tokens.
@@ -116,7 +116,7 @@ class SavedViews:
 
     @property
     def read_o(self) -> bool:
-        """Whether the backward reads o."""
+        """Return whether backward reads o."""
         return any(str(view.source).startswith("o") for view in self.views)
 
     def put(

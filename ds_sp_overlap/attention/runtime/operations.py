@@ -342,5 +342,5 @@ def _of_pieces(
     # Heads may be cut, joined or repeated. Autograd derives how dx returns to the pieces.
     with torch.enable_grad():
         joined = with_kv(call.geometry, kind, group, pieces)
-    # A leaf: nothing was concatenated, so dx is the gradient of the one piece.
+    # If the result is a leaf, it is the one piece itself, and dx is the gradient of the piece.
     return [dx] if joined.is_leaf else torch.autograd.grad(joined, list(pieces.values()), dx)

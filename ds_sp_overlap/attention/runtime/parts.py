@@ -83,7 +83,7 @@ class Pieces:
     def whole(self) -> Tensor | None:
         """Join the pieces that waited, and return the tensor; None if there was no piece."""
         self.late = False
-        # Taken out one by one, so that each piece is freed once it is in place.
+        # Pop the pieces one by one, so that each is freed once it is in place.
         while self._waiting:
             part, piece = self._waiting.pop()
             self.put(part, copied, piece)
@@ -163,7 +163,7 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
         parts: The part of each piece; they tile the dimension.
 
     Returns:
-        The tensor; a single piece itself.
+        The joined tensor; if there is one piece, the piece itself.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -176,7 +176,7 @@ def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
     """Cut local q, k or v [.., .., heads, d] into the heads that travel with each group.
 
     Returns:
-        The heads of each part of ``kind``. A group for which no k and v travel has no such part.
+        The heads of each part of ``kind``. A group that sends q alone has no part of k and v.
     """
     parts = [part for part in call.schedule.parts if part[0] == kind]
     return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))

@@ -68,7 +68,7 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
         ((start, stop),) = ranges
         if stop - start == parameter.shape[dim]:
             return parameter
-        # Costs the host less than `narrow`.
+        # Indexing costs the host less time than `narrow`.
         return parameter[(slice(None),) * dim + (slice(start, stop),)]
     runs = _runs(ranges)
     if len(runs) == 1:
@@ -137,7 +137,7 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
         # A view has no negative stride, and a batched product may not add to a number twice.
         if last is None or size != last.size or start - last.start < size:
             runs.append(Run(1, size, start, size))
-        # The second slice of a run gives its step; later ones must follow.
+        # The second slice of a run sets its step; later slices must have the same step.
         elif last.slices == 1 or start == last.start + last.slices * last.step:
             runs[-1] = Run(last.slices + 1, size, last.start, (start - last.start) // last.slices)
         else:
@@ -201,7 +201,7 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
         b: [k, n].
         whole: [m, N].
         part: The slices of N; n columns in all.
-        add: Whether to add the product instead.
+        add: Whether to add the product to the slices instead of overwriting them.
     """
     if batched_is_slow(a):
         return put_ranges(whole, 1, part, a @ b, add)
@@ -221,7 +221,7 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         dim: The dimension of the slices.
         ranges: The slices.
         piece: The new values of the slices, one slice after another.
-        add: Whether to add the values instead.
+        add: Whether to add the values to the slices instead of overwriting them.
     """
     # One copy writes all slices if one view holds them. Not for a sum: an overlapping view would
     # lose terms.

@@ -82,7 +82,7 @@ def _over(
     return copy
 
 
-# Adds a term to the gradient of a weight.
+# A function that adds a term to the gradient of a weight: (weight, term).
 _Add = Callable[[Tensor, Tensor], None]
 
 

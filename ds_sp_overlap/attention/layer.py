@@ -138,7 +138,7 @@ class LayerRuntime:
     ) -> tuple[TimedCall, Call | None]:
         """Begin a call, with the number of head groups that the policy chooses.
 
-        Collective as `call` and `Calls.count` are.
+        Collective in those calls in which `call` or `Calls.count` is.
 
         Args:
             geometry_of_call: Returns the geometry.

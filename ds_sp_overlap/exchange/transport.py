@@ -181,7 +181,7 @@ class C10d:
         if is_even:
             # Without sizes, torch splits evenly, which costs the host half the time.
             send_sizes = recv_sizes = ()
-        # A user may have replaced torch's function; theirs may need flat buffers, too.
+        # A user may have replaced torch's function. The user's function may need flat buffers.
         is_replaced = dist.all_to_all_single is not all_to_all_single
         # torch splits along the first dimension, which must then hold the parts.
         if not is_even or self.flattens or is_replaced:
@@ -326,7 +326,7 @@ def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
     if len(set(counts)) > 1:
         reason = f"its ranks have made {counts} process groups"
     elif ranks != sorted(ranks):
-        # The new group would number its ranks in ascending order.
+        # The new group would order its ranks ascending, unlike the sp group.
         reason = f"its ranks {ranks} are not ascending"
     else:
         try:

@@ -1,4 +1,4 @@
-"""Measures times: clocks, optimizer steps, and the trace of what each exchange cost."""
+"""Measures times: by clocks, and by traces that show the cost of each exchange."""
 
 from collections.abc import Callable
 

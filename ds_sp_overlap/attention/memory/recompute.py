@@ -114,8 +114,9 @@ class Attended:
         needs: For each of q, k and v, whether it needs a gradient.
         edges: The gradient edge of o; and for each of q, k and v its gradient edge, or None if it
             needs no gradient. ``edges`` is None if backward recomputes attention.
-        views: Maps what the graph holds to the tensors of a backward.
-        foreign: As for `LayerRuntime.agree_on_o`.
+        views: The hooks of the graph; they return q, k, v and o where the graph holds names.
+        foreign: A description of a tensor that needs a gradient through attention but is not in
+            `LocalAttention.learned`; empty for none.
         before: The states of the generators before attention; None if it drew no random numbers.
         changes: Whether attention itself changes or replaces tensors that it holds; meaningful
             only where ``edges`` is None.

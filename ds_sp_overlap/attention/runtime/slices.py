@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ...exchange.layout import Range
 
-# A part, as ranges along one dimension; and a sequence of parts.
+# A part is a tuple of ranges along one dimension.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
 # Devices without a fast kernel for batched products of half precision into views, which may take a
@@ -134,7 +134,7 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
     runs: list[Run] = []
     for start, stop in merged:
         size, last = stop - start, runs[-1] if runs else None
-        # A view has no negative stride, and a batched product may not add to a number twice.
+        # A view has no negative stride, and the slices of a batched product must not overlap.
         if last is None or size != last.size or start - last.start < size:
             runs.append(Run(1, size, start, size))
         # The second slice of a run sets its step; later slices must have the same step.

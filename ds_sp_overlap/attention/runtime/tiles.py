@@ -152,8 +152,8 @@ class _Tiles(Node):
         ctx.copy = _over(module, dict(zip(weights, weights)))
         ctx.tokens, ctx.saved, ctx.wants_dx = tokens, saved, wants_dx
         ctx.autocast = autocast_of(x.device)
-        # Autocast would cache casts of the weights made without a graph, and reuse them where a
-        # gradient is needed. It caches no casts of detached weights.
+        # Autocast caches the casts of weights that need a gradient. These casts have no graph here,
+        # and a later use would lose the gradient. Casts of detached weights are not cached.
         detached = {weight: weight.detach() for weight in weights}
         copy, rows = _over(module, detached), x.flatten(0, -2)
         y: Any = None

@@ -1,4 +1,4 @@
-"""Chooses the geometry of a call: which heads and tokens each rank attends with, and when."""
+"""Chooses the geometry of a call: head groups, and the heads and tokens of each rank."""
 
 from __future__ import annotations
 

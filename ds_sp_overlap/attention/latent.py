@@ -115,7 +115,7 @@ class LatentAttention(ProjectedAttention):
         projection: Any = self.projection()
 
         def body(*tensors: Tensor) -> Tensor:
-            """Run the call as the forward of the projection, after the projection's pre-hooks."""
+            """Run attention inside of the call of the projection, after its pre-hooks."""
             weight = projection.weight
             geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
             learned = "gradients of q, latent, rotated key and projection"

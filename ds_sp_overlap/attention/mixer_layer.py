@@ -87,7 +87,7 @@ class MixerLayer:
         assert call is not None
 
         def body(x: Tensor) -> Tensor:
-            """Run the mixer as the forward of the projection that is computed in parts."""
+            """Run the mixer inside of the call of the projection that is computed in parts."""
             projected = Projected(self.mixer.sources(splits), x)
             return self._mix(call, projected, pieces, positions)
 

@@ -370,7 +370,7 @@ class SelfAttention:
             [s/P, b, h, d].
         """
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
-        # The geometry of one rank, which exchanges nothing.
+        # A geometry of one rank, so that nothing is exchanged.
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
         call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
         project = self.inputs.whole(call, x, self.inputs.rotation(position_embeddings))

@@ -114,7 +114,7 @@ def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotat
     Raises:
         RuntimeError: on all ranks, if some rank received a wrong element.
     """
-    # In half precision, a sum of replicas is rounded once more at the end, on either side.
+    # In half precision, both exchanges round a sum of replicas once more at the end.
     half = got.dtype in (torch.float16, torch.bfloat16)
     rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
     got, expected = got.double(), of_plain.values.double()

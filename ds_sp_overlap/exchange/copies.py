@@ -226,7 +226,7 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
 
 
 def _continued(blocks: Sequence[Block]) -> list[Block]:
-    """Join blocks that continue the one before them along one dimension, in the wire as well."""
+    """Join successive blocks that are adjacent along one dimension, in tensor and wire."""
     joined: list[Block] = []
     for block in blocks:
         before = joined[-1] if joined else ()
@@ -235,7 +235,8 @@ def _continued(blocks: Sequence[Block]) -> list[Block]:
                 block = (*block[:dim], (first, stop), *block[dim + 1 :])
                 joined.pop()
                 break
-            # Behind a dimension of several elements, the wire would not go on where it ended.
+            # If an outer dimension has several elements, adjacent blocks interleave in the tensor
+            # but not in the wire. If it differs, the blocks are not adjacent.
             if (first, middle) != (start, stop) or stop - start > 1:
                 break
         joined.append(block)

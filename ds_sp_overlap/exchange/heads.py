@@ -139,7 +139,7 @@ class Heads(Shares):
         for rank, (sent, group) in product(
             range(self.sp_size), combinations(range(self.groups), 2)
         ):
-            # If the group attends to a KV head that came with the group ``sent``.
+            # The group attends to a KV head that came with the group ``sent``.
             if common([self.sent_range("k", rank, sent)], [self.kv_range(rank, group)]):
                 uses[sent] = max(uses[sent], group)
         return tuple(uses)

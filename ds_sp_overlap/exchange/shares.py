@@ -30,7 +30,7 @@ QueryChunks = tuple[tuple[Range, ...], ...]
 
 
 def possible_shares(sp_size: int, heads: int) -> list[int]:
-    """Return, ascending, all r that divide P and leave each of the P / r parts a query head."""
+    """Return all r, ascending, that divide P and leave a query head for each of the P / r parts."""
     return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
 
 

@@ -38,7 +38,7 @@ class TimedCall:
             tokens: The tokens of the call.
         """
         if torch.is_grad_enabled():
-            # A view's node belongs to this call alone, so its gradient is that of this call.
+            # Use views as inputs, since the node of a view belongs to this call alone.
             self.inputs = tuple(x.view_as(x) if x.requires_grad else x for x in self.inputs)
         self._clock, (self._forwards, self._backwards), self._tokens = clock, marks, tokens
         self._first, self._begun = torch._C._autograd._get_sequence_nr(), clock.mark()

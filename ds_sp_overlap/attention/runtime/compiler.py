@@ -297,7 +297,7 @@ class Compiler:
     # The output projection.
 
     def merge(self, step: Step) -> None:
-        """Add a group's product to y, and write o as a matrix for the wgrad."""
+        """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
         columns = self._some(self._columns()[step.group], ("weight",), dim=1)
         o, y = ("value", ("o", step.group)), ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node

@@ -198,7 +198,7 @@ def parameter_of(module: nn.Module, name: str) -> Any:
     Costs the host less time than ``module.weight``, which looks in other places first.
     """
     parameters = module._parameters
-    # An attribute of the instance goes before a parameter.
+    # Python finds an attribute of the instance before a parameter.
     if name in parameters and name not in module.__dict__:
         return parameters[name]
     return getattr(module, name)

@@ -119,8 +119,8 @@ class _Parts(Node):
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
         """Cut ``tensors[0]`` into parts if ``is_cut``; else join ``tensors`` to ``shape``."""
-        # In the backward of a cut, the gradient of a part may be None and is left out. In the
-        # backward of a join, a missing gradient of the whole tensor comes as zeros.
+        # In the backward of a cut, a part without a gradient gets None and is left out. In the
+        # backward of a join, the whole tensor without a gradient gets zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:

@@ -16,7 +16,7 @@ from ..warn import warn_once
 from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
-_geometry = lru_cache(maxsize=4096)(Geometry)
+make_geometry = lru_cache(maxsize=4096)(Geometry)
 # Why copy engines exclude shares: where ranks share query heads, the parts of an exchange may be
 # equal on one rank and unequal on another.
 EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
@@ -84,7 +84,9 @@ def geometry_of(
     query_chunks = tokens.query_chunks if shares > 1 else None
     nodes = sp_group.nodes if layer.config.kv_once_per_node else None
     counts, how = (batch, heads, kv_heads, groups), (tokens.batch_first, shares)
-    geometry = _geometry(sp_group.size, sp_group.rank, seq_lens, *counts, *how, query_chunks, nodes)
+    geometry = make_geometry(
+        sp_group.size, sp_group.rank, seq_lens, *counts, *how, query_chunks, nodes
+    )
     if groups > 1 and extra and _may_be_per_head(geometry, extra):
         geometry = geometry.in_groups(1)
         warn_once(

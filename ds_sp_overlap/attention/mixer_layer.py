@@ -37,7 +37,7 @@ from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
 from ..exchange.layout import state_layout, tail_layout
 from ..warn import warn_once
-from .call_geometry import Tokens, geometry_of
+from .call_geometry import Tokens, geometry_of, make_geometry
 from .layer import LayerRuntime
 from .mixer import Mixer, Pieces, Projected
 from .mixer_heads import in_documents, mix_by_heads
@@ -103,7 +103,9 @@ class MixerLayer:
         if not mixer.by_heads:
             # No heads are exchanged: one head for each rank makes the geometry valid.
             size, batch = group.size, len(hidden_states)
-            return Geometry(size, group.rank, tuple(lengths), batch, size, size, batch_first=True)
+            return make_geometry(
+                size, group.rank, tuple(lengths), batch, size, size, batch_first=True
+            )
         counts, why = mixer.counts(), f"its {mixer.by_heads} needs all queries at once"
         return geometry_of(
             self.runtime, hidden_states, counts, Tokens(True, lengths), (), attend=why

@@ -27,9 +27,10 @@ def unobserved(device: torch.device, backward: bool = False) -> Iterator[None]:
         for hooks in EVERYWHERE:
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()
-        # A checkpoint around the layer counts saved tensors. Hooks that do nothing, on top of the
-        # checkpoint's hooks, hide the tensors of the body.
-        unhooked = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        # A checkpoint around the layer counts saved tensors. Hooks on top of the checkpoint's hooks
+        # hide the tensors of the body. They detach: a node whose own output was saved with its
+        # graph would never be freed.
+        unhooked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
         stack.enter_context(outside_modes())
         stack.enter_context(unhooked)
         stack.enter_context(torch.autograd.set_detect_anomaly(False))

@@ -1,5 +1,7 @@
 """What is tried out is seen by no mode; hooks and random numbers are those of `frameworks/test_unobserved.py`."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -46,3 +48,13 @@ def test_the_default_device_and_the_mode_of_gradients_stay():
         with unobserved(CPU, backward=True):
             assert torch.zeros(()).is_meta and torch.is_grad_enabled()
         assert not torch.is_grad_enabled()
+
+
+def test_a_trial_keeps_nothing_alive():
+    """Its backward may leave out nodes, and one that saved its own output must not hold itself."""
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    with unobserved(CPU, backward=True):
+        torch.autograd.grad((weight.exp() * x).sum(), [x])
+    alive = weakref.ref(weight)
+    del weight
+    assert alive() is None

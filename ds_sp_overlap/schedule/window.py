@@ -50,26 +50,24 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from .by_groups import attention, by_head_groups, merge, products, projections
+from .by_groups import attention, merge, products, projections
 from .steps import O, Op, Schedule, Step, Tensors
 
 
-def schedule_of(geometry: Any, window: int | None = None, wgrad_last: bool = True) -> Schedule:
-    """Return the schedule of a layer, with or without a window.
+def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule:
+    """Return the schedule of a layer with a window.
 
     Args:
         geometry: The `exchange.geometry.Geometry` of a call, or an object with the same ``heads``,
             ``kv_heads``, ``kinds`` and ``last_use``.
-        window: The limit on groups that are in memory at a time; None for no limit.
+        window: The limit on groups that are in memory at a time.
         wgrad_last: As for `by_head_groups` and `by_window`.
     """
-    kinds = geometry.kinds
-    if window is None:
-        return by_head_groups(kinds, wgrad_last)
+    assert window is not None
     # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
     # the weight gradients. So from four query heads per KV head on, these products come last.
     few_kv = geometry.heads >= 4 * geometry.kv_heads
-    return by_window(kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
+    return by_window(geometry.kinds, geometry.last_use, window, wgrad_last, products_last=few_kv)
 
 
 @cache

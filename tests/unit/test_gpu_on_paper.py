@@ -12,7 +12,7 @@ from benchmarks.simulated import Costs, Rates
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.integrations.transformers.layers import mixing_layers
-from ds_sp_overlap.schedule import Op, schedule_of
+from ds_sp_overlap.schedule import Op, by_head_groups
 from ds_sp_overlap.tools.cli import main
 from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS, gpu
@@ -131,7 +131,7 @@ def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
     launches = record(LAYER, Way(groups)).launches
     rates = Rates(matmul=1.0, attention=1.0, wire=1e3, latency_ms=0.0)
     costs = Costs(LAYER, rates, groups)
-    schedule = schedule_of(costs.geometry)
+    schedule = by_head_groups(costs.geometry.kinds)
     program = (*schedule.forward, *schedule.backward)
     sent = [(schedule.name(step), costs.ms(step)) for step in program if step.op is Op.START]
     assert [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)] == sent

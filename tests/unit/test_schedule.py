@@ -40,6 +40,13 @@ def refuses_a_step_missing_or_twice(made, kinds, data, check=check):
             check(replace(made, **{which: changed}), kinds)
 
 
+@pytest.mark.parametrize("added, fault", [("attend o 0", "there twice"), ("attend o 1", "no step of this layer")])
+def test_a_step_that_does_not_belong_is_told_from_one_that_comes_twice(added, fault):
+    made = by_head_groups(("qkv",))
+    with pytest.raises(ValueError, match=f"^schedule, forward: {added} is {fault}"):
+        check(replace(made, forward=(*made.forward, step_of(added))), ("qkv",))
+
+
 @settings(deadline=None)
 @given(kinds=kinds, data=st.data())
 def test_a_schedule_with_a_step_missing_or_twice_is_refused(kinds, data):

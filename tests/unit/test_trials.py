@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.attention.unobserved import unobserved
@@ -45,9 +45,10 @@ def test_no_mode_sees_a_trial(mode):
 
 def test_the_default_device_and_the_mode_of_gradients_stay():
     with torch.device("meta"), torch.no_grad():
+        modes = _get_current_function_mode_stack()
         with unobserved(CPU, backward=True):
             assert torch.zeros(()).is_meta and torch.is_grad_enabled()
-        assert not torch.is_grad_enabled()
+        assert not torch.is_grad_enabled() and _get_current_function_mode_stack() == modes
 
 
 def test_a_trial_keeps_nothing_alive():

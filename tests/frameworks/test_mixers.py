@@ -22,6 +22,7 @@ from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Guard, Watched, notices
+from tests.harness.listening import listening
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import leaves, no_errors, on_ranks, refusal
 from tests.harness.sweep import in_double
@@ -156,10 +157,11 @@ def kernel(kind, result):
 
 
 def by_heads(rank, kind, result, lengths, options):
-    """Errors with another kernel, of one document and of several."""
-    with kernel(kind, result):
+    """Errors with another kernel, of one document and of several; and how far it is from being said once."""
+    with kernel(kind, result), listening() as said:
         one = against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
-        return one, documents(rank, model_of, kind, lengths, ROWS[2:], {})
+        several = documents(rank, model_of, kind, lengths, ROWS[2:], {})
+    return one, several, abs(sum("which the ranks behind need; whole sequences" in message for message in said) - 1)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def shares_of(
         )
     else:
         return shares
-    # The config does not ask for shares, and every rank has a head without them.
+    # The config does not ask for shares, and every rank has a head without shares.
     if asked == "auto" and heads >= sp_size:
         return 1
     why = f"sp_overlap.shares is {asked}"

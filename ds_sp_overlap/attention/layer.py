@@ -51,7 +51,7 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
     return check(make_schedule(kinds, wgrad_last), kinds)
 
 
-# The policies of layers that the caller builds instead of `enable`. Layers with the same group and
+# The policies of layers that the caller makes, without `enable`. Layers with the same group and
 # the same config share a policy. The policies outlive the layers: ranks free layers at different
 # times, and a later layer must join the same policy on all ranks.
 _policies: dict[tuple, Policy] = {}

@@ -263,7 +263,8 @@ class SelfAttention:
         """
         split = self.split_projections()
         tables = self.inputs.tables(position_embeddings)
-        # The tables need a gradient: call projections whole, so that autograd sees the rotation.
+        # None if a table needs a gradient: call projections whole, so that autograd sees the
+        # rotation.
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, call, args, kwargs)

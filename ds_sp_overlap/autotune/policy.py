@@ -245,7 +245,8 @@ class Policy:
     def note_step(self) -> None:
         """Note that an optimizer of this process has stepped.
 
-        The first optimizer step after a backward of a layer posts the report for the replicas.
+        Takes effect in the first optimizer step after a backward of a layer: from then on the rank
+        counts as stepped, which `_look` compares, and its report is posted for the replicas.
         """
         if self._back_since and not self._stepped:
             self._stepped = True
@@ -318,7 +319,7 @@ class Policy:
         )
 
     def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Note the backward of a call, and time the call if its trial needs times.
+        """Arrange that the backward of a call is noted, and the call timed if its trial needs it.
 
         Args:
             run: The call.

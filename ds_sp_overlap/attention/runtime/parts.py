@@ -67,7 +67,7 @@ class Pieces:
             self._whole = make(*self.shape)
         add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
-            # An empty part may also come here, after a part that was the whole tensor.
+            # One range is written in place. An empty one follows a part that was the whole tensor.
             ((start, stop),) = part
             compute(*operands, out=self._whole.narrow(self.dim, start, stop - start))
         elif compute is torch.mm:

@@ -111,7 +111,7 @@ class Run(NamedTuple):
             wide = (*shape[:dim], self.slices, self.size, *shape[dim + 1 :])
             steps = (*strides[:dim], step, one, *strides[dim + 1 :])
         elif len(shape) == 2:
-            # A shortcut for weights, which costs the host less time.
+            # One `as_strided` for a matrix, where a view and a transpose would cost the host more.
             wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
         else:
             wide, steps = (self.slices, self.size), (step, one)

@@ -23,7 +23,7 @@ from .accounting import Accounting, free_primes
 
 
 def as_given(tables: Any) -> tuple[Tensor, Tensor]:
-    """Return the tables (cos, sin) unchanged, with a dim for heads."""
+    """Return (cos, sin) with their values as they are, and a dim for heads."""
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 

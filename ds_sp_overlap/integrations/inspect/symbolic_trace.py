@@ -270,15 +270,15 @@ class Trace:
         module: The layer.
         case: The way to call the forward.
         code: The functions that the forward may run.
-        keywords: Names of the keywords that are passed to a forward which accepts any keywords,
-            besides "sp_overlap", which no forward knows.
+        keywords: Names of further keywords to pass if the forward accepts any keyword. Such a
+            forward is also passed "sp_overlap", a keyword that it can't know.
 
     Attributes:
         x: [b, s, m]. The labels of the hidden states.
         mask: The `Opaque` that replaces the mask; None without a mask.
         tables: The position embeddings (cos, sin), each labels [b, s, 2].
         position_ids: The `Opaque` that replaces the positions.
-        further_keywords: The values of ``keywords``; empty if the forward doesn't accept them.
+        further_keywords: The values of these keywords; empty if the forward doesn't accept any.
         widths: The number of output features of each child; None if the child doesn't have one.
         outputs: The outputs of the children, in the order of their calls.
         rotations: The calls of rotary functions: the function, its arguments in the form that

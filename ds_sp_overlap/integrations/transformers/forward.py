@@ -51,7 +51,8 @@ class Forwards:
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
         self.positions, self.masks = Positions(sp_group, config.documents), Masks()
         self.running: _Running | None = None
-        # Weak references: transformers' table refers to this object, and must keep no model alive.
+        # Weak references: transformers' table of attention functions leads to this object through
+        # the layers of a `Dispatch`, and must keep no model alive.
         self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def fallbacks(self) -> list[str]:

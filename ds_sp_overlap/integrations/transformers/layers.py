@@ -270,7 +270,7 @@ class _Search:
             )
 
     def add_hosts(self) -> None:
-        """Add the modules to rebind besides the layers to ``binds``.
+        """Add to ``binds`` the modules that are rebound in addition to the layers.
 
         These are the models around the layers, which gather positions and masks, and the rotary
         embeddings whose frequencies depend on the largest position.

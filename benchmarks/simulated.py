@@ -6,8 +6,11 @@ head groups, and compute units that an exchange takes. For GPUs, `ds_sp_overlap 
 
 from typing import NamedTuple
 
-from ds_sp_overlap.schedule import MLP, O, Op, Program, Schedule, Simulation, Step, simulate
+from ds_sp_overlap.schedule import O, Op, Program, Schedule, Simulation, Step, simulate
 from ds_sp_overlap.tools.planner.costs import LayerShape
+
+# The MLP of a transformer layer, between forward and backward.
+MLP = Step(Op.MERGE, (), False, 0)
 
 
 def program(text: str, grad: bool = False) -> Program:

@@ -142,7 +142,7 @@ class SpOverlapConfig(_Section):
 
     @property
     def of_sp_group(self) -> dict[str, Any]:
-        """The keyword arguments of `SPGroup` that the section sets."""
+        """Return the keyword arguments of `SPGroup` that the section sets."""
         settings = {}
         for key in ("max_ctas", "min_ctas", "cga_cluster_size"):
             value = getattr(self, key)

@@ -19,7 +19,6 @@ class Op(Enum):
     PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
     MERGE = "merge"  # the output projection, which adds up the head groups
-    MLP = "MLP"
     # The gradients of input and weight of a product.
     DGRAD = "dgrad"
     WGRAD = "wgrad"
@@ -107,8 +106,6 @@ _MIRRORED = {Op.START: Op.FINISH, Op.FINISH: Op.START, Op.ATTEND: Op.ATTEND}
 Program = tuple[Step, ...]
 # For each step, the steps that must come before it.
 Needs = dict[Step, list[Step]]
-# The step of a transformer layer's MLP, which the planner simulates between forward and backward.
-MLP = Step(Op.MLP, (), False, 0)
 
 
 # Hashed by identity, since every call of a layer asks for the hash.
@@ -191,8 +188,6 @@ class Schedule:
 
     def label(self, step: Step) -> str:
         """Return the label of a step of the compute row, for drawings and profiler ranges."""
-        if step == MLP:
-            return "MLP"
         number = "" if self.groups == 1 else step.group
         if step.op is Op.ATTEND:
             return f"attention {number}".rstrip() + " backward" * step.grad

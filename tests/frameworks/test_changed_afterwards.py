@@ -314,7 +314,7 @@ def test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overla
 
 
 def without_tokens(rank, config, checkpointing):
-    """How far the loss and gradients are off where one rank has all tokens and the other none."""
+    """Return how far loss and gradients are off where one rank has all tokens and the other none."""
     model = tiny(**EXACT)
     whole = on_one_rank(model)
     if checkpointing:
@@ -377,7 +377,7 @@ def copy_attends(rank):
 
 
 def misread(rank):
-    """What is said of a layer that is read wrongly: one whose q is made positive, where the reading lets that through."""
+    """Return the refusal of a layer that is read wrongly: its q is made positive, and the reading lets that through."""
     model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
     with mock.patch.object(accounting, "MOVES", accounting.MOVES | {"abs"}):
         fill(model, PROGRAMS["abs, of q"])

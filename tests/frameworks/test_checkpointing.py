@@ -108,8 +108,8 @@ def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkp
     "name, more", [("sdpa", dict(family="qwen3")), ("sdpa", dict(family="mistral", sliding_window=5)), (NAME, {})], ids=str
 )
 def test_norms_and_windows_and_flash_attention_are_kept_too(name, more):
-    """Of a window, which sdpa is given as a mask, attention is run again, and nothing exchanged. The stand-in of flash attention repeats
-    k and v, so that backward runs it again: one number a head and token is for flash-attn itself to show."""
+    """Count as many exchanges as without checkpoints. sdpa gets a window as a mask, and the stand-in of flash attention repeats k and v:
+    both attend again in backward, without an exchange."""
     (error, kept, _), *_ = on_ranks(2, exact, name, more, KEEP, "before")
     (_, stored, _), *_ = on_ranks(2, exact, name, more, KEEP, "")
     assert error < FP64 and kept == stored

@@ -60,7 +60,7 @@ BF16 = 1.5
 
 
 def compared_with_stock(rank, stage):
-    """Of each accumulation: whether G = 1 is stock bit for bit, and what each of `SECTIONS` is off by."""
+    """Return for each accumulation whether G = 1 is stock bit for bit, and the error of each of `SECTIONS`."""
     figures = {}
     for accumulation in ACCUMULATIONS:
         train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)

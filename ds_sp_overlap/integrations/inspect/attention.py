@@ -70,12 +70,12 @@ class Reading:
 
     @property
     def heads(self) -> dict[str, int]:
-        """The numbers of heads of "q", "k" and "v"."""
+        """Return the numbers of heads of "q", "k" and "v"."""
         return {kind: len(source.rows) for kind, source in self.sources.items()}
 
     @property
     def children(self) -> dict[str, tuple[str, ...]]:
-        """For each keyword of `SelfAttention`, the names of the layer's modules to pass for it.
+        """Return for each keyword of `SelfAttention` the names of the modules to pass for it.
 
         Several modules for one keyword are called in this order.
         """
@@ -90,7 +90,7 @@ class Reading:
 
     @property
     def first_rows(self) -> dict[str, tuple[int, ...]] | None:
-        """The first row of each head in its projection, by kind ("q", "k", "v").
+        """Return the first row of each head in its projection, by kind ("q", "k", "v").
 
         None if the heads are adjacent and in order, which `SelfAttention` expects by default.
         """
@@ -165,7 +165,7 @@ class Reader:
 
     @property
     def reading(self) -> Reading:
-        """What the layer's forward computes."""
+        """Return what the layer's forward computes."""
         return self.read.reading
 
     def options(self, module: Any) -> dict[str, Any]:

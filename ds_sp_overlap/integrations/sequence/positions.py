@@ -215,7 +215,7 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_starts(self) -> np.ndarray:
-        """The tokens [b, s] at which a recurrent layer begins with an empty state."""
+        """Return the tokens [b, s] at which a recurrent layer begins with an empty state."""
         # Unlike in `bounds`, padding after a document always belongs to that document, since the
         # state may continue into the padding. Padding at the start of a row is a document.
         starts = self._starts if self._mask is None else self._starts & self._mask
@@ -224,12 +224,12 @@ class GlobalSequence:
 
     @functools.cached_property
     def recurrent_bounds(self) -> np.ndarray:
-        """The `bounds` of `recurrent_starts`."""
+        """Return the `bounds` of `recurrent_starts`."""
         return _bounds(self.recurrent_starts)
 
     @functools.cached_property
     def recurrent_documents(self) -> Documents | None:
-        """The documents for recurrent layers, which begin each document with an empty state.
+        """Return the documents for recurrent layers, which begin each document with an empty state.
 
         None if every row is one document.
         """
@@ -289,7 +289,7 @@ class GlobalSequence:
 
     @functools.cached_property
     def position_ids(self) -> Tensor:
-        """The positions [b, s], from 0 in each document, for flash attentions of third parties."""
+        """Return positions [b, s], from 0 in each document, for flash attentions of third parties."""
         return to_device([self._places()], self.device)[0]
 
     def _places(self) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 
 import ds_sp_overlap
 from tests.harness.models import EXACT, batches, outcome, sequence_parallel_model, worst
-from tests.harness.zoo import PROGRAMS, build
+from tests.harness.zoo import PROGRAMS, build, change
 
 MODES = {
     "layer": {"head_groups": 2},
@@ -35,7 +35,7 @@ def fill(model, program):
 @torch.no_grad()
 def activate(program, modules):
     for module in modules:
-        program.activate(module)
+        change(module, program.activate)
 
 
 def verdicts(rank, chosen, config):

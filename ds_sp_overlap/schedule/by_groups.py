@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from .steps import O, Op, Schedule, Step, Tensors
+from .steps import O, Op, Program, Schedule, Step, Tensors
 
 
 @cache
@@ -31,39 +31,41 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         starts: The exchanges of each group: ``("q", "kv")`` sends q alone, and k and v together.
         wgrad_last: As for `by_head_groups`.
     """
-    groups = range(len(starts))
-    exchanges = [tuple(map(tuple, of_group)) for of_group in starts]
-    forward, backward = [], []
-    for group in groups:
-        for tensors in exchanges[group]:
-            forward += projections(tensors, group)
-    # While a group is attended, q, k and v of later groups and o of earlier groups travel.
-    for group in groups:
-        forward += [Step(Op.FINISH, tensors, False, group) for tensors in exchanges[group]]
-        forward += attention(group)
-    for group in groups:
-        forward += merge(group)
-
-    for group in reversed(groups):
-        if not wgrad_last:
-            backward += [Step(Op.WGRAD, O, True, group)]
-        backward += [Step(Op.DGRAD, O, True, group), Step(Op.START, O, True, group)]
+    inputs: list[Step] = []
+    attended: list[Step] = []
+    output: list[Step] = []
+    for group, together in enumerate(starts):
+        of_group = starts_of(together, group)
+        inputs += projections(of_group)
+        # While a group is attended, q, k and v of later groups and o of earlier groups travel.
+        attended += attention(of_group, group)
+        output += merge(group)
+    of_output = gradients(output, wgrad_first=not wgrad_last)
     if wgrad_last:
-        # The exchanges of all do have started by now; the weight gradients hide the last one.
-        backward += [Step(Op.WGRAD, O, True, group) for group in groups]
-    for group in reversed(groups):
-        backward += [Step(Op.FINISH, O, True, group), Step(Op.ATTEND, O, True, group)]
-        for tensors in reversed(exchanges[group]):
-            backward += [Step(Op.START, tensors, True, group)]
-    for group in reversed(groups):
-        for tensors in reversed(exchanges[group]):
-            backward += [Step(Op.FINISH, tensors, True, group), *products(tensors, group)]
-    return Schedule(tuple(forward), tuple(backward))
+        # All products of dWo come last: they hide the exchange of the last do.
+        of_output.sort(key=lambda step: step.op is Op.WGRAD)
+    backward = of_output + gradients(attended) + gradients(inputs)
+    return Schedule(tuple(inputs + attended + output), tuple(backward))
 
 
-def attention(group: int) -> list[Step]:
-    """Return the steps: attention of a group, start of the exchange of its o."""
-    return [Step(Op.ATTEND, O, False, group), Step(Op.START, O, False, group)]
+def starts_of(together: Sequence[str | Tensors], group: int) -> Program:
+    """Return the starts of a group's q, k and v; each item names tensors that travel together."""
+    return tuple(Step(Op.START, tuple(tensors), False, group) for tensors in together)
+
+
+def projections(starts: Program) -> list[Step]:
+    """Return the steps: for each start of q, k or v, the projections of its tensors, the start."""
+    steps = []
+    for start in starts:
+        steps += [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
+        steps.append(start)
+    return steps
+
+
+def attention(starts: Program, group: int) -> list[Step]:
+    """Return the steps: the finish of each start, attention of a group, the start of its o."""
+    attend = Step(Op.ATTEND, O, False, group)
+    return [*(start.finish for start in starts), attend, attend._replace(op=Op.START)]
 
 
 def merge(group: int) -> list[Step]:
@@ -71,15 +73,15 @@ def merge(group: int) -> list[Step]:
     return [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
 
 
-def projections(tensors: Tensors, group: int) -> list[Step]:
-    """Return the steps: projections of tensors that travel together, start of their exchange."""
-    steps = [Step(Op.PROJECT, (kind,), False, group) for kind in tensors]
-    return [*steps, Step(Op.START, tensors, False, group)]
+def gradients(steps: Sequence[Step], wgrad_first: bool = False) -> list[Step]:
+    """Return the steps of backward: the mirror image of ``steps``, with the wgrads.
 
-
-def products(tensors: Tensors, group: int) -> list[Step]:
-    """Return the steps: dgrad and wgrad of the projections of tensors that travel together."""
-    steps = []
-    for kind in reversed(tensors):
-        steps += [Step(Op.DGRAD, (kind,), True, group), Step(Op.WGRAD, (kind,), True, group)]
-    return steps
+    A wgrad comes directly before the dgrad of the same product if ``wgrad_first``, else behind it.
+    """
+    mirrored = []
+    for step in reversed(steps):
+        products = [step.mirror]
+        if step.mirror.op is Op.DGRAD:
+            products.insert(not wgrad_first, step.mirror._replace(op=Op.WGRAD))
+        mirrored += products
+    return mirrored

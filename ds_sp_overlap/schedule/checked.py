@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain, groupby, product
+from collections.abc import Sequence
+from itertools import chain, groupby
 
-from .steps import QKV, Needs, O, Op, Program, Q, Schedule, Step, section, section_of
+from .by_groups import attention, merge, projections
+from .steps import Needs, Op, Part, Program, Q, Schedule, Step, section, section_of
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
@@ -56,15 +58,16 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 def check_starts(schedule: Schedule, kinds: tuple[str, ...]) -> None:
     """Check that q, k and v of each group are sent once; the arguments are those of `check`."""
     # Count a repeated start once here: `check_program` refuses it with a message of its own.
-    sent = list(chain(*[start.parts for start in dict.fromkeys(schedule.starts)]))
-    for (group, expected_kinds), kind in product(enumerate(kinds), QKV):
-        part = kind, group
-        if sent.count(part) == expected_kinds.count(kind):
-            continue
-        fault = "is missing" if part not in sent else "is there twice"
-        if kind not in expected_kinds:
-            fault = "is no step of this layer"
-        raise ValueError(f"schedule, forward: start {kind} {group} {fault}")
+    sent = sorted(chain(*[start.parts for start in dict.fromkeys(schedule.starts)]))
+    expected = sorted((kind, group) for group, of_group in enumerate(kinds) for kind in of_group)
+    if sent != expected:
+        raise ValueError(
+            f"schedule, forward: its starts send {_listed(sent)}; a layer sends {_listed(expected)}"
+        )
+
+
+def _listed(parts: Sequence[Part]) -> str:
+    return ", ".join(f"{kind} {group}" for kind, group in parts)
 
 
 def check_program(name: str, program: Program, needs: Needs) -> None:
@@ -100,19 +103,17 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
     """
     forward: Needs = {}
     for start in starts:
-        forward[start] = [Step(Op.PROJECT, (kind,), False, start.group) for kind in start.tensors]
-        forward |= {project: [] for project in forward[start]}
-        forward[start._replace(op=Op.FINISH)] = [start]
+        *projects, _ = projections((start,))
+        forward |= {project: [] for project in projects}
+        forward |= {start: projects, start.finish: [start]}
     for group in range(len(kinds)):
         # A group attends to KV heads that came with it or with an earlier group.
         inputs = []
         for start in starts:
             if start.group == group or start.group < group and start.tensors != Q:
-                inputs.append(start._replace(op=Op.FINISH))
-        attend = Step(Op.ATTEND, O, False, group)
-        start, finish = Step(Op.START, O, False, group), Step(Op.FINISH, O, False, group)
-        forward |= {attend: inputs, start: [attend], finish: [start]}
-        forward[Step(Op.MERGE, O, False, group)] = [finish]
+                inputs.append(start.finish)
+        (attend, start), (finish, merged) = attention((), group), merge(group)
+        forward |= {attend: inputs, start: [attend], finish: [start], merged: [finish]}
     # Backward reverses the order: if a step needs another in forward, then the mirror of the other
     # needs the mirror of the step in backward.
     backward: Needs = {step.mirror: [] for step in forward}

@@ -78,6 +78,11 @@ class Step(_Fields):
         return tuple((kind, self.group) for kind in self.tensors)
 
     @cached_property
+    def finish(self) -> Step:
+        """Return the finish of the exchange that the step starts."""
+        return self._replace(op=Op.FINISH)
+
+    @cached_property
     def is_local_end(self) -> bool:
         """Return whether the tensors have local sequences at this end of an exchange."""
         # A sequence scatter finishes with local sequences: o in forward, dq, dk and dv in backward.

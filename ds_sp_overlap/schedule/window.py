@@ -50,8 +50,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from .by_groups import attention, merge, products, projections
-from .steps import O, Op, Schedule, Step, Tensors
+from .by_groups import attention, gradients, merge, projections, starts_of
+from .steps import O, Op, Program, Schedule, Step
 
 
 def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule:
@@ -93,54 +93,48 @@ def by_window(
             attention of all groups. Until then dq, dk and dv stay in memory.
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
-    # The exchanges of q, k and v in forward, and of their gradients. Where no attention hides them,
-    # q, k and v travel one by one, each hidden by the next projection.
-    starts = {group: _starts(kinds[group], group == 0 or window == 1) for group in groups}
+    # The starts of q, k and v in forward. Where no attention hides them, q, k and v travel one by
+    # one, each hidden by the next projection.
+    starts = [_starts(kinds[group], group, group == 0 or window == 1) for group in groups]
     forward: list[Step] = []
-    for group in groups[:window]:
-        for tensors in starts[group]:
-            forward += projections(tensors, group)
+    for of_group in starts[:window]:
+        forward += projections(of_group)
     for group in groups:
-        forward += [Step(Op.FINISH, tensors, False, group) for tensors in starts[group]]
-        forward += attention(group)
+        forward += attention(starts[group], group)
         # With W = 1, the projections of the next group hide o instead.
         if group and window > 1:
             forward += merge(group - 1)
-        if group + window in groups:
-            for tensors in starts[group + window]:
-                forward += projections(tensors, group + window)
+        for of_group in starts[group + window :][:1]:
+            forward += projections(of_group)
         if window == 1:
             forward += merge(group)
     if window > 1:
         forward += merge(groups[-1])
 
     backward: list[Step] = []
-    # For each group, the exchanges that backward repeats before its attention: (tensors, group that
-    # they belong to in forward). See Note [Shared KV heads].
-    recomputed: dict[int, list[tuple[Tensors, int]]] = {group: [] for group in groups}
+    # For each group, the starts that backward repeats before its attention. See
+    # Note [Shared KV heads].
+    recomputed: list[Program] = [()] * len(groups)
     for group in groups:
         # Backward begins with the last group, whose exchanges no attention hides.
         alone = group == groups[-1] or window == 1
         shared = "k" in kinds[group] and last_use[group] > group
-        own = _starts("q" if shared else kinds[group], alone)
-        recomputed[group] = [(tensors, group) for tensors in own] + recomputed[group]
+        own = _starts("q" if shared else kinds[group], group, alone)
+        recomputed[group] = own + recomputed[group]
         if shared:
-            recomputed[last_use[group]].append((("k", "v"), group))
+            recomputed[last_use[group]] += starts_of(["kv"], group)
 
     # The steps of each group in backward: its dgrad and wgrad of Wo and the start of do; its
     # recomputed projections; and the finishes before its attention.
-    begins: dict[int, list[Step]] = {}
-    projected: dict[int, list[Step]] = {}
-    finishes: dict[int, list[Step]] = {}
+    begins: list[list[Step]] = []
+    finishes: list[list[Step]] = []
     for group in groups:
-        products_of_o = [Step(Op.DGRAD, O, True, group), Step(Op.WGRAD, O, True, group)]
-        start = Step(Op.START, O, True, group, beside=O)
         # The wgrad comes before the start, which frees the local o that the wgrad reads.
-        begins[group] = [*products_of_o[:: 1 if wgrad_last else -1], start]
-        projected[group], finishes[group] = [], [start._replace(op=Op.FINISH)]
-        for tensors, owner in recomputed[group]:
-            projected[group] += projections(tensors, owner)
-            finishes[group].append(Step(Op.FINISH, tensors, False, owner))
+        *products_of_o, start = gradients(merge(group), wgrad_first=not wgrad_last)
+        start = start._replace(beside=O)
+        begins.append([*products_of_o, start])
+        finishes.append([each.finish for each in (start, *recomputed[group])])
+    projected = list(map(projections, recomputed))
 
     descending = groups[::-1]
     products_at_end: list[Step] = []
@@ -150,22 +144,19 @@ def by_window(
     if window > 1:
         for group in descending[:window]:
             backward += begins[group] + projected[group]
-        backward += finishes[groups[-1]]
+        backward += finishes[-1]
     for group in descending:
         if window == 1:
             backward += _one_at_a_time(begins[group] + projected[group])
-        backward += [Step(Op.ATTEND, O, True, group)]
-        backward += [Step(Op.START, tensors, True, group) for tensors in reversed(starts[group])]
+        # The finish of do is among ``finishes``.
+        backward += gradients(attention(starts[group], group))[1:]
         backward += deferred
-        input_gradients, deferred = [], []
-        for tensors in reversed(starts[group]):
-            input_gradients.append(Step(Op.FINISH, tensors, True, group))
-            # From W = 2 on, the products that were left to the end hide the exchange of the last
-            # input gradients (group 0), whose products come after them.
-            if products_last and (group > 0 or window == 1):
-                products_at_end += products(tensors, group)
-            else:
-                input_gradients += products(tensors, group)
+        input_gradients, deferred = gradients(projections(starts[group])), []
+        # From W = 2 on, the products that were left to the end hide the exchange of the last
+        # input gradients (group 0), whose products come after them.
+        if products_last and (group > 0 or window == 1):
+            products_at_end += [step for step in input_gradients if not step.on_wire]
+            input_gradients = [step for step in input_gradients if step.on_wire]
         if window > 1 and group > 0:
             backward += finishes[group - 1]
         if window == 1:
@@ -176,8 +167,7 @@ def by_window(
         else:
             deferred = input_gradients
     recompute = tuple(step for step in forward if step.op is Op.MERGE)
-    programs = tuple(forward), (*backward, *products_at_end, *deferred)
-    return Schedule(*programs, recompute)
+    return Schedule(tuple(forward), tuple(backward + products_at_end + deferred), recompute)
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
@@ -188,14 +178,14 @@ def _one_at_a_time(program: list[Step]) -> list[Step]:
     for step in program:
         if step.op is Op.START:
             steps += finishes
-            finishes = [step._replace(op=Op.FINISH)]
+            finishes = [step.finish]
         steps.append(step)
     return steps + finishes
 
 
-def _starts(kinds: str, alone: bool) -> tuple[Tensors, ...]:
-    """Return the exchanges of a group: one for each tensor if ``alone``, else one for all."""
-    return tuple((kind,) for kind in kinds) if alone else (tuple(kinds),)
+def _starts(kinds: str, group: int, alone: bool) -> Program:
+    """Return the starts of a group: one for each tensor if ``alone``, else one for all."""
+    return starts_of(kinds if alone else [kinds], group)
 
 
 @cache

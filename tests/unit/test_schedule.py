@@ -34,7 +34,7 @@ def refuses_a_step_missing_or_twice(made, kinds, data, check=check):
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
-    said = f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad) .+ (is|comes|while)"
+    said = f"^schedule, {which}: (project|start|finish|attend|merge|dgrad|wgrad|its starts) .+ (is|comes|while|send)"
     for changed in (program[:at] + program[at + 1 :], program[: at + 1] + program[at:]):
         with pytest.raises(ValueError, match=said):
             check(replace(made, **{which: changed}), kinds)
@@ -87,8 +87,8 @@ def test_an_order_that_cannot_be_run_is_refused(name):
 @pytest.mark.parametrize(
     "sent,says",
     [
-        ([("q", 0), ("k", 0)], "start v 0 is missing"),
-        ([("qk", 0), ("kv", 0)], "start k 0 is there twice"),
+        ([("q", 0), ("k", 0)], "its starts send k 0, q 0; a layer sends k 0, q 0, v 0"),
+        ([("qk", 0), ("kv", 0)], "its starts send k 0, k 0, q 0, v 0; a layer sends k 0, q 0, v 0"),
     ],
     ids=["one stays at home", "one travels twice"],
 )

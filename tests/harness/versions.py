@@ -35,13 +35,6 @@ TESTS = {
     "layers": ["-m", "pytest", "-q", "tests/ranks/test_equivalence.py"],
     "models, DeepSpeed": ["-m", "pytest", "-q", "tests/frameworks/test_deepspeed.py", "tests/frameworks/test_masks.py"],
 }
-HEAD = """# Versions
-
-**What to do.** Take the versions of a row, all run on CPU. What has no row was not run: `make versions` tries it, in a venv of its own. Skipped are tests that need a GPU, a
-checkout of Megatron-DeepSpeed or, with transformers 4.56 and 5.0, what came with 5.1. Both failures are DeepSpeed 0.19.7's: its own checkpoints want CUDA
-streams, and with ZeRO-3 stock is not always bit-identical to itself.
-
-"""
 
 
 def python_of(venv):
@@ -97,14 +90,12 @@ def row_of(venv):
 
 def write(rows):
     """Put ``rows`` into the page, in the place of those with the same versions."""
+    text, _, rest = PAGE.read_text().partition("| Python ")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines()[2:]]
+    found = {tuple(row[:5]): row for row in lines + rows}
     head = ["Python", *NAMES, "accelerate", *TESTS]
-    found = {}
-    if PAGE.exists():
-        lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
-        found = {tuple(cell.strip() for cell in line[:5]): [cell.strip() for cell in line] for line in lines}
-    found.update({tuple(row[:5]): row for row in rows})
     table = [head, ["---"] * len(head), *(found[key] for key in sorted(found))]
-    PAGE.write_text(HEAD + "".join(f"| {' | '.join(row)} |\n" for row in table))
+    PAGE.write_text(text + "".join(f"| {' | '.join(row)} |\n" for row in table))
 
 
 def main():

@@ -12,7 +12,6 @@ needs a gradient, what hooks saw and how often a parameter got its gradient; ``f
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import logging
 import random
 import sys
@@ -166,20 +165,14 @@ class Call(Written):
                 x = world.layers[index](x)
             return x
 
-        with world.autocast():
-            if self.how.endswith("reentrant"):
-                y = checkpoint(body, x, use_reentrant=self.how == "reentrant")
-            elif self.how == "no_grad":
-                with torch.no_grad():
-                    y = body(x)
-            elif self.how == "inference":
-                with torch.inference_mode():
-                    y = body(x)
-            elif self.how == "saved":
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-                    y = body(x)
-            else:
-                y = body(x)
+        within = {
+            "no_grad": torch.no_grad(),
+            "inference": torch.inference_mode(),
+            "saved": torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+        }
+        with world.autocast(), within.get(self.how, contextlib.nullcontext()):
+            is_checkpoint = self.how.endswith("reentrant")
+            y = checkpoint(body, x, use_reentrant=self.how == "reentrant") if is_checkpoint else body(x)
         world.note(f"output {self.out}", y)
         world.note(f"{self.out} needs a gradient", y.requires_grad)
         if self.how not in ("no_grad", "inference"):
@@ -288,20 +281,16 @@ class Backward(Written):
         ends = [end for i, term in enumerate(self.terms) if (end := term.ends(world, i)) is not None]
         if not ends:
             return
-        tensors, grads = zip(*ends)
-        names = [name for name, _ in world.subset(self.pick)] if self.via != "backward" else []
-        wanted = [tensor for _, tensor in world.subset(self.pick)]
-        if self.via != "backward" and not wanted:
+        (tensors, grads), wanted = zip(*ends), None if self.via == "backward" else world.subset(self.pick)
+        if wanted == {}:
             return
         world.in_backward = True
         if self.via == "grad":
-            found = torch.autograd.grad(tensors, wanted, grads, retain_graph=self.retain, allow_unused=True)
-            for name, grad in zip(names, found):
+            found = torch.autograd.grad(tensors, [*wanted.values()], grads, retain_graph=self.retain, allow_unused=True)
+            for name, grad in zip(wanted, found):
                 world.note(f"grad of {name}", grad, name in world.values)
-        elif self.via == "inputs":
-            torch.autograd.backward(tensors, grads, retain_graph=self.retain, inputs=wanted)
         else:
-            torch.autograd.backward(tensors, grads, retain_graph=self.retain)
+            torch.autograd.backward(tensors, grads, retain_graph=self.retain, inputs=wanted and [*wanted.values()])
         world.in_backward = False
 
 
@@ -346,9 +335,8 @@ class Step(Written):
                 if parameter.grad is not None:
                     parameter -= 0.1 * total / (1 + total.abs().max())
         world.clear()
-        world.values.clear()
-        world.leaves.clear()
-        world.retained.clear()
+        for held in (world.values, world.leaves, world.retained):
+            held.clear()
 
 
 # The two worlds.
@@ -406,41 +394,31 @@ def modules_of(spec, width, others):
     return made
 
 
-def shares_in(ranks, spec):
-    """How many ranks share query heads."""
-    return dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
-
-
 class Layer:
     """A layer of a program in one of the worlds: [b, s, width] -> [b, s, width]."""
 
     def __init__(self, world, index, spec, modules):
-        self.world, self.index, self.spec, self.modules, self.raises = world, index, spec, modules, None
-        self.first = None
-        self.module = None
+        self.world, self.index, self.spec, self.modules = world, index, spec, modules
+        self.raises = self.first = None
+        given = dict(config=dict(spec.config), transport=world.mover, name=f"layer {index}", heads_alike=spec.alike)
         if world.whole:
-            if not spec.block:
-                self.module = Whole(self)
+            self.attend = Whole(self)
         elif spec.block:
-            self.block = ds_sp_overlap.SelfAttention(
+            self.attend = ds_sp_overlap.SelfAttention(
                 local_attention=self.local_attention, num_heads=spec.heads, num_kv_heads=spec.kv_heads, head_dim=spec.head_dim,
                 rope={"": None, "Rotary": ds_sp_overlap.Rotary(self.tables_of, partial=True), "function": self.rope}[spec.rope],
-                sequence_process_group=dist.group.WORLD, batch_first=spec.batch_first, config=dict(spec.config),
-                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
+                sequence_process_group=dist.group.WORLD, batch_first=spec.batch_first, **given,
                 **{name: module for name, module in modules.items() if name.endswith(("_proj", "_norm"))},
             )  # fmt: skip
         else:
-            self.module = ds_sp_overlap.DistributedAttention(
-                self.local_attention, dist.group.WORLD, gather_idx=1 if spec.batch_first else 0, config=dict(spec.config),
-                transport=world.mover, name=f"layer {index}", heads_alike=spec.alike,
-            )  # fmt: skip
+            self.attend = ds_sp_overlap.DistributedAttention(
+                self.local_attention, dist.group.WORLD, gather_idx=1 if spec.batch_first else 0, **given
+            )
         for name, kind in spec.hooks:
             self.hook(name, kind)
 
     def hook(self, name, kind):
-        module = self.module if name == "attention" else self.modules[name]
-        if module is None:
-            return
+        module = self.attend if name == "attention" else self.modules[name]
         what = f"{name} of layer {self.index}"
 
         def note(say, tensor):
@@ -473,10 +451,10 @@ class Layer:
     def __call__(self, x):
         world, spec = self.world, self.spec
         if world.whole or not spec.block:
-            return self.outside(x, self.whole_attention if world.whole else self.drop_in)
+            return self.outside(x, self.attend if world.whole else self.drop_in)
         extra = (self.gain(),) if spec.gain else ()
         given = x if spec.batch_first else x.transpose(0, 1)
-        y = self.block(
+        y = self.attend(
             given if spec.view else given.contiguous(), *extra,
             position_embeddings=self.tables(len(x)) if spec.rope else None, sequence_lengths=self.lengths(len(x)),
         )  # fmt: skip
@@ -515,14 +493,9 @@ class Layer:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         if not spec.view:
             q, k, v = q.contiguous(), k.contiguous(), v if v is k else v.contiguous()
-        o = self.module(q, k, v, 0 if spec.batch_first else 1, tables, *extra, sequence_lengths=lengths)
+        o = self.attend(q, k, v, 0 if spec.batch_first else 1, tables, *extra, sequence_lengths=lengths)
         o = o.unflatten(2, (spec.heads, -1)) if spec.output == "flat" else o
         return o if spec.batch_first else o.transpose(0, 1)
-
-    def whole_attention(self, q, k, v):
-        if self.module is None:
-            return self.attention(q, k, v)
-        return self.module(q, k, v)
 
     # Of attention itself.
 
@@ -563,7 +536,7 @@ class Layer:
     def gain(self):
         """This rank's; the first parts of the ranks have one head more where the heads don't divide."""
         ranks, spec = self.world.program.ranks, self.spec
-        shares = shares_in(ranks, spec)
+        shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
         part = self.world.rank // shares
         small, larger = divmod(spec.heads, ranks // shares)
         start = part * small + min(part, larger)
@@ -601,14 +574,14 @@ class Layer:
 
 
 class Whole(nn.Module):
-    """In the place of the drop-in, for hooks on it."""
+    """Stands in the place of the drop-in, for hooks on it."""
 
     def __init__(self, layer):
         super().__init__()
-        self.layer = [layer]
+        self.layer = layer
 
     def forward(self, q, k, v):
-        return self.layer[0].attention(q, k, v)
+        return self.layer.attention(q, k, v)
 
 
 class World:
@@ -665,7 +638,7 @@ class World:
         everything += [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         chosen = random.Random(pick)
         share = chosen.choice((0.2, 0.5, 0.8))
-        return [(name, x) for name, x in everything if chosen.random() < share]
+        return {name: x for name, x in everything if chosen.random() < share}
 
     def note(self, name, what, tokens=True):
         count = sum(other == name or other.startswith(name + " #") for other in self.records)
@@ -710,12 +683,12 @@ def errors(world, got, expected):
     least = 1e-3 * max((tensor.abs().max().item() for tensor in tensors.values() if tensor.numel()), default=0)
     sums = [name for name in tensors if not expected[name][1]]
     mine = [got.get(name, (None,))[0] for name in sums]
-    totals = world.total([tensors[n].new_zeros(tensors[n].shape) if t is None else t.double() for n, t in zip(sums, mine)])
+    mine = [tensors[n].new_zeros(tensors[n].shape) if t is None else t.double() for n, t in zip(sums, mine)]
+    totals = dict(zip(sums, world.total(mine)))
     found = {name: "is no record of the whole sequence" for name in got.keys() - expected.keys()}
     for name, (wanted, tokens) in expected.items():
         what = got[name][0] if name in got else "nothing"
-        if name in sums and isinstance(what, torch.Tensor):
-            what = totals[sums.index(name)]
+        what = totals.get(name, what) if isinstance(what, torch.Tensor) else what
         wanted = world.part(wanted) if name in tensors and tokens else wanted
         found[name] = difference(what, wanted, least)
     return found
@@ -735,26 +708,20 @@ def faults(rank, program, delayed, acted):
     expected = World(program).run()
     tolerance = 1e-12
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
-    by_rank = operations.by_rank
-
-    def counting(*args, **kwargs):
-        acted["rank-major"] += 1
-        return by_rank(*args, **kwargs)
-
     with contextlib.ExitStack() as stack:
         if mover is not None:
             stack.enter_context(transports.spoiled_buffers())
         if program.rank_major:
             stack.enter_context(always)
-            stack.enter_context(mock.patch.object(operations, "by_rank", counting))
         if program.folds:
             stack.enter_context(mock.patch.object(ops, "_TORCH", REFERENCE._replace(folds=True)))
         stack.enter_context(mock.patch.object(sp_group, "hostname", lambda: f"node {rank // 2}"))
+        by_rank = stack.enter_context(mock.patch.object(operations, "by_rank", side_effect=operations.by_rank))
         relay = stack.enter_context(mock.patch.object(Relayed, "_pass_on", autospec=True, side_effect=Relayed._pass_on))
         world = World(program, rank, mover)
         got = world.run()
         world.settle()
-        acted["two legs"] += relay.call_count
+        acted.update({"two legs": relay.call_count, "rank-major": by_rank.call_count * program.rank_major})
     wrong = errors(world, got, expected)
     if any(isinstance(e, float) and e > tolerance for e in wrong.values()):
         # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
@@ -1039,37 +1006,31 @@ def check(seeds, task=run, *args, enough=5):
     for size in (2, 3, 4):
         mine = [seed for seed in seeds if ranks_of(seed) == size]
         for start in range(0, len(mine), BATCH):
-            batch = mine[start : start + BATCH]
-            try:
-                reports += told(batch, on_ranks(size, task, batch, *args, timeout_s=PATIENCE_S + 2 * len(batch)), acted)
-            except RankError as error:  # by which of them? The ranks start anew
-                alone = (report for seed in batch for report in on_its_own(seed, task, args, acted))
-                reports += list(itertools.islice(alone, enough)) or [f"seeds {batch}, together only:\n{error}"]
+            reports += reports_of(mine[start : start + BATCH], task, args, acted, enough)
             if len(reports) >= enough:
                 return reports, acted
     return reports, acted
 
 
-def on_its_own(seed, task, args, acted):
+def reports_of(batch, task, args, acted, enough):
+    """Report on programs of as many ranks together; where a rank fails, and all start anew, on each program alone."""
+    said = {seed: f"seed {seed} (python -m tests.harness.programs --seed {seed})\n{draw(seed)}" for seed in batch}
+    reports = []
     try:
-        return told([seed], on_ranks(ranks_of(seed), task, [seed], *args, timeout_s=PATIENCE_S), acted)
+        results = on_ranks(ranks_of(batch[0]), task, batch, *args, timeout_s=PATIENCE_S + 2 * len(batch))
     except RankError as error:
-        return [f"{announced(seed)}\n{error}"]
-
-
-def announced(seed):
-    return f"seed {seed} (python -m tests.harness.programs --seed {seed})\n{draw(seed)}"
-
-
-def told(batch, results, acted):
+        if len(batch) == 1:
+            return [f"{said[batch[0]]}\n{error}"]
+        for seed in batch:
+            reports += reports_of([seed], task, args, acted, enough) if len(reports) < enough else []
+        return reports or [f"seeds {batch}, together only:\n{error}"]
     for _, counts in results:
         acted["worst"] = max(acted["worst"], counts.pop("worst", 0))
         acted.update(counts)
-    reports = []
     for seed in batch:
         lines = [f"  rank {rank}: {fault}" for rank, (found, _) in enumerate(results) for s, fault in found if s == seed]
         if lines:
-            reports.append("\n".join([announced(seed), *lines]))
+            reports.append("\n".join([said[seed], *lines]))
     return reports
 
 

@@ -1,12 +1,14 @@
 """What a comparison of a layer's own forward with its driver takes for a difference."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ds_sp_overlap.integrations.inspect import probe
+from ds_sp_overlap.integrations.transformers import probe as comparison
 
 BIG = 0.75 * torch.finfo(torch.float16).max
 
@@ -42,12 +44,15 @@ class OneRank:
         return [what]
 
 
-def test_a_call_without_a_finite_number_is_compared_again():
+def test_a_call_without_a_finite_number_is_compared_again(monkeypatch):
     nothing, probes = torch.full([4], torch.nan), probe.ProbeSchedule()
+    layer = SimpleNamespace(name="layer", module=nn.Identity(), overlap=SimpleNamespace(sp_group=OneRank()))
+    layer.reader = SimpleNamespace(probes=probes)
+    monkeypatch.setattr(comparison, "difference", lambda driven, *pair: probe.first_difference({"q": pair[:2]}))
 
     def compared(own, driven):
         assert probes.is_due("layer", False, [4])
-        probe.refuse_difference(probes, "layer", nn.Identity(), OneRank(), lambda: probe.first_difference([("q", own, driven)]))
+        comparison.refuse_difference(layer, own, driven, {})
 
     compared(nothing, nothing)
     compared(nothing, nothing)

@@ -289,10 +289,12 @@ class _Interpreter:
 
     Attributes:
         used: The names of the layer's children whose role in the computation is known.
+        rows: The rows of each projection that belong to a head of q, k or v.
     """
 
     def __init__(self, trace: Trace, rotary_of: Callable):
         self.trace, self.rotary_of, self.used = trace, rotary_of, set[str]()
+        self.rows: dict[str, set[int]] = {}
 
     def reading(self) -> tuple[Reading, dict[str, Any]]:
         """Return the reading of the forward, and the constant keywords of the attention function.
@@ -302,20 +304,19 @@ class _Interpreter:
         """
         trace, output = self.trace, self._output()
         heads = {"q": trace.q, "k": trace.k, "v": trace.v}
-        sources, rotated = {}, set()
+        sources, rotated = {}, []
         for kind, x in heads.items():
             sources[kind], is_rotated = self._source(x.transpose(1, 2))
             if is_rotated:
-                rotated.add(kind)
+                rotated.append(kind)
         head_dims = {x.shape[-1] for x in heads.values()}
         norms_last = {source.last for source in sources.values() if source.norm is not None}
         # `SelfAttention` rotates either both q and k or neither, applies both norms before or both
         # after the rotation, and does neither to v.
-        alike = rotated in (set(), {"q", "k"}) and len(head_dims) == 1 and len(norms_last) < 2
+        alike = rotated in ([], ["q", "k"]) and len(head_dims) == 1 and len(norms_last) < 2
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
-        self._check_rows(sources, trace.q.shape[-1])
         options = dict(trace.options)
         # The overlapped attention does not use position_ids, so the layer may pass them or not.
         if options.get("position_ids") is None or options["position_ids"] is trace.position_ids:
@@ -350,7 +351,7 @@ class _Interpreter:
         return reading, constants
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
-        """Raise Unknown unless `SelfAttention` would call each child as often as the forward.
+        """Raise Unknown unless `SelfAttention` would call each child as often, for all its rows.
 
         Args:
             chains: The different chains of q, k and v (`Source.chain`).
@@ -358,23 +359,15 @@ class _Interpreter:
         called = [output.name for output in self.trace.outputs]
         if not self.used.issuperset(called):
             raise Unknown("its forward calls more than projections and norms")
-        names: list[str] = []
-        for chain in chains:
-            names += chain
+        names = [name for chain in chains for name in chain]
         for name in names:
             if called.count(name) > 1:
                 raise Unknown(f"its forward calls {name} more than once")
         if len(names) > len(set(names)):
             raise Unknown("q, k and v share some of what is in front of their projections")
-
-    def _check_rows(self, sources: dict[str, Source], head_dim: int) -> None:
-        """Raise Unknown if some rows of a projection belong to no head of q, k or v."""
-        covered: dict[str, set[int]] = {}
-        for source in sources.values():
-            rows = covered.setdefault(source.chain[-1], set())
-            rows.update(row for first in source.rows for row in range(first, first + head_dim))
         for output in self.trace.outputs:
-            if output.name in covered and len(covered[output.name]) < output.labels.shape[-1]:
+            rows = self.rows.get(output.name)
+            if rows is not None and len(rows) < output.labels.shape[-1]:
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
     def _rotary(self) -> dict[str, Any]:
@@ -417,22 +410,18 @@ class _Interpreter:
         trace = self.trace
         # Backwards from attention: a norm after the rotation, the rotation, a norm before it.
         norm, heads = self._before_norm(heads)
-        norm_is_behind, unrotated = norm is not None, self._before_rotation(heads)
-        is_rotated = unrotated is not None
-        heads = heads if unrotated is None else unrotated
+        rotation, heads = self._before(trace.rotated, heads)
+        norm_is_last = norm is not None and rotation is not None
         if norm is None:
             norm, heads = self._before_norm(heads)
         # The projection.
-        output = self._output_with(heads)
-        index, width = output.find(heads), output.labels.shape[-1]
-        # The output is [b, s, rows], so a flat index contains the row and the token of a number.
-        rows, token = index % width, index // width
-        first_rows = rows[0, 0, :, 0]
-        expected_rows = first_rows[:, None] + torch.arange(heads.shape[-1])
-        expected_token = torch.arange(trace.batch * trace.seq).view(trace.batch, trace.seq, 1, 1)
-        in_place = (token == expected_token).all() and (rows == expected_rows).all()
-        if (index < 0).any() or not in_place:
+        output = self._output_with(heads[0, 0, 0, 0])
+        labels = output.labels.view(trace.batch, trace.seq, -1)
+        first_rows = heads[0, 0, :, 0] - labels[0, 0, 0]
+        rows = first_rows[:, None] + torch.arange(heads.shape[-1])
+        if not torch.equal(labels[..., rows % labels.shape[-1]], heads):
             raise Unknown("a head is not d successive rows of one projection, at its own token")
+        self.rows.setdefault(output.name, set()).update(rows.flatten().tolist())
         # The modules between the hidden states and the projection.
         chain = [output]
         while not torch.equal(chain[0].input, trace.x):
@@ -442,17 +431,13 @@ class _Interpreter:
             chain[:0] = earlier
         names = tuple(part.name for part in chain)
         self.used.update(names)
-        last = norm_is_behind and is_rotated
-        return Source(names, tuple(first_rows.tolist()), norm, last), is_rotated
+        source = Source(names, tuple(first_rows.tolist()), norm, norm_is_last)
+        return source, rotation is not None
 
-    def _output_with(self, heads: Tensor) -> TracedOutput:
-        """Return the output that contains the first label of ``heads``.
-
-        Raises:
-            Unknown: if no child returned this label.
-        """
+    def _output_with(self, label: Tensor) -> TracedOutput:
+        """Return the output of a child that contains ``label``; raise Unknown if none does."""
         for output in self.trace.outputs:
-            if (output.find(heads[:1, :1, :1, :1]) >= 0).all():
+            if (output.labels == label).any():
                 return output
         raise Unknown("its forward computes with q, k or v what is not known here")
 
@@ -464,38 +449,36 @@ class _Interpreter:
         Raises:
             Unknown: if they are the output of a module that is no norm.
         """
-        trace = self.trace
-        for output in trace.outputs:
-            if (rows := output.rows_of(heads)) is None:
-                continue
-            norm, size = getattr(trace.module, output.name), heads.shape[-1:]
-            alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
-            is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
-            if not alike or not is_norm:
-                raise Unknown(f"{output.name} is no norm that is alike for all heads")
-            self.used.add(output.name)
-            return output.name, output.input_rows(rows)
-        return None, heads
+        output, before = self._before(self.trace.outputs, heads)
+        if output is None:
+            return None, heads
+        norm, size = getattr(self.trace.module, output.name), heads.shape[-1:]
+        alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
+        is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
+        if not alike or not is_norm or output.labels.shape[-1:] != size:
+            raise Unknown(f"{output.name} is no norm that is alike for all heads")
+        self.used.add(output.name)
+        return output.name, before
 
-    def _before_rotation(self, heads: Tensor) -> Tensor | None:
-        """Return ``heads`` [b, s, h, d] as they were before their first dims were rotated.
+    def _before(
+        self, outputs: list[TracedOutput], heads: Tensor
+    ) -> tuple[TracedOutput | None, Tensor]:
+        """Return the output that contains the first dims of ``heads`` [b, s, h, d], and its input.
 
-        Returns None if they were not rotated.
+        The input has the other dims of ``heads`` appended. Returns None and ``heads`` if there is
+        no such output.
 
         Raises:
-            Unknown: if other dims were rotated, or heads of other tokens.
+            Unknown: if heads of other tokens were rotated.
         """
-        trace = self.trace
-        for output in trace.rotated:
-            width, shape = output.labels.shape[-1], output.labels.shape[:-1]
-            if (output.find(heads) < 0).all():
+        for output in outputs:
+            if (rows := output.rows_of(heads)) is None:
                 continue
-            rows = output.rows_of(heads[..., :width])
-            if rows is None or (output.find(heads[..., width:]) >= 0).any():
-                raise Unknown("its forward rotates other dims than the first")
-            # The dims before the last are the batch, then heads and sequence in either order.
-            token = torch.unravel_index(rows, shape)[1 if shape[1] == trace.seq else 2]
-            if (token != torch.arange(trace.seq).view(1, -1, 1)).any():
-                raise Unknown("its forward rotates heads of other tokens")
-            return torch.cat((output.input_rows(rows), heads[..., width:]), -1)
-        return None
+            if not output.name:
+                # The dims before the last are the batch, then heads and sequence in either order.
+                shape, seq = output.labels.shape[:-1], self.trace.seq
+                token = torch.unravel_index(rows, shape)[1 if shape[1] == seq else 2]
+                if (token != torch.arange(seq).view(1, -1, 1)).any():
+                    raise Unknown("its forward rotates heads of other tokens")
+            return output, output.before(heads, rows)
+        return None, heads

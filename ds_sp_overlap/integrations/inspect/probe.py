@@ -1,21 +1,18 @@
-"""Schedules probes, which compare a layer's own forward with its replacement.
+"""Schedules probes, and describes what differs in a probe.
 
-A probe verifies the reading of a layer's forward by its results. It runs in the first call of one
-layer of each kind, before any exchange (`transformers.probe`).
+A probe (`transformers.probe`) compares a layer's own forward with its replacement, which verifies
+the reading of the forward by its results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...exchange.modes import outside_modes
-from ...exchange.sp_group import SPGroup
 from ...profiling.steps import in_backward
-from ...warn import by_rank
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
@@ -55,52 +52,13 @@ class ProbeSchedule:
         return self.calls == 1 or check and self.calls % EVERY == 0
 
 
-@outside_modes()
-def refuse_difference(
-    probes: ProbeSchedule,
-    where: str,
-    module: nn.Module,
-    sp_group: SPGroup,
-    compare: Callable[[], str],
-) -> None:
-    """Compare a layer's own forward with its replacement. Collective.
-
-    Args:
-        probes: The schedule by which this comparison is due.
-        where: The name of the layer.
-        module: The layer.
-        sp_group: The sp group.
-        compare: Returns the difference in words; empty if there is none. An error that it raises
-            counts as a difference.
-
-    Raises:
-        RuntimeError: on all ranks, if there is a difference on any rank.
-    """
-    try:
-        message = compare()
-    except Exception as error:  # Any error: the other ranks wait in the collective below.
-        message = f"{type(error).__name__}: {error}"
-    messages = sp_group.gather(message, where)
-    if UNSEEN in messages:
-        # Some rank could not compare, so probe the next call as well.
-        probes.calls = 0
-        messages = ["" if text == UNSEEN else text for text in messages]
-    if any(messages):  # guard: the layer's own forward is the judge
-        # Probe, and refuse, the next call as well.
-        probes.calls = 0
-        raise RuntimeError(
-            f"{where}: {type(module).__name__} computes something else than what was read of its "
-            f"forward ({by_rank(messages)}); please report it, and set sp_overlap.enabled to false until then"
-        )
-
-
-def first_difference(pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> str:
-    """Describe the first difference between pairs of tensors (name, own, driven).
+def first_difference(named: dict[str, tuple[Tensor | None, Tensor | None]]) -> str:
+    """Describe the first difference between pairs of tensors (own, driven), by name.
 
     Returns "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
     """
     is_seen = True
-    for name, own, driven in pairs:
+    for name, (own, driven) in named.items():
         if words := _describe_difference(own, driven):
             return f"{name}{words}"
         if own is not None and own.numel() and own.is_floating_point() and not own.is_meta:

@@ -95,30 +95,18 @@ def rotary_of(
     """
     call = _Call(functools.partial(function, **dict(kwargs)), args)
     # Assume that a function with both tables in one argument expects complex numbers.
-    is_complex = Table.WHOLE in args
-    low, single, double = torch.bfloat16, torch.float32, torch.float64
-    possible = [of_complex] if is_complex else [*WIDE, *NARROW]
-    fitting = set()
-    for kind in product(possible, (False, True), (False, True)):
-        tables, neighbours, partial = kind
-        if call.agrees(Rotary(tables, partial, neighbours), single, single, tolerance=1e-5):
-            fitting.add(kind)
-    # If a function agrees both with whole and with narrower tables, it supports partial rotation.
-    kinds = {(tables, neighbours) for tables, neighbours, _ in fitting}
-    if len(kinds) != 1:
+    possible = [of_complex] if Table.WHOLE in args else [*WIDE, *NARROW]
+    # For each function of tables and order of dims, the first rounding with which results agree.
+    fitting: dict[Any, str] = {}
+    for tables, neighbours, rounding in product(possible, (False, True), ROUNDINGS):
+        if call.agrees(Rotary(tables, False, neighbours, rounding)):
+            fitting.setdefault((tables, neighbours), rounding)
+    if len(fitting) != 1:
         raise LookupError
-    ((tables, neighbours),) = kinds
-    partial = (tables, neighbours, True) in fitting
-    # Pairs (dtype of q and k, dtype of the tables), for which the results must agree bit for bit.
-    # This determines how the function rounds.
-    dtypes = [(low, single), (double, single)]
-    if not is_complex:
-        dtypes += [(low, low), (torch.float16, torch.float16)]
-    for rounding in ROUNDINGS:
-        keywords: dict[str, Any] = dict(tables=tables, neighbours=neighbours, rounding=rounding)
-        if all(call.agrees(Rotary(**keywords), *pair, tolerance=0) for pair in dtypes):
-            return {**keywords, "partial": partial}
-    raise LookupError
+    (((tables, neighbours), rounding),) = fitting.items()
+    # A function that agrees with narrower tables, too, supports partial rotation.
+    partial = call.agrees(Rotary(tables, True, neighbours, rounding))
+    return dict(tables=tables, neighbours=neighbours, rounding=rounding, partial=partial)
 
 
 class _Call:
@@ -144,57 +132,57 @@ class _Call:
         self.sizes = {"batch": batch, "seq": seq}
         self.accounting = Accounting(ARITHMETIC, self.sizes.values())
 
-    def agrees(
-        self, rotary: Rotary, dtype: torch.dtype, table_dtype: torch.dtype, tolerance: float
-    ) -> bool:
-        """Return whether the function and ``rotary`` agree on random q and k.
+    def agrees(self, rotary: Rotary) -> bool:
+        """Return whether the function and ``rotary`` agree bit for bit on random q and k.
 
         Args:
             rotary: The rotary embedding to compare with. If it is partial, both get narrower
                 tables, which rotate all dims except the last two.
-            dtype: The dtype of q and k.
-            table_dtype: The dtype of the tables.
-            tolerance: The relative and absolute tolerance.
 
         Raises:
             Unknown: if the function uses an operation that is not allowed.
         """
-        generator = torch.Generator().manual_seed(0)
         width = (self.dims - 2 * rotary.partial) // (1 if rotary.tables in WIDE else 2)
-        if not width:
+        low, single = torch.bfloat16, torch.float32
+        # Pairs (dtype of q and k, dtype of the tables), which show how the function rounds.
+        dtypes = [(low, single), (torch.float64, single)]
+        if rotary.tables is not of_complex:
+            dtypes += [(low, low), (torch.float16, torch.float16)]
+        try:
+            return width > 0 and all(self._agrees(rotary, width, *pair) for pair in dtypes)
+        except (RuntimeError, ValueError, TypeError):  # The function needs tables of another width.
             return False
+
+    def _agrees(
+        self, rotary: Rotary, width: int, dtype: torch.dtype, table_dtype: torch.dtype
+    ) -> bool:
+        """Return whether the results for tables [b, s, width] of these dtypes agree."""
+        generator = torch.Generator().manual_seed(0)
         tables = [self._random(("batch", "seq", width), generator, table_dtype) for _ in range(2)]
+        whole: Any = tuple(tables)
         if rotary.tables is of_complex:
             # In a product of complex numbers, a CPU may round both terms, or only their sum. Make
             # the terms exact in fp32: by factors of 8 and 11 bits, or by tables of 1 and -1.
             exact = torch.sign if dtype == torch.float64 else torch.Tensor.half
-            tables = [exact(table).to(table_dtype) for table in tables]
-        whole: Any = torch.complex(*tables) if rotary.tables is of_complex else tuple(tables)
+            whole = torch.complex(*[exact(table).to(table_dtype) for table in tables])
         of_table = dict(zip(Table, (whole, *tables)))
-        inputs: list[Any] = []
         # ``inputs`` are the arguments of the function; ``expected`` are the results of ``rotary``.
+        inputs: list[Any] = []
         expected: list[Tensor] = []
-        try:
-            for x in self.args:
-                if isinstance(x, tuple):
-                    heads = self._random(x, generator, dtype)
-                    # ``rotary`` expects the dim of heads after the sequence.
-                    at = 2 if x[1] == "seq" else 1
-                    expected.append(rotary(heads.transpose(2, at), whole).transpose(2, at))
-                    inputs.append(heads)
-                else:
-                    inputs.append(of_table[x] if isinstance(x, Table) else x)
-            with self.accounting:
-                rotated = self.function(*inputs)
-            results = (rotated,) if isinstance(rotated, Tensor) else rotated
-            for y, of_rotary in zip(results, expected, strict=True):
-                if y.dtype != of_rotary.dtype or y.shape != of_rotary.shape:
-                    return False
-                if not torch.allclose(y, of_rotary, rtol=tolerance, atol=tolerance):
-                    return False
-        except (RuntimeError, ValueError, TypeError):  # The function needs tables of another width.
-            return False
-        return True
+        for x in self.args:
+            if isinstance(x, tuple):
+                inputs.append(self._random(x, generator, dtype))
+                # ``rotary`` expects the dim of heads after the sequence.
+                at = 2 if x[1] == "seq" else 1
+                heads = inputs[-1].transpose(2, at)
+                expected.append(rotary(heads, whole).transpose(2, at))
+            else:
+                inputs.append(of_table[x] if isinstance(x, Table) else x)
+        with self.accounting:
+            rotated = self.function(*inputs)
+        results = (rotated,) if isinstance(rotated, Tensor) else rotated
+        pairs = zip(results, expected, strict=True)
+        return all(y.dtype == like.dtype and torch.equal(y, like) for y, like in pairs)
 
     def _random(
         self, shape: tuple[Any, ...], generator: torch.Generator, dtype: torch.dtype

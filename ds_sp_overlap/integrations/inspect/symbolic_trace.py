@@ -58,46 +58,37 @@ class Case:
 CASES = [Case(*values) for values in product((True, False), (True, False), (False, True))]
 
 
+@dataclass(eq=False)
 class TracedOutput:
     """The labels that a stand-in returned.
 
-    Args:
-        name: The name of the module or function that the stand-in replaces.
-        input: The labels that the stand-in was given.
-        shape: The shape of the output.
-        trace: The trace, which makes the labels.
-
     Attributes:
-        labels: The labels, ``count`` whole numbers from ``first`` on.
+        name: The name of the child that the stand-in replaces; empty for a rotary function.
+        input: The labels that the stand-in was given.
+        labels: The labels that it returned, which are new.
     """
 
-    def __init__(self, name: str, input: Tensor, shape: tuple[int, ...], trace: Trace):
-        self.name, self.input = name, input
-        self.labels = trace.new_labels(*shape)
-        self.first, self.count = int(self.labels.flatten()[0]), self.labels.numel()
+    name: str
+    input: Tensor
+    labels: Tensor
 
-    def find(self, x: Tensor) -> Tensor:
-        """Return the flat index in ``labels`` of each number of ``x``; -1 for other numbers."""
-        index = x - self.first
-        return torch.where((index >= 0) & (index < self.count), index, -1)
+    def rows_of(self, heads: Tensor) -> Tensor | None:
+        """Return, for each row of ``heads`` [.., d], the index [..] of the equal row of ``labels``.
 
-    def rows_of(self, x: Tensor) -> Tensor | None:
-        """Return, for each row of ``x`` [.., d], the index [..] of the equal row of the output.
-
-        None unless each row of ``x`` is a whole row of the output with its order, and the output
-        has as many numbers as the input.
+        Rows are compared in the dims that ``labels`` have. None unless all are equal to a row, and
+        the output has as many numbers as the input.
         """
-        index, width = self.find(x), self.labels.shape[-1]
-        rows = index[..., 0] // width
-        whole = rows[..., None] * width + torch.arange(width)
-        if x.shape[-1] != width or self.count != self.input.numel() or (index < 0).any():
-            return None
-        return rows if torch.equal(index, whole) else None
+        labels = self.labels.flatten(0, -2)
+        count, width = labels.shape
+        rows = ((heads[..., 0] - labels[0, 0]) // width).clamp(0, count - 1)
+        is_equal = torch.equal(labels[rows], heads[..., :width])
+        return rows if is_equal and self.labels.numel() == self.input.numel() else None
 
-    def input_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [.., d] of the input with the indices ``rows`` [..]."""
+    def before(self, heads: Tensor, rows: Tensor) -> Tensor:
+        """Return ``heads`` as they were before these ``rows`` of the output were computed."""
         # Input and output have the same order of rows.
-        return self.input.reshape(-1, self.labels.shape[-1])[rows]
+        width = self.labels.shape[-1]
+        return torch.cat((self.input.reshape(-1, width)[rows], heads[..., width:]), -1)
 
 
 class Opaque:
@@ -218,9 +209,9 @@ class ChildProxy(Proxy):
         with torch._C.DisableTorchFunction():
             # A child without a known width, such as a norm, returns the shape of its input.
             shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
-            output = TracedOutput(name, x, shape, trace)
-        trace.outputs.append(output)
-        return output.labels
+            labels = trace.new_labels(*shape)
+        trace.outputs.append(TracedOutput(name, x, labels))
+        return labels
 
     def __bool__(self) -> bool:
         return True
@@ -394,20 +385,18 @@ class Trace:
         """
         tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
         sizes = {self.batch: "batch", self.seq: "seq"}
-        recorded, outputs = [], []
+        recorded, labels = [], []
         with torch._C.DisableTorchFunction():
             for argument in args:
                 # A table is recorded as a `Table`, and gets no labels.
                 argument = tables.get(id(argument), argument)
                 if isinstance(argument, Tensor):
-                    shape = tuple(argument.shape)
-                    outputs.append(TracedOutput("", argument, shape, self))
-                    argument = tuple(sizes.get(size, size) for size in shape)
+                    labels.append(self.new_labels(*argument.shape))
+                    self.rotated.append(TracedOutput("", argument, labels[-1]))
+                    argument = tuple(sizes.get(size, size) for size in argument.shape)
                 recorded.append(argument)
         self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))
-        self.rotated += outputs
-        labels = tuple(output.labels for output in outputs)
-        return labels[0] if len(labels) == 1 else labels
+        return labels[0] if len(labels) == 1 else tuple(labels)
 
     def _attend(
         self,

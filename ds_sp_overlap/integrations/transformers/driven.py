@@ -19,7 +19,6 @@ from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
 from ..inspect.attention import Reader
 from ..inspect.library import CACHES
-from ..inspect.probe import refuse_difference
 from ..inspect.symbolic_trace import UNUSED
 from ..inspect.tokenwise import is_library_code
 from ..layers import OverlapSettings
@@ -31,7 +30,7 @@ from .attention_function import (
 )
 from .forward import Forwards
 from .modules import by_name, off_in_eval
-from .probe import difference
+from .probe import refuse_difference
 
 
 def _join(*modules: nn.Module) -> nn.Module:
@@ -117,16 +116,6 @@ class Driven(Layer):
         self.block.falls_back = False
         return not self.block.can_window(self.block.split_projections())
 
-    def _refuse_difference(self, own: Callable, arguments: dict[str, Any]) -> None:
-        """Compare the results of the layer's own forward and of the block. Collective.
-
-        Raises:
-            RuntimeError: on all ranks, if the results differ on any rank.
-        """
-        module, reader = self.module, self.reader
-        compare = functools.partial(difference, self, own, arguments, reader.options(module))
-        refuse_difference(reader.probes, self.name, module, self.overlap.sp_group, compare)
-
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the block instead of the layer's own forward. Collective.
 
@@ -157,7 +146,7 @@ class Driven(Layer):
         options |= reader.options(module)
         self.refuse_unhonoured(options, sequence, pattern)
         if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
-            self._refuse_difference(own, arguments)
+            refuse_difference(self, own, arguments, reader.options(module))
         per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
         timed = self.has_baseline(x, self.heads, sequence, pattern=pattern, keywords=arguments)
         # Pass the options as one dict. As separate keywords, a tensor such as the labels [b, s/P]

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from ...attention.runtime.linear import without_hooks
 from ...attention.unobserved import unobserved
+from ...exchange.modes import outside_modes
+from ...warn import by_rank
 from ..inspect.library import MISSING, in_registry, own_class, replaced
-from ..inspect.probe import first_difference
+from ..inspect.probe import UNSEEN, first_difference
 from ..inspect.tensor_parallel import out_features
 
 # The largest number of tokens that are compared. With all tokens of a long sequence, the comparison
@@ -86,13 +88,44 @@ def _stood_in(driven: Any) -> Iterator[None]:
         driven.use()
 
 
+@outside_modes()
+def refuse_difference(
+    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Compare a layer's own forward with its block. Collective; see `difference` for arguments.
+
+    `Driven` does so in the first call of one layer of each kind, before any exchange.
+
+    Raises:
+        RuntimeError: on all ranks, if there is a difference on any rank.
+    """
+    name, probes = driven.name, driven.reader.probes
+    try:
+        message = difference(driven, own, arguments, options)
+    except Exception as error:  # Any error: the other ranks wait in the collective below.
+        message = f"{type(error).__name__}: {error}"
+    messages = driven.overlap.sp_group.gather(message, name)
+    if UNSEEN in messages:
+        # Some rank could not compare, so probe the next call as well.
+        probes.calls = 0
+        messages = ["" if text == UNSEEN else text for text in messages]
+    if any(messages):  # guard: the layer's own forward is the judge
+        # Probe, and refuse, the next call as well.
+        probes.calls = 0
+        raise RuntimeError(
+            f"{name}: {type(driven.module).__name__} computes something else than what was read of "
+            f"its forward ({by_rank(messages)}); please report it, and set sp_overlap.enabled to "
+            "false until then"
+        )
+
+
 def difference(
     driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
 ) -> str:
     """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
-    Compares all tokens if the arguments can't be cut to the first tokens, or if these differ.
-    `Driven` compares in the first call of one layer of each kind, before any exchange.
+    Instead of attention, the own forward gets a random o, which is also the input of the block's
+    output projection.
 
     Args:
         driven: The `Driven` of the layer.
@@ -103,47 +136,36 @@ def difference(
     Returns:
         The first difference, in words; empty if there is none.
     """
-    size = arguments["hidden_states"].shape[1]
-    if size > TOKENS:
-        first = {name: _cut(value, size) for name, value in arguments.items()}
-        # Ignore all errors: cutting an argument may have caused them.
-        with contextlib.suppress(Exception):
-            if not _difference(driven, own, first, options):
-                return ""
-    return _difference(driven, own, arguments, options)
+    x = _first_tokens(arguments["hidden_states"])
+    tables = _first_tokens(arguments.get("position_embeddings"))
+    o, theirs, own_options = x, list[Tensor](), dict[str, Any]()
 
+    def made_up(
+        _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
+    ) -> tuple[Tensor, None]:
+        nonlocal o
+        o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+        theirs.extend((q, k, v))
+        own_options.update(more)
+        return o, None
 
-def _cut(value: Any, size: int) -> Any:
-    """Return the first tokens of an argument; the argument itself if no dim has ``size`` tokens."""
-    if isinstance(value, tuple):
-        return tuple(_cut(part, size) for part in value)
-    if isinstance(value, Tensor) and size in value.shape:
-        return value.narrow(value.shape.index(size), 0, TOKENS)
-    return value
-
-
-def _difference(
-    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
-) -> str:
-    """Compare a layer's own forward with its block, on the tokens of the arguments."""
-    x = arguments["hidden_states"]
     with unobserved(x.device, backward=not x.is_inference()), _stood_in(driven):
         leaf = x.detach().requires_grad_(torch.is_grad_enabled())
         arguments = {**arguments, "hidden_states": leaf}
-        o, theirs, own_options = _run_own(driven.module, own, arguments)
-        tables = arguments.get("position_embeddings")
+        if tables is not None:
+            arguments["position_embeddings"] = tables
+        with in_registry(driven.module, made_up):
+            theirs.append(own(**arguments)[0])
         ours = [x.transpose(1, 2) for x in driven.block.project_locally(leaf, tables)]
         ours.append(driven.block.o_proj(o.flatten(2)))
-        names = "q", "k", "v", "output"
-        for name, a, b in zip(names, theirs, ours):
-            if a.requires_grad != b.requires_grad:
-                return f"{name} has a gradient in one of the two alone"
-        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [*zip(names, theirs, ours)]
+        named: dict[str, tuple[Any, Any]] = dict(zip(("q", "k", "v", "output"), zip(theirs, ours)))
         if leaf.requires_grad:
             dys = [torch.randn_like(y) for y in theirs]
-            dx, dx_of_ours = (_gradient(leaf, ys, dys) for ys in (theirs, ours))
-            pairs.append(("gradient of the hidden states", dx, dx_of_ours))
-        text = first_difference(pairs)
+            named["gradient of the hidden states"] = (
+                _gradient(leaf, theirs, dys),
+                _gradient(leaf, ours, dys),
+            )
+        text = first_difference(named)
     # The own forward must pass these keywords, with these values, to its attention function.
     for name, value in options.items():
         given = own_options.get(name, MISSING)
@@ -153,34 +175,14 @@ def _difference(
     return text
 
 
-def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor | None:
-    """Return the gradient of ``x`` from those ``ys`` that require one; None if ``x`` is unused."""
-    learning = [(y, dy) for y, dy in zip(ys, dys) if y.requires_grad]
-    of_ys, with_dys = zip(*learning)
-    (dx,) = torch.autograd.grad(of_ys, x, with_dys, allow_unused=True)
-    return dx
+def _first_tokens(x: Any) -> Any:
+    """Return the first `TOKENS` of a tensor [.., s, d], or of each tensor of a tuple."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_first_tokens, x))
+    return x if x is None else x[..., :TOKENS, :]
 
 
-def _run_own(
-    module: Any, own: Callable, arguments: dict[str, Any]
-) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
-    """Run the layer's own forward, with a random o instead of attention.
-
-    Returns:
-        The random o [b, s, h, d]; q, k, v [b, h, s, d] and the output; the keywords of attention.
-    """
-    given: list[Tensor] = []
-    options: dict[str, Any] = {}
-
-    def made_up(
-        _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
-    ) -> tuple[Tensor, None]:
-        o = torch.randn_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-        given.extend((o, q, k, v))
-        options.update(more)
-        return o, None
-
-    with in_registry(module, made_up):
-        y = own(**arguments)[0]
-    o, *heads = given
-    return o, [*heads, y], options
+def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor:
+    """Return the gradient of ``x``; a y that requires no gradient adds nothing to it."""
+    total: Any = sum((y * dy).sum() for y, dy in zip(ys, dys))
+    return torch.autograd.grad(total, x)[0]

@@ -184,9 +184,8 @@ def test_padding_leaves_no_trace(kind, lengths):
 
 def test_padding_takes_no_document_a_token():
     mask = torch.stack([torch.arange(32) >= 20, torch.arange(32) < 25]).numpy()
-    sequence = GlobalSequence((mask.cumsum(1) - 1).clip(0), [16, 16], 2, mask, torch.device("cpu"), "model")
-    padding_alone, _ = sequence.documents().short[0]
-    assert len(padding_alone) > 20 and not any(len(index) > 2 for index, _ in sequence.recurrent_documents.short)
+    sequence = GlobalSequence((mask.cumsum(1) - 1).clip(0), [16, 16], mask, torch.device("cpu"), "model")
+    assert sequence.bounds.tolist() == [[0, 0, 20], [0, 20, 32], [1, 0, 32]]
 
 
 # The schedule.

@@ -46,7 +46,8 @@ class Layer(torch.nn.Module):
 
 def sequence_of(rows, padding=None):
     starts = np.concatenate([np.concatenate([np.arange(length) for length in row])[None] for row in rows])
-    return GlobalSequence(starts, [SEQ], len(rows), padding, torch.device("cpu"), "model")
+    mask = np.ones_like(starts, bool) if padding is None else padding
+    return GlobalSequence(starts, [SEQ], mask, torch.device("cpu"), "model")
 
 
 def heads(rows, h=4, h_kv=2, seed=0):
@@ -180,7 +181,7 @@ def random_documents(mean, seed, rows=1, seq=4096):
             lengths.append(min(int(generator.exponential(mean * seq)) + 1, seq - sum(lengths)))
         packed.append(lengths)
     positions = np.stack([np.concatenate([np.arange(length) for length in row]) for row in packed])
-    return GlobalSequence(positions, [seq // 8] * 8, rows, None, torch.device("cpu"), "model")
+    return GlobalSequence(positions, [seq // 8] * 8, np.ones_like(positions, bool), torch.device("cpu"), "model")
 
 
 @pytest.mark.parametrize("window, median, most", [(None, 1.01, 1.06), (100, 1.05, 1.12)])
@@ -246,7 +247,7 @@ def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):
     monkeypatch.setattr(documents, "_BATCH", 2)
     lengths = [1, 1, 1, 2, 2, 1, 2, 3, 35]
     stops = np.cumsum(lengths)
-    made = documents.Documents(np.stack([0 * stops, stops - lengths, stops], 1), rows=1, seq=SEQ, device=torch.device("cpu"))
+    made = documents.Documents(np.stack([0 * stops, stops - lengths, stops], 1), torch.device("cpu"))
     batches, x = [], torch.arange(SEQ * 2.0).reshape(1, SEQ, 1, 2)
 
     def attention(q, k, v):

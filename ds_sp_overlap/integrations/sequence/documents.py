@@ -45,9 +45,8 @@ class Documents:
     `GlobalSequence` makes this object on the host, once for all layers of a forward of the model.
 
     Args:
-        bounds: [n, 3]. Row, start and stop of each document, sorted by row and start.
-        rows: The number of rows, b.
-        seq: The length of a row, s.
+        bounds: [n, 3]. Row, start and stop of each document, sorted by row and start. All tokens
+            of all rows are in a document.
         device: Holds the index tensors.
         queries: The range of tokens whose queries attend, (first, last + 1); None for all tokens.
 
@@ -62,15 +61,9 @@ class Documents:
             of all calls; None if the results are in order, because all documents are long.
     """
 
-    def __init__(
-        self,
-        bounds: np.ndarray,
-        rows: int,
-        seq: int,
-        device: torch.device,
-        queries: Range | None = None,
-    ):
-        self.rows, self.queries = rows, queries or (0, seq)
+    def __init__(self, bounds: np.ndarray, device: torch.device, queries: Range | None = None):
+        last_row, _, seq = bounds[-1].tolist()
+        self.rows, self.queries = last_row + 1, queries or (0, seq)
         first, last = self.queries
         # From here on, a row holds its queries only, and indices count from the first query.
         seq = last - first

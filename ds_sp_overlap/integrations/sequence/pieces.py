@@ -22,8 +22,8 @@ def pieces_of(
         by_states: Whether the mixer exchanges states.
         by_heads: Whether the mixer exchanges heads.
     """
-    starts, lengths, bounds = sequence.recurrent_starts, sequence.lengths, sequence.recurrent_bounds
-    if len(bounds) == sequence.rows:
+    starts, lengths, bounds = sequence.starts, sequence.lengths, sequence.bounds
+    if sequence.one_document:
         return Pieces(lengths)
     first = sum(lengths[:rank])
     last = first + lengths[rank]
@@ -34,8 +34,7 @@ def pieces_of(
         if len(row) == sequence.rows:
             return None
         start, stop = np.maximum(start, begin) - begin, np.minimum(stop, last) - begin
-        clipped = np.stack([row, start, stop], 1)
-        return Documents(clipped, sequence.rows, last - begin, device=sequence.device)
+        return Documents(np.stack([row, start, stop], 1), sequence.device)
 
     own = starts[:, first:last]
     token = np.arange(starts.shape[1])
@@ -50,7 +49,7 @@ def pieces_of(
         lengths,
         window=documents(max(0, first - reach)) if reach else None,
         own=documents(first) if by_states else None,
-        whole=sequence.recurrent_documents if by_heads else None,
+        whole=sequence.documents() if by_heads else None,
         last_starts=last_starts.tolist(),
         reached=reached,
         reaches=reaches,

@@ -50,24 +50,17 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 
 
-def of_text(position_ids: np.ndarray) -> np.ndarray | None:
-    """Return the positions [b or 1, s] from which transformers derives documents.
-
-    Args:
-        position_ids: [b or 1, s]; or [4, b or 1, s], where the text positions come first; or [3, b
-            or 1, s] for images, without text positions: the result is None.
-    """
-    if position_ids.ndim == 2:
-        return position_ids
-    return None if len(position_ids) == 3 else position_ids[0]
-
-
 def restarts(position_ids: np.ndarray) -> np.ndarray:
     """Return whether a document starts at each token after the first, [b or 1, s - 1].
 
     A document starts where positions don't increase by 1. `masks` has the same rule for a tensor.
+
+    Args:
+        position_ids: [b or 1, s]; or [4, b or 1, s], where the text positions come first; or [3, b
+            or 1, s] for images, without text positions: they show no documents.
     """
-    return np.diff(position_ids) != 1
+    of_text = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
+    return (np.diff(of_text) != 1) & (position_ids.shape[:-2] != (3,))
 
 
 _Method = TypeVar("_Method", bound=Callable)
@@ -94,17 +87,19 @@ class GlobalSequence:
     tensors are made on first use and cached for all layers. No method communicates.
 
     Args:
-        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`of_text`). The positions of all ranks.
+        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`restarts`). The positions of all ranks.
         lengths: [P]. Local sequence length of every rank, in tokens.
-        rows: The batch size b.
-        mask: [b, s]. True for tokens that are not padding; None without padding.
+        mask: [b, s]. True for tokens that are not padding.
         device: Holds the tensors.
         where: The name of the model, for errors.
         fallbacks: The names of the layers that fall back on any rank (`Forwards.fallible`).
 
     Attributes:
+        rows: The batch size b.
         largest_position: The largest position of all ranks. Some rotary embeddings choose their
             frequencies by it (`transformers.forward`).
+        starts: [b, s]. Whether a document starts at each token. Padding after a document belongs to
+            that document, and padding at the start of a row is a document.
         bounds: [n, 3]. Row, start and stop of each document.
         one_document: Whether every row is one document.
         has_padding: Whether the mask marks padding.
@@ -120,33 +115,33 @@ class GlobalSequence:
         self,
         position_ids: np.ndarray,
         lengths: list[int],
-        rows: int,
-        mask: np.ndarray | None,
+        mask: np.ndarray,
         device: torch.device,
         where: str,
         fallbacks: Collection[str] = (),
     ):
-        self.lengths, self.rows, self.device = lengths, rows, device
-        self.fallbacks = fallbacks
-        self.largest_position, seq = int(position_ids.max()), sum(lengths)
-        starts = np.zeros((rows, seq), bool)
-        starts[:, 0] = True
-        text = of_text(position_ids)
-        if text is not None:
-            starts[:, 1:] = restarts(text)
-        self.padded = self.mask_made = self.has_padding = False
-        if mask is not None and not mask.all():  # guard: padding is a document
-            self.has_padding = True
+        self.lengths, self.device, self.fallbacks = lengths, device, fallbacks
+        self.rows, self.largest_position = len(mask), int(position_ids.max())
+        starts = np.ones_like(mask)
+        starts[:, 1:] = restarts(position_ids)
+        self.padded = self.mask_made = False
+        self.has_padding = not mask.all()
+        if self.has_padding:  # guard: padding is a document
             starts = self._with_padding(starts, mask, where)
-        self.bounds = _bounds(starts)
-        self.one_document = len(self.bounds) == rows
-        self._starts, self._mask = starts, mask
+        row, start = starts.nonzero()
+        # A document stops at the start of the next document in its row, or at the end of the row.
+        is_last = np.diff(row, append=self.rows) != 0
+        stop = np.where(is_last, mask.shape[1], np.roll(start, -1))
+        self.starts, self.bounds = starts, np.stack([row, start, stop], 1)
+        self.one_document = len(row) == self.rows
+        # Edges of documents make no difference in padding.
+        self._may_be_told = starts | ~mask
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return the starts of documents [b, s], with the first token after padding as a start.
+        """Return the starts of documents [b, s]: of those that positions show, no padding.
 
-        So padding in front of a document becomes a document of padding. Sets `padded` if a start
-        was added that the positions don't show.
+        Instead, the first token after padding is a start, and so is the first token of a row. Sets
+        `padded` if a start was added that the positions don't show.
 
         Raises:
             ValueError: if there is padding between the tokens of a document.
@@ -163,7 +158,9 @@ class GlobalSequence:
                 "before or behind them, or let position_ids start anew behind it"
             )
         self.padded = bool(behind_padding.any())
-        return starts | behind_padding
+        starts = (starts | behind_padding) & mask
+        starts[:, 0] = True
+        return starts
 
     def knows(self, rank: int, told: Mapping[str, Tensor]) -> bool:
         """Return whether position_ids contain every document edge in the arguments of a rank.
@@ -174,9 +171,9 @@ class GlobalSequence:
                 tokens; or the document index of each of this rank's tokens [b or 1, s/P].
         """
         first = sum(self.lengths[:rank])
-        own = self._starts[:, first : first + self.lengths[rank]].copy()
+        own = self._may_be_told[:, first : first + self.lengths[rank]].copy()
         own[:, :1] = True
-        known = [{*np.flatnonzero(starts), starts.size} for starts in (own, self._starts)]
+        known = [{*np.flatnonzero(edges), edges.size} for edges in (own, self._may_be_told)]
         for name, x in told.items():
             values = x.cpu().numpy()
             if name != "seq_idx":
@@ -199,7 +196,10 @@ class GlobalSequence:
                 for whole documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
-        return self._documents_of(self._bounds_of(chunk), queries)
+        bounds = self._bounds_of(chunk)
+        if len(bounds) == self.rows:
+            return None
+        return Documents(bounds, self.device, queries)
 
     def _bounds_of(self, chunk: int | None) -> np.ndarray:
         """Return the `bounds` of the documents, cut into chunks of ``chunk`` tokens."""
@@ -212,34 +212,6 @@ class GlobalSequence:
         row, stop = row.repeat(count), stop.repeat(count)
         start = start.repeat(count) + nth * chunk
         return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
-
-    @functools.cached_property
-    def recurrent_starts(self) -> np.ndarray:
-        """Return the tokens [b, s] at which a recurrent layer begins with an empty state."""
-        # Unlike in `bounds`, padding after a document always belongs to that document, since the
-        # state may continue into the padding. Padding at the start of a row is a document.
-        starts = self._starts if self._mask is None else self._starts & self._mask
-        starts[:, 0] = True
-        return starts
-
-    @functools.cached_property
-    def recurrent_bounds(self) -> np.ndarray:
-        """Return the `bounds` of `recurrent_starts`."""
-        return _bounds(self.recurrent_starts)
-
-    @functools.cached_property
-    def recurrent_documents(self) -> Documents | None:
-        """Return the documents for recurrent layers, which begin each document with an empty state.
-
-        None if every row is one document.
-        """
-        return self._documents_of(self.recurrent_bounds)
-
-    def _documents_of(self, bounds: np.ndarray, queries: Range | None = None) -> Documents | None:
-        """Return the documents with the given bounds [n, 3]; None if every row is one document."""
-        if len(bounds) == self.rows:
-            return None
-        return Documents(bounds, self.rows, sum(self.lengths), device=self.device, queries=queries)
 
     @once
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:
@@ -307,15 +279,6 @@ class GlobalSequence:
         token = torch.arange(keys, device=self.device)
         distance = token[keys - queries :, None] - token[None, :]
         return ((distance >= 0) & (distance < window))[None, None]
-
-
-def _bounds(starts: np.ndarray) -> np.ndarray:
-    """Return row, start and stop of each document [n, 3] from the mask of first tokens [b, s]."""
-    rows, seq = starts.shape
-    row, start = starts.nonzero()
-    # A document stops at the start of the next document in its row, or at the end of the row.
-    stop = np.where(np.diff(row, append=rows) == 0, np.roll(start, -1), seq)
-    return np.stack([row, start, stop], 1)
 
 
 def _is_filled(cache: Any) -> bool:
@@ -454,7 +417,6 @@ class Positions:
         sequence = GlobalSequence(
             positions,
             lengths,
-            form[-1],
             # All axes hold the same mask.
             mask=is_real.reshape(-1, *is_real.shape[-2:])[0],
             device=device,
@@ -546,8 +508,8 @@ class Positions:
             return
         # If positions start anew on every rank, each row has one restart on every rank but the
         # first. Any further restarts lie elsewhere.
-        text = of_text(position_ids)
-        elsewhere = text is not None and restarts(text).sum() > len(text) * (len(starts) - 1)
+        found = restarts(position_ids)
+        elsewhere = found.sum() > len(found) * (len(starts) - 1)
         # In the first forward such positions are taken for a mistake. After other positions, they
         # are taken for documents that end where the ranks' tokens end.
         self._may_restart = bool(elsewhere or position_ids[..., starts].any())

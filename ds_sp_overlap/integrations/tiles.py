@@ -147,8 +147,7 @@ class _TiledModule:
         if reason := _why_whole(module):
             raise Unknown(reason)
         if not any((one.state, one.shapes) == (self.state, self.shapes) for one in known):
-            is_norm = not any(True for _ in module.children())
-            probe_tokenwise(name, module, _token_size(module), is_norm)
+            probe_tokenwise(name, module, _token_size(module))
 
     def tokens_for(self, x: Tensor) -> int:
         """Return the most tokens in a tile of ``x``.

@@ -35,8 +35,8 @@ def norm(forward):
     return type("Norm", (LlamaRMSNorm,), {"forward": forward, "__module__": MADE_UP})(24)
 
 
-def probe(module, is_norm=False):
-    return probe_tokenwise("mlp", module, 24, is_norm)
+def probe(module):
+    return probe_tokenwise("mlp", module, 24)
 
 
 class Meeting(torch.autograd.Function):
@@ -147,22 +147,22 @@ def test_dropout_counts_where_it_drops():
 
 def test_a_norm_with_a_buffer_is_not_known():
     module = LlamaRMSNorm(24)
-    probe(module, is_norm=True)
+    probe(module)
     module.register_buffer("mean", torch.zeros(24))
     with pytest.raises(Unknown, match="mlp .LlamaRMSNorm. has more than parameters"):
-        probe(module, is_norm=True)
+        probe(module)
 
 
 def test_a_norm_over_tokens_is_not_known():
     with pytest.raises(Unknown, match="mlp .Norm. makes something else of some tokens"):
-        probe(norm(lambda self, x: (x - x.mean(1, keepdim=True)) * self.weight), is_norm=True)
+        probe(norm(lambda self, x: (x - x.mean(1, keepdim=True)) * self.weight))
 
 
 def test_weights_that_zero_3_took_into_parts_are_not_needed():
     module = LlamaRMSNorm(24)
     module.weight = nn.Parameter(torch.empty(0))
     module.weight.ds_shape = torch.Size((24,))
-    probe(module, is_norm=True)
+    probe(module)
 
 
 def test_no_hook_is_called_and_nothing_is_left_changed():
@@ -180,16 +180,16 @@ def test_no_hook_is_called_and_nothing_is_left_changed():
 def test_a_forward_of_somebody_else_is_not_run(kind, monkeypatch):
     own = kind.forward
     module = LlamaMLP(CONFIG) if kind is LlamaMLP else LlamaRMSNorm(24)
-    probe(module, is_norm=kind is LlamaRMSNorm)
+    probe(module)
     monkeypatch.setattr(kind, "forward", lambda self, x: own(self, x))
     with pytest.raises(Unknown, match="has code that is neither torch's nor transformers'"):
-        probe(module, is_norm=kind is LlamaRMSNorm)
+        probe(module)
 
 
 @pytest.mark.parametrize("own", ["function of its own", "method of its class", "function of its file"])
 def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
     module = GemmaRMSNorm(24)
-    probe(module, is_norm=True)
+    probe(module)
     names = {**GemmaRMSNorm.forward.__globals__, "rotate": torch.nn.functional.silu}
     if own == "method of its class":
         monkeypatch.setattr(GemmaRMSNorm, "_norm", lambda self, x: x)
@@ -201,7 +201,7 @@ def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
     if own == "function of its file":
         names["rotate"] = lambda x: x
     with pytest.raises(Unknown, match="has code that is neither torch's nor transformers'"):
-        probe(module, is_norm=True)
+        probe(module)
 
 
 def read_of_ones_own():
@@ -212,7 +212,7 @@ def read_of_ones_own():
             return x - x.mean(1, keepdim=True) if x.shape[1] > 1000 else x
 
     with contextlib.suppress(Unknown):
-        probe(Norm(24), is_norm=True)
+        probe(Norm(24))
         yield "a norm that goes by the length is known"
 
 

@@ -151,8 +151,7 @@ class Code:
                 raise Unknown(f"its forward uses {name} (no constant or function of transformers)")
             elif function not in self.functions:
                 self.functions.add(function)
-                for code in _codes_in(function.__code__):
-                    left += self._named_in(code, function.__globals__, kind)
+                left += self._named_in(function.__code__, function.__globals__, kind)
 
     def _named_in(
         self, code: types.CodeType, names: dict[str, Any], kind: type
@@ -183,6 +182,10 @@ class Code:
             is_registry = value is attention_functions()
             if not (is_plain(value) or is_registry or isinstance(value, logging.Logger)):
                 yield name, value
+        # The functions that are nested in the code.
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                yield from self._named_in(inner, names, kind)
 
 
 def _is_plain_function(function: Any) -> bool:
@@ -205,14 +208,6 @@ def _asks_torch(name: str) -> bool:
         if is_module or value is not None and name.startswith(_QUESTIONS):
             return True
     return False
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and the code of the functions nested in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 class Accounting(TorchFunctionMode):

@@ -273,7 +273,7 @@ def _read_cases(module: Any) -> Read:
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     for name in sorted({source.norm for source in first.sources.values() if source.norm}):
-        probe_tokenwise(name, getattr(module, name), first.head_dim, norm=True)
+        probe_tokenwise(name, getattr(module, name), first.head_dim)
     return Read(first, options, list(lookups.values()), list(code.loaded_globals.values()))
 
 

@@ -52,7 +52,7 @@ class ProbeSchedule:
         return self.calls == 1 or check and self.calls % EVERY == 0
 
 
-def first_difference(named: dict[str, tuple[Tensor | None, Tensor | None]]) -> str:
+def first_difference(named: dict[str, tuple[Tensor, Tensor]]) -> str:
     """Describe the first difference between pairs of tensors (own, driven), by name.
 
     Returns "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
@@ -61,18 +61,13 @@ def first_difference(named: dict[str, tuple[Tensor | None, Tensor | None]]) -> s
     for name, (own, driven) in named.items():
         if words := _describe_difference(own, driven):
             return f"{name}{words}"
-        if own is not None and own.numel() and own.is_floating_point() and not own.is_meta:
+        if own.numel() and own.is_floating_point() and not own.is_meta:
             is_seen = is_seen and bool(own.detach().isfinite().any())
     return "" if is_seen else UNSEEN
 
 
-def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
+def _describe_difference(own: Tensor, driven: Tensor) -> str:
     """Describe how two tensors differ; empty if they differ by no more than rounding."""
-    # A missing gradient counts as zero.
-    if own is None or driven is None:
-        given = driven if own is None else own
-        nonzero = given is not None and bool(given.any())
-        return " is there for one of the two alone" if nonzero else ""
     if own.shape != driven.shape or own.dtype != driven.dtype:
         return f" is {list(own.shape)} {own.dtype}, not {list(driven.shape)} {driven.dtype}"
     if not own.numel() or own.is_meta:
@@ -91,13 +86,11 @@ def _describe_difference(own: Tensor | None, driven: Tensor | None) -> str:
     error, size = (own - driven).double().norm(), own.double().norm()
     relative = float(error / size) if size else float(error)
     # Allow fp32 rounding even for fp64 tensors, since norms may compute in fp32.
-    rounding, dtypes = 256 * torch.finfo(torch.float32).eps, [own.dtype]
+    rounding = max(256 * torch.finfo(torch.float32).eps, 4 * torch.finfo(own.dtype).eps)
     # Under autocast, hidden states may be fp32 while products are rounded to a narrower dtype.
     if torch.is_autocast_enabled(own.device.type):
-        dtypes.append(torch.get_autocast_dtype(own.device.type))
-    for dtype in dtypes:
-        if dtype in (torch.bfloat16, torch.float16):
-            rounding = max(rounding, 4 * torch.finfo(dtype).eps)
+        narrow = torch.get_autocast_dtype(own.device.type)
+        rounding = max(rounding, 4 * torch.finfo(narrow).eps)
     if relative <= rounding:
         return ""
     return f" differs by {relative:.1e}"  # guard: more than rounding

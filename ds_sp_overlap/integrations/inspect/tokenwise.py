@@ -101,25 +101,24 @@ def _random_copy(
     return copy
 
 
-def probe_tokenwise(name: str, module: nn.Module, size: int, norm: bool) -> None:
+def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
     """Check that ``module`` computes each token [.., size] independently of the others.
 
     Called in `enable`, and again if the layer has changed. A random copy runs on the CPU; the
-    module itself doesn't run.
+    module itself doesn't run. A module without children is a norm, which has parameters, but no
+    buffers. Others may consist of linear layers, of modules without parameters, and of
+    transformers' modules.
 
     Args:
         name: The module's name, for errors.
         module: The module.
         size: The width of a token.
-        norm: Whether the module must be a norm, which has parameters, but no children or buffers.
-            Other modules may consist of linear layers, of modules without parameters, and of
-            transformers' modules.
 
     Raises:
         Unknown: if the module fails the check, or contains third-party code.
     """
-    where = f"{name} ({type(module).__name__})"
-    if norm and [*module.children(), *module.buffers()]:
+    where, norm = f"{name} ({type(module).__name__})", not any(True for _ in module.children())
+    if norm and any(True for _ in module.buffers()):
         raise Unknown(f"{where} has more than parameters")
     _check_parts(name, module, norm)
     dtype = torch.float64

@@ -81,18 +81,17 @@ class Documents:
         for row, start, stop in self.long:
             tokens_of_calls.append(row * seq - first + np.arange(max(start, first), stop))
         index_arrays: list[np.ndarray] = []
-        starts, power = bounds[:, 0] * seq + bounds[:, 1] - first, 1
-        # Each step plans the calls on short documents of power / 2 + 1 to ``power`` tokens.
-        while power // 2 * _LONG <= seq:
-            (similar,) = np.nonzero(~is_long & (length > power // 2) & (length <= power))
-            for begin in range(0, len(similar), _BATCH):
-                batch = similar[begin : begin + _BATCH]
+        starts = bounds[:, 0] * seq + bounds[:, 1] - first
+        # The length of the call of each short document; 0 for the long ones.
+        powers = np.where(is_long, 0, 2 ** np.ceil(np.log2(length)).astype(int))
+        for power in np.unique(powers[powers > 0]):
+            (similar,) = np.nonzero(powers == power)
+            for batch in np.split(similar, range(_BATCH, len(similar), _BATCH)):
                 # Pad a shorter document with copies of its last token; ``real`` excludes them.
                 nth, lengths = np.arange(power), length[batch, None]
                 index, real = starts[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
-                index_arrays += [index, real.ravel().nonzero()[0]]
+                index_arrays += [index, np.flatnonzero(real)]
                 tokens_of_calls.append(index[real])
-            power *= 2
 
         # The inverse permutation of ``tokens_of_calls``: the index of each query's result.
         order = np.argsort(np.concatenate(tokens_of_calls))

@@ -158,7 +158,7 @@ def difference(
             theirs.append(own(**arguments)[0])
         ours = [x.transpose(1, 2) for x in driven.block.project_locally(leaf, tables)]
         ours.append(driven.block.o_proj(o.flatten(2)))
-        named: dict[str, tuple[Any, Any]] = dict(zip(("q", "k", "v", "output"), zip(theirs, ours)))
+        named = dict(zip(("q", "k", "v", "output"), zip(theirs, ours)))
         if leaf.requires_grad:
             dys = [torch.randn_like(y) for y in theirs]
             named["gradient of the hidden states"] = (

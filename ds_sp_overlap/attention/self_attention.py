@@ -72,7 +72,8 @@ class SelfAttention:
         sequence_process_group: The sp group; None only in a world of one rank.
         batch_first: Whether hidden states are [b, s/P, m]; otherwise they are [s/P, b, m].
         config: An ``sp_overlap`` section.
-        transport: The mover of bytes; None for the transport that ``config`` names.
+        transport: The mover of bytes, used without `Named.prepare`; None for the transport that
+            ``config`` names.
         name: Name of the layer, for errors and logs.
         policy: The policy that the model's layers share for "head_groups": "auto"; None for the
             policy that layers with this group and config share.
@@ -81,7 +82,8 @@ class SelfAttention:
         heads_alike: Whether the local attention treats all heads alike on all ranks. If False, and
             `attention_function` does not declare it either, the layer runs in one head group. An
             attention that has a value for each head only in a `PerHead` counts as alike.
-        schedule: Makes a `Schedule`, as `schedule.by_head_groups` does.
+        schedule: Makes a `Schedule`, as `schedule.by_head_groups` does; the same on every rank, and
+            not beside "window" or "checkpointing" of ``config``.
 
     Raises:
         ValueError: for modules or numbers of heads that don't fit together, or a wrong ``config``.

@@ -22,7 +22,7 @@ def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Nam
     """Return the transport that ``sp_overlap.transport`` names; `SPGroup.prepare` prepares it.
 
     Args:
-        name: "auto", "c10d" or "copy_engine".
+        name: A value of ``sp_overlap.transport``.
         size: ``P``.
         settings: As for `C10d`.
     """

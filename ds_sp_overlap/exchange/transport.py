@@ -64,7 +64,13 @@ class Handle(Protocol):
     """The interface of a transfer in flight."""
 
     def wait(self) -> None:
-        """Make the host (gloo) or the current stream (NCCL) wait for the transfer."""
+        """Make the host (gloo) or the current stream (NCCL) wait for the transfer.
+
+        With a `SideStream` this follows the launch at once, in the same stream.
+
+        Raises:
+            RuntimeError: if the transfer fails; the caller adds the name of the exchange.
+        """
 
 
 class Transport(Protocol):
@@ -89,10 +95,13 @@ class Transport(Protocol):
                 in memory. Read until the wait of the handle, never written.
             recv: The tensor to receive into, laid out as ``send``. Undefined until the wait of the
                 handle.
-            send_sizes: Elements of ``send`` for each rank.
+            send_sizes: Elements of ``send`` for each rank, 0 for some of them at times.
             recv_sizes: Elements of ``recv`` from each rank.
             group: The sp group.
             name: Name for logs and errors, for instance ``layers.7 dv``.
+
+        Raises:
+            RuntimeError: if the launch fails; the caller adds the name of the exchange.
         """
 
 

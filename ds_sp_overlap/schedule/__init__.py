@@ -82,7 +82,8 @@ applies RoPE after the exchange. A step whose result is not needed is left out.
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
 calls it for each number of head groups that it tries, and checks every schedule that it returns.
-The config must then leave out ``window`` and ``checkpointing``.
+The config must then leave out ``window`` and ``checkpointing``, and without ``heads_alike=True`` the
+layer has one head group.
 """
 
 from .by_groups import by_head_groups, by_starts

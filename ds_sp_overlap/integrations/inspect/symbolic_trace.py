@@ -26,7 +26,7 @@ from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
-# Arguments that most layers ignore in training.
+# Arguments that layers ignore in training; `Driven` drops them.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
 # The path from a layer to its class, and the functions of the class that a call of a module runs.
 CLASS, RUNS = ("__class__",), ("forward", "__call__")

@@ -1,52 +1,33 @@
-"""What users of transformers' Trainer and TRL's SFTTrainer write, trained for a few steps on each rank of a test."""
+"""Train for a few steps on each rank of a test as users of transformers' Trainer, TRL's SFTTrainer and Accelerate do."""
 
 import contextlib
 import gc
-from dataclasses import dataclass, field
+import itertools
+import json
+import os
+from pathlib import Path
+from unittest import mock
 
 import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from transformers import ByT5Tokenizer, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_sp_overlap
-from tests.harness.models import SEQ, batches, forget_sequence_parallel, overlapped_layers, tiny
-from tests.harness.ranks import leaves
+from tests.harness.models import BATCH, SEQ, Run, batches, ds_config, forget_sequence_parallel, overlapped_layers, tiny
 
-STEPS, BATCH = 4, 2
+STEPS = 4
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])
 # Stock Ulysses takes no None for head_dim.
 EXPERTS = dict(family="mixtral", num_local_experts=4, output_router_logits=True, head_dim=8)
 
 
-@dataclass
-class Log:
-    """Of each step the loss and the grad norm, of each evaluation its loss; of the steps after a resume the same again."""
-
-    losses: list = field(default_factory=list)
-    norms: list = field(default_factory=list)
-    evaluated: list = field(default_factory=list)
-    resumed: list = field(default_factory=list)
-    bound: int = 0  # attention layers that are overlapped
-
-    def equals(self, other):
-        """Bit for bit."""
-        return self._numbers() == other._numbers()
-
-    def distance(self, other):
-        """Largest relative difference."""
-        pairs = zip(leaves(self._numbers()), leaves(other._numbers()), strict=True)
-        return max(abs(a - b) / abs(b) for a, b in pairs)
-
-    def _numbers(self):
-        return self.losses, self.norms, self.evaluated, self.resumed
-
-
 @contextlib.contextmanager
 def fresh():
-    """Accelerate, transformers and DeepSpeed as if nothing had been trained, afterwards too."""
+    """Run the body as if nothing had been trained by Accelerate, transformers and DeepSpeed; forget it afterwards, too."""
 
     def forget():
         forget_sequence_parallel()
@@ -64,15 +45,20 @@ def fresh():
 
 
 def rows(number, labels=True):
-    """Examples of one length, as a data set."""
+    """Yield examples of one length, as a data set."""
     for tokens in batches(number, 1):
         yield {"input_ids": tokens[0], **({"labels": tokens[0].clone(), "position_ids": torch.arange(SEQ)} if labels else {})}
+
+
+def sp_of_two():
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
 
 
 def _trainer(
     client, section, folder, stage=1, lora=False, checkpointing=None, accumulation=1, evaluate=False, moe=False, model=None,
 ):  # fmt: skip
-    """A Trainer or an SFTTrainer, sequence parallel over all ranks.
+    """Make a Trainer or an SFTTrainer, sequence parallel over all ranks.
 
     checkpointing   whether gradient checkpointing is reentrant; None for none
     model           makes another model than `tiny`
@@ -87,9 +73,7 @@ def _trainer(
         output_dir=folder, deepspeed=config, max_steps=STEPS, per_device_train_batch_size=BATCH, use_cpu=True, bf16=False,
         gradient_accumulation_steps=accumulation, gradient_checkpointing=checkpointing is not None,
         gradient_checkpointing_kwargs={"use_reentrant": checkpointing} if checkpointing is not None else None,
-        parallelism_config=ParallelismConfig(
-            sp_size=2, sp_backend="deepspeed", sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
-        ),
+        parallelism_config=sp_of_two(),
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="steps", save_steps=2, eval_strategy="steps" if evaluate else "no", eval_steps=2,
         per_device_eval_batch_size=BATCH, seed=1,
@@ -115,24 +99,63 @@ def _trainer(
 
 
 def train(rank, client, section, folder, resume=False, **options):
-    """Train with a ``client``, "Trainer" or "SFTTrainer"; ``section`` None trains stock. Returns a `Log`.
+    """Train with a ``client``, "Trainer" or "SFTTrainer"; ``section`` None trains stock. Return a `Run`.
 
     resume    train the second half once more, from the checkpoint of the first
     options   of `_trainer`
     """
-    log = Log()
+    run = Run()
     with fresh():
         for start in [None, f"{folder}/checkpoint-2"] if resume else [None]:
             trainer = _trainer(client, section, folder, **options)
             trainer.train(resume_from_checkpoint=start)
             steps = [entry for entry in trainer.state.log_history if "loss" in entry]
             if start is None:
-                log.losses, log.norms = [x["loss"] for x in steps], [float(x["grad_norm"]) for x in steps]
-                log.evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
+                run.losses, run.norms = [x["loss"] for x in steps], [float(x["grad_norm"]) for x in steps]
+                run.evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
             else:
-                log.resumed = [number for x in steps[2:] for number in (x["loss"], float(x["grad_norm"]))]
-            log.bound = len(overlapped_layers(trainer.model))
-            ds_sp_overlap.disable(trainer.model)
-            trainer.deepspeed.destroy()
+                run.resumed = [number for x in steps[2:] for number in (x["loss"], float(x["grad_norm"]))]
+            leave(trainer.model, trainer.deepspeed, section)
             forget_sequence_parallel()
-    return log
+    return run
+
+
+def leave(model, engine, section):
+    """Leave nothing of a training behind, in which both attention layers were overlapped if there was a section."""
+    assert len(overlapped_layers(model)) == (0 if section is None else 2)
+    ds_sp_overlap.disable(model)
+    engine.destroy()
+
+
+def train_with_accelerate(rank, section, stage=2, folder=None, steps=4):
+    """Train in a loop of one's own by Accelerate; return the losses. The config is a dict, or a JSON in ``folder``."""
+    config = {**ds_config(stage, optimizer="SGD"), **({} if section is None else {"sp_overlap": section})}
+    del config["optimizer"]
+    if folder is not None:
+        path = Path(folder) / f"{rank}.json"
+        path.write_text(json.dumps(config))
+        config = str(path)
+    model, losses = tiny(initializer_range=0.2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(list(rows(2 * steps * BATCH)), batch_size=BATCH)
+    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"), fresh():  # as `accelerate launch` does
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            parallelism_config=sp_of_two(),
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        )
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        group = model.mpu.get_sequence_parallel_group()
+        for batch in itertools.islice(loader, steps):
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            labels = batch["shift_labels"].flatten()
+            share = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+            total, count = share.detach().clone(), (labels != -100).sum()
+            for sum_of_ranks in (total, count):
+                torch.distributed.all_reduce(sum_of_ranks, group=group)
+            accelerator.backward(share / count)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((total / count).item())
+        leave(accelerator.unwrap_model(model), model, section)
+    return losses

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
 from ds_sp_overlap.integrations.transformers import attention_function, driven
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import leaves, on_ranks
 from tests.harness.reference import relative_error
 
 VOCABULARY, SEQ, BATCH = 64, 32, 2
@@ -176,37 +176,35 @@ def ds_config(stage=0, accumulation=1, dtype=torch.float32, optimizer="AdamW", *
 
 @dataclass
 class Run:
-    """What a training run left: of each step the last loss and the grad norm, of the first step the gradients."""
+    """What a training run left.
+
+    losses, norms          of each step the last loss and the grad norm
+    evaluated, resumed     of each evaluation its loss; losses and norms of the steps after a resume
+    gradients, parameters  of the first step, and after the last
+    """
 
     losses: list = field(default_factory=list)
     norms: list = field(default_factory=list)
+    evaluated: list = field(default_factory=list)
+    resumed: list = field(default_factory=list)
     gradients: dict = field(default_factory=dict)
     parameters: dict = field(default_factory=dict)
 
     def equals(self, other):
-        """Bit for bit."""
-        return (
-            self.losses == other.losses
-            and self.norms == other.norms
-            and self.gradients.keys() == other.gradients.keys()
-            and all(torch.equal(self.gradients[name], x) for name, x in other.gradients.items())
-            and all(torch.equal(self.parameters[name], x) for name, x in other.parameters.items())
-        )
+        """Compare bit for bit."""
+        pairs = zip(leaves(vars(self)), leaves(vars(other)), strict=True)
+        return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
     def distance(self, other):
-        """Largest relative difference of gradients, losses and grad norms."""
-
-        def far(mine, theirs):
-            return max((abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
-
-        return {
-            "gradients": max(relative_error(self.gradients[name], x) for name, x in other.gradients.items()),
-            "losses": far(self.losses, other.losses),
-            "norms": far(self.norms, other.norms),
-        }
+        """Return the largest relative difference of gradients, and of losses, norms and so on."""
+        far = {"gradients": max((relative_error(self.gradients[name], x) for name, x in other.gradients.items()), default=0.0)}
+        for name in ("losses", "norms", "evaluated", "resumed"):
+            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
+            far[name] = max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+        return far
 
     def gradient_error(self, other):
-        """Norm of the difference of all gradients, over the norm of the other's."""
+        """Return the norm of the difference of all gradients, over the norm of the other's."""
         off = sum((self.gradients[name] - x).double().square().sum() for name, x in other.gradients.items())
         return (off / sum(x.double().square().sum() for x in other.gradients.values())).sqrt().item()
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, masking_utils
 from ds_sp_overlap.integrations.inspect import accounting
 from ds_sp_overlap.integrations.transformers import driven
 from tests.harness.families import MORE, SIZES, tiny_model
-from tests.harness.sweep import Raised, attempt, batch_of, in_double, more, overlaps, reasons, whole
+from tests.harness.sweep import FAILURES, Raised, attempt, batch_of, ends, in_double, more, overlaps, reasons, whole
 
 OWN = ""  # config
 SCALE = 8.0  # of the weights
@@ -148,17 +148,17 @@ class Odd:
 
 
 def odd_verdict(ranks):
-    """What the trials of all ranks come to."""
+    """Say what the trials of all ranks come to."""
     found, own = Odd(), _overlapped(ranks[0][OWN])
     for name in ranks[0]:
         trials = [of_rank[name] for of_rank in ranks]
         if any(isinstance(trial, Raised) for trial in trials):
             found.not_run += 1
             continue
-        tried = [x for trial in trials for x in trial.ours.values()]
-        if faults := list(filter(None, map(_fault, tried))):
+        ended = [end for trial in trials for end in ends(trial, FP64)]
+        if faults := [why for word, why in ended if word in FAILURES]:
             found.wrong[name] = "; ".join(dict.fromkeys(faults))
-        elif any(isinstance(x, Raised) for x in tried):
+        elif "refused" in dict(ended):
             found.refused += 1
         else:
             found.right += 1
@@ -174,9 +174,3 @@ def _overlapped(trial):
     if isinstance(whole := trial.ours["G = 2"], Raised):
         return "refused", whole.message
     return overlaps(trial), "; ".join(reasons(trial))
-
-
-def _fault(found):
-    if isinstance(found, Raised):
-        return "" if found.refusal else found.message
-    return "" if max(found) <= FP64 else f"off by {max(found):.0e}"

@@ -307,52 +307,49 @@ def _text(pairs):
     return " / ".join(f"{max(column):.0e}" for column in zip(*pairs))
 
 
+def ends(trial, limit):
+    """Yield how each run of a trial ended: a word, and its errors or what was said."""
+    for how, found in trial.ours.items():
+        if isinstance(found, Raised):
+            yield "refused" if found.refusal else "crashes", found.message
+        elif max(found) > limit:
+            yield "wrong", f"off by {_text([found])} with {how}"
+        else:
+            yield "right", found
+
+
 def verdict(ranks):
-    """What the trials of all ranks come to."""
+    """Say what the trials of all ranks come to."""
     first = [trials["first"] for trials in ranks]
     for other in first:
         if isinstance(other, Raised):
             return Verdict("not built", other.message)
     raised = [trial.stock for trial in first if isinstance(trial.stock, Raised)]
     stock = raised[0].message if raised else _text([trial.stock for trial in first])
-    faults, refused, right = [], [], []
-    for name in ranks[0]:
-        for rank, trials in enumerate(ranks):
-            if isinstance(trial := trials[name], Raised):
-                continue  # this config has no whole sequence to compare with
-            for how, found in trial.ours.items():
-                if not isinstance(found, Raised):
-                    right.append(found)
-                    if max(found) > FP64:
-                        faults.append(("wrong", f"{name}: {_text([found])} with {how}"))
-                elif found.refusal:
-                    refused.append((name, found.message))
-                else:
-                    faults.append(("crashes", f"{name}: {found.message}"))
+    # A config may have no whole sequence to compare with.
+    tried = [(name, trial) for trials in ranks for name, trial in trials.items() if isinstance(trial, Trial)]
+    ended = [(name, *end) for name, trial in tried for end in ends(trial, FP64)]
+    faults = [(word, f"{name}: {why}") for name, word, why in ended if word in FAILURES]
     for what in first[0].faults:
         seen, times = zip(*(trial.faults[what] for trial in first))
         if not sum(times) or min(seen) <= FP64:
             faults.append(("blind", f"{what} off by {FAULT:.0e} on {sum(times)} occasions makes {min(seen):.0e}"))
+    right = _text([errors for _, word, errors in ended if word == "right"]) or "-"
     if faults:
         word = next(word for word in FAILURES if word in dict(faults))
-        return Verdict(word, "; ".join(dict.fromkeys(why for w, why in faults if w == word)), _text(right) if right else "-", stock)
-    if any(name == "first" for name, _ in refused):
-        return Verdict("refused", dict(refused)["first"], stock=stock)
-    why = "; ".join([*reasons(first[0]), *(f"{name} refused" for name in dict(refused))])
-    return Verdict(overlaps(first[0]), why, _text(right), stock)
+        return Verdict(word, "; ".join(dict.fromkeys(why for w, why in faults if w == word)), right, stock)
+    refused = {name: why for name, word, why in ended if word == "refused"}
+    if "first" in refused:
+        return Verdict("refused", refused["first"], stock=stock)
+    return Verdict(overlaps(first[0]), "; ".join([*reasons(first[0]), *(f"{name} refused" for name in refused)]), right, stock)
 
 
-GOT = {
-    "all eight exchanges": "whole",
-    **{
-        word: word for word in ("latent attention", "attention function", "delta rule", "selective scan", "states", "tokens before")
-    },
-}
+GOT = "all eight exchanges", "latent attention", "attention function", "delta rule", "selective scan", "states", "tokens before"
 
 
 def overlaps(trial):
-    """What is overlapped in the layers, in words."""
-    return " and ".join(sorted({GOT[what] for what in trial.got if what}, key=list(GOT.values()).index))
+    """Say what is overlapped in the layers."""
+    return " and ".join(sorted(set(filter(None, trial.got)), key=GOT.index)).replace(GOT[0], "whole")
 
 
 def reasons(trial):

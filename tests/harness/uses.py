@@ -2,6 +2,7 @@
 and attention that don't train, are shared or are dressed up."""
 
 import functools
+import inspect
 
 import deepspeed
 import torch
@@ -159,29 +160,6 @@ def backward_abandoned_halfway(call, layer, x, dy):
     return layers.backward(call, layer, x, dy)
 
 
-USES = [
-    without_grad,
-    without_gradient_of_the_input,
-    evaluation,
-    reentrant,
-    non_reentrant,
-    checkpointed_by_deepspeed,
-    selective,
-    saved_on_cpu,
-    in_anomaly_mode,
-    twice_before_backward,
-    fed_with_its_own_output,
-    accumulation,
-    second_backward,
-    grad_of_input_then_backward,
-    grad_of_one_weight_then_backward,
-    frozen_between,
-    refused_second_derivatives,
-    updated_in_place,
-    backward_abandoned_halfway,
-]
-
-
 # What is done to its projections.
 
 
@@ -331,32 +309,6 @@ class RaisesInBackward(torch.autograd.Function):
         raise Deliberate("planted")
 
 
-CHANGES = [
-    halved_value_and_output,
-    frozen_query,
-    frozen_key_and_value,
-    only_query_trains,
-    only_input_trains,
-    frozen_output,
-    frozen_output_weight_under_a_bias,
-    key_is_value,
-    adapted_query_and_output,
-    adapted_key,
-    all_adapted,
-    subclasses,
-    weight_normed,
-    hooked_key,
-    hooked_value_in_backward,
-]
-# These are for layers without a window and without shared heads alone.
-OTHER_CHANGES = [
-    hooked_on_one_rank,
-    attention_that_learns,
-    attention_that_learns_in_a_closure,
-    attention_that_changes_the_query_in_place,
-]
-
-
 # The drop-in.
 
 
@@ -407,12 +359,17 @@ def strided_inputs_and_cotangent(call, q, k, v, do):
     return {"output": o, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
-DROPIN_USES = [
-    key_is_value_tensor,
-    all_one_tensor,
-    query_in_an_auxiliary_loss,
-    projections_first_then_both_calls,
-    frozen_key,
-    backward_again,
-    strided_inputs_and_cotangent,
+def taking(*names):
+    """List the functions of this file that take arguments of these names."""
+    functions = filter(inspect.isfunction, list(globals().values()))
+    return [function for function in functions if (*inspect.signature(function).parameters,) == names]
+
+
+USES, DROPIN_USES = taking("call", "layer", "x", "dy"), taking("call", "q", "k", "v", "do")
+OTHER_CHANGES = [  # for layers without a window and without shared heads alone
+    hooked_on_one_rank,
+    attention_that_learns,
+    attention_that_learns_in_a_closure,
+    attention_that_changes_the_query_in_place,
 ]
+CHANGES = [change for change in taking("layer") if change not in OTHER_CHANGES]

@@ -4,60 +4,36 @@ import pytest
 from torch import nn
 
 from ds_sp_overlap.integrations.transformers.modules import goes_by_mask
+from tests.harness.zoo import compiled
+
+COMPARES = {
+    "a branch": "return h if attention_mask is None else h * 2",
+    "a branch among others": "return h * 2 if cache is not None and attention_mask is not None else h",
+    "a flag": "has_mask = attention_mask is not None; return h * has_mask",
+    "behind another argument": "return max(h, h if attention_mask is None else -h)",
+    "a method": """return self.factor(attention_mask) * h
+def factor(self, attention_mask):
+    return 1 if attention_mask is None else 2""",
+}
+PASSES_ON = {
+    "in its place": "return self.attention(h, attention_mask, None)",
+    "by name": "return self.attention(h, mask=attention_mask, cache=None)",
+    "beside a branch by another argument": "h = self.attention(h, attention_mask); return h if cache is None else h * 2",
+}
 
 
-class Branch(nn.Module):
-    def forward(self, h, attention_mask=None):
-        return h if attention_mask is None else h * 2
+def compares(body):
+    functions = {}
+    compiled(f"def forward(self, h, attention_mask=None, cache=None):\n    {body}\n", (), functions)
+    del functions["__builtins__"]
+    return goes_by_mask(type("Layer", (nn.Module,), functions)())
 
 
-class BranchAmongOthers(nn.Module):
-    def forward(self, h, other, attention_mask=None):
-        if other is not None and attention_mask is not None:
-            h = h * 2
-        return h
+@pytest.mark.parametrize("what", COMPARES)
+def test_a_comparison_with_none_is_seen(what):
+    assert compares(COMPARES[what])
 
 
-class Flag(nn.Module):
-    def forward(self, h, attention_mask=None):
-        has_mask = attention_mask is not None
-        return h * has_mask
-
-
-class BehindAnotherArgument(nn.Module):
-    def forward(self, h, attention_mask=None):
-        return max(h, h if attention_mask is None else -h)
-
-
-class Method(nn.Module):
-    def forward(self, h, attention_mask=None):
-        return self.factor(attention_mask) * h
-
-    def factor(self, attention_mask):
-        return 1 if attention_mask is None else 2
-
-
-class PassesOn(nn.Module):
-    def forward(self, h, attention_mask=None):
-        return self.attention(h, attention_mask, None)
-
-
-class PassesOnByName(nn.Module):
-    def forward(self, h, attention_mask=None):
-        return self.attention(h, mask=attention_mask, cache=None)
-
-
-class OtherArgument(nn.Module):
-    def forward(self, h, attention_mask=None, cache=None):
-        h = self.attention(h, attention_mask)
-        return h if cache is None else h * 2
-
-
-@pytest.mark.parametrize("kind", [Branch, BranchAmongOthers, Flag, BehindAnotherArgument, Method])
-def test_a_comparison_with_none_is_seen(kind):
-    assert goes_by_mask(kind())
-
-
-@pytest.mark.parametrize("kind", [PassesOn, PassesOnByName, OtherArgument])
-def test_a_mask_that_is_passed_on_is_fine(kind):
-    assert not goes_by_mask(kind())
+@pytest.mark.parametrize("what", PASSES_ON)
+def test_a_mask_that_is_passed_on_is_fine(what):
+    assert not compares(PASSES_ON[what])

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, with_sinks, worst
 from tests.harness.ranks import no_errors, on_ranks, refusal
 
@@ -312,8 +312,8 @@ def faults_of_options(rank):
 
 
 WATCHED = [
-    Watched(Guard("by what runs, not by its name", without='known = _SDPA if name == "sdpa" else None'), faults_of_names),
-    Watched(Guard("causal whatever a layer asks", without="if False:"), faults_of_options),
+    Watched("by what runs, not by its name", 'known = _SDPA if name == "sdpa" else None', faults_of_names),
+    Watched("causal whatever a layer asks", "if False:", faults_of_options),
 ]
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 import ds_sp_overlap
 from tests.harness.cases import full
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import (
     EXACT,
     batches,
@@ -443,7 +443,7 @@ def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
 
 # A model that stock computes wrongly: an MoE that takes sp ranks for tensor-parallel ranks.
 dropping = functools.partial(beside_experts, kind="stock", section={}, across=False, by_mpu=True)
-WATCHED = [Watched(Guard("no MoE drops sp ranks' tokens", without="if False:"), dropping, 4, says=DROPS)]
+WATCHED = [Watched("no MoE drops sp ranks' tokens", "if False:", dropping, 4, says=DROPS)]
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -17,7 +17,7 @@ from ds_sp_overlap.integrations.inspect import accounting, probe
 from ds_sp_overlap.integrations.transformers import driven
 from ds_sp_overlap.integrations.transformers.mixers import mixer_of
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import no_errors, on_ranks, refusal
 from tests.harness.whole import on_all_ranks, on_one_rank
@@ -391,10 +391,10 @@ def refused(what):
 
 
 WATCHED = [
-    Watched(Guard("no rank attends alone", without="if False:"), copy_attends, says="this is a copy"),
-    Watched(Guard("by a name of its own", without="foreign[name] = part"), **refused("an attention is put around another")),
-    Watched(Guard("a mixer computes what was described", without="if False:"), **refused("the class of a delta net is patched")),
-    Watched(Guard("the layer's own forward is the judge", without="if False:"), misread, says="something else than what was read"),
+    Watched("no rank attends alone", "if False:", copy_attends, says="this is a copy"),
+    Watched("by a name of its own", "foreign[name] = part", **refused("an attention is put around another")),
+    Watched("a mixer computes what was described", "if False:", **refused("the class of a delta net is patched")),
+    Watched("the layer's own forward is the judge", "if False:", misread, says="something else than what was read"),
 ]
 
 

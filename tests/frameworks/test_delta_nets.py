@@ -17,7 +17,7 @@ from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import tiny_config, tiny_model
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, forgetting, packed, sequence_parallel, worst
 from tests.harness.ranks import assert_refused, no_errors, on_ranks, refusal
@@ -343,11 +343,11 @@ of_documents = functools.partial(documents, make=tiny_model, kind="olmo_hybrid",
 of_checkpoints = functools.partial(checkpointed, make=tiny_model, kind="qwen3_5_text", reentrant=False, section=TWO)
 
 WATCHED = [
-    Watched(Guard("documents are known", without="if False:"), misses_edges),
-    Watched(Guard("rows of their own", without="pass"), of_cuts),
-    Watched(Guard("an empty state", without="return mix(q, k, v)"), of_documents),
+    Watched("documents are known", "if False:", misses_edges),
+    Watched("rows of their own", "pass", of_cuts),
+    Watched("an empty state", "return mix(q, k, v)", of_documents),
     # A checkpoint runs the layer again outside the model's forward.
-    Watched(Guard("recurrent layers are told", without="if True:"), of_checkpoints, raises=True),
+    Watched("recurrent layers are told", "if True:", of_checkpoints, raises=True),
 ]
 
 

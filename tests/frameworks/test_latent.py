@@ -19,7 +19,7 @@ from ds_sp_overlap.integrations.transformers.latent import is_latent, why_not
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import flash
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import no_errors, on_ranks, refusal
 from tests.harness.sweep import in_double
@@ -347,12 +347,12 @@ of_rows = functools.partial(against_whole, make=tiny_model, cases=[("deepseek_v3
 MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"
 
 WATCHED = [
-    Watched(Guard("rows of its heads", without=MIXED_UP), of_rows),
-    Watched(Guard("its weight is whole", without="return body(*tensors)"), gathered_in_its_call),
-    Watched(Guard("latents are expanded as was read", without="if False:"), misses_a_patch),
-    Watched(Guard("adapters are heard", without="return False"), adapted_afterwards),
-    Watched(Guard("only code that is known", without="if False:"), lambda: ["Scaled"] * known(Scaled), ranks=0),
-    Watched(Guard("no other use", without="return True"), lambda: [x.__name__ for x in (Padded, Swapped) if known(x)], ranks=0),
+    Watched("rows of its heads", MIXED_UP, of_rows),
+    Watched("its weight is whole", "return body(*tensors)", gathered_in_its_call),
+    Watched("latents are expanded as was read", "if False:", misses_a_patch),
+    Watched("adapters are heard", "return False", adapted_afterwards),
+    Watched("only code that is known", "if False:", lambda: ["Scaled"] * known(Scaled)),
+    Watched("no other use", "return True", lambda: [x.__name__ for x in (Padded, Swapped) if known(x)]),
 ]
 
 

@@ -18,7 +18,7 @@ from ds_sp_overlap.integrations.sequence import masks
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.integrations.transformers.attention_function import _scaled_by_position
 from tests.harness.cases import full, since_transformers, singles
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import (
     BATCH,
     EXACT,
@@ -420,16 +420,14 @@ def inside(rank):
 LONGEST = "largest = torch.full_like(position_ids[..., :1], position_ids.max().item())"
 LAST_PLACEHOLDER = "placeholder = list(self._placeholders.values())[-1]"
 WATCHED = [
-    Watched(Guard("windows are read", without="pass"), functools.partial(overlapped, options=WINDOW)),
-    Watched(Guard("the longest of all ranks", without=LONGEST), functools.partial(overlapped, options=LONGROPE)),
-    Watched(Guard("padding is a document", without="if False:"), padded),
-    Watched(Guard("the mask that was made is given", without="if sequence.padded:"), of_documents),
-    Watched(Guard("not another model", without="has_gathered = outer is not None"), inside),
+    Watched("windows are read", "pass", functools.partial(overlapped, options=WINDOW)),
+    Watched("the longest of all ranks", LONGEST, functools.partial(overlapped, options=LONGROPE)),
+    Watched("padding is a document", "if False:", padded),
+    Watched("the mask that was made is given", "if sequence.padded:", of_documents),
+    Watched("not another model", "has_gathered = outer is not None", inside),
     # A checkpoint computes another graph than it saved.
     Watched(
-        Guard("of its own forward", without=LAST_PLACEHOLDER),
-        functools.partial(steps_of_their_own, how="new tensors", options={}),
-        raises=True,
+        "of its own forward", LAST_PLACEHOLDER, functools.partial(steps_of_their_own, how="new tensors", options={}), raises=True
     ),
 ]
 

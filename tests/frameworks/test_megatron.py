@@ -22,7 +22,7 @@ from ds_sp_overlap.exchange.transport import C10d
 from ds_sp_overlap.integrations.deepspeed import initialize as integration
 from ds_sp_overlap.integrations.megatron import bridge
 from tests.harness import megatron_layers, uses
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
 from tests.harness.ranks import no_errors, no_faults, on_ranks, refusal
@@ -514,12 +514,12 @@ def unlike(changes):
 
 NAMED = 'if type(linear).__name__ != "RowParallelLinear":'
 WATCHED = [
-    Watched(Guard("linear by its source", without=NAMED), unlike(forked)),
-    Watched(Guard("a fork's exchange stays its own", without="return False"), unlike(forked_exchange)),
-    Watched(Guard("known by its source", without="if False:"), unlike(functools.partial(of_class, Clamped))),
-    Watched(Guard("what a decorator does is in no digest", without="pass"), unlike(functools.partial(of_class, Decorated))),
+    Watched("linear by its source", NAMED, unlike(forked)),
+    Watched("a fork's exchange stays its own", "return False", unlike(forked_exchange)),
+    Watched("known by its source", "if False:", unlike(functools.partial(of_class, Clamped))),
+    Watched("what a decorator does is in no digest", "pass", unlike(functools.partial(of_class, Decorated))),
     # Each call looks again.
-    Watched(Guard("a call of dist_attn that is hooked is made", without="pass"), unlike(hook_dist_attn), raises=True),
+    Watched("a call of dist_attn that is hooked is made", "pass", unlike(hook_dist_attn), raises=True),
 ]
 
 

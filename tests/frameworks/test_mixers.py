@@ -21,7 +21,7 @@ from ds_sp_overlap.integrations.transformers.mixers_by_states import Mamba2
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import leaves, no_errors, on_ranks, refusal
@@ -406,10 +406,10 @@ of_documents = functools.partial(documents, make=model_of, kind="nemotron_h", le
 of_checkpoints = functools.partial(checkpointed, make=model_of, kind="mamba", reentrant=False, section=STRICT)
 
 WATCHED = [
-    Watched(Guard("the step that the scan takes", without="pass"), of_states),
-    Watched(Guard("a document that begins lacks nothing", without="if False:"), of_documents, ranks=3),
-    Watched(Guard("a state stays in its document", without="if False:"), of_documents, ranks=3),
-    Watched(Guard("mixers find their sequence", without="if False:"), of_checkpoints, raises=True),  # as of recurrent layers
+    Watched("the step that the scan takes", "pass", of_states),
+    Watched("a document that begins lacks nothing", "if False:", of_documents, ranks=3),
+    Watched("a state stays in its document", "if False:", of_documents, ranks=3),
+    Watched("mixers find their sequence", "if False:", of_checkpoints, raises=True),  # as of recurrent layers
 ]
 
 

@@ -18,7 +18,7 @@ from tests.harness import flash
 from tests.harness.cases import full, singles
 from tests.harness.clients import train
 from tests.harness.families import tiny_model
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import (
     EXACT,
     batches,
@@ -318,8 +318,8 @@ def unregistered(rank):
 
 
 WATCHED = [
-    Watched(Guard("no exchange of heads that don't divide", without="if False:"), unregistered, says="sp_overlap"),
-    Watched(Guard("one dtype under autocast", without="pass"), faults_of_autocast, raises=True),
+    Watched("no exchange of heads that don't divide", "if False:", unregistered, says="sp_overlap"),
+    Watched("one dtype under autocast", "pass", faults_of_autocast, raises=True),
 ]
 
 

@@ -16,7 +16,7 @@ from ds_sp_overlap.attention.runtime import execution
 from ds_sp_overlap.integrations.sequence.documents import to_device
 from tests.harness import flash
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, batches, cut, outcome, packed, tiny
 from tests.harness.ranks import on_ranks
 from tests.harness.syncs import waits
@@ -218,11 +218,11 @@ def waits_behind_the_first(attention, head_groups, rows, **options):
 AT = "return attention(q, k, v, None, position_ids=torch.arange(q.shape[1])[None])"
 INDEXED = "return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))"
 WATCHED = [
-    Watched(Guard("edges, no positions", without=AT), waits_behind_the_first(flash.NAME, 2, "one document")),
-    Watched(Guard("indexed without a wait", without=INDEXED), waits_behind_the_first("sdpa", 1, "one document", **IRREGULAR)),
-    Watched(Guard("a backward may save it", without="with torch.enable_grad():"), faults_of_inference, raises=True),
-    Watched(Guard("documents need no wait", without="if True:"), waits_behind_the_first("sdpa", 1, "one document", **MODELS[2])),
-    Watched(Guard("travels in one message", without="if True:"), waits_behind_the_first("sdpa", 1, "packed in two rows")),
+    Watched("edges, no positions", AT, waits_behind_the_first(flash.NAME, 2, "one document")),
+    Watched("indexed without a wait", INDEXED, waits_behind_the_first("sdpa", 1, "one document", **IRREGULAR)),
+    Watched("a backward may save it", "with torch.enable_grad():", faults_of_inference, raises=True),
+    Watched("documents need no wait", "if True:", waits_behind_the_first("sdpa", 1, "one document", **MODELS[2])),
+    Watched("travels in one message", "if True:", waits_behind_the_first("sdpa", 1, "packed in two rows")),
 ]
 
 

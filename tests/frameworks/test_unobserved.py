@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 import ds_sp_overlap
 from ds_sp_overlap.attention.unobserved import unobserved
 from ds_sp_overlap.integrations.inspect import probe
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import no_errors, on_ranks
 
@@ -268,9 +268,9 @@ def takes_random_numbers():
 
 one_step_of_views = functools.partial(selected, section={"head_groups": 2}, operations=["view", "copy_", "clone"], steps=1)
 WATCHED = [
-    Watched(Guard("takes no random numbers", without="pass"), takes_random_numbers, ranks=0),
-    Watched(Guard("no mode sees it", without="operations = []"), functools.partial(run_again, section={"head_groups": 1})),
-    Watched(Guard("buffers are written again", without="return False"), one_step_of_views, raises=True),
+    Watched("takes no random numbers", "pass", takes_random_numbers),
+    Watched("no mode sees it", "operations = []", functools.partial(run_again, section={"head_groups": 1})),
+    Watched("buffers are written again", "return False", one_step_of_views, raises=True),
 ]
 
 

@@ -14,7 +14,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +25,6 @@ from tests.harness import cases
 from tests.harness.ranks import leaves, on_ranks
 
 PACKAGE = Path(ds_sp_overlap.__file__).parent
-
-
-@dataclass(frozen=True)
-class Guard:
-    """
-    marker    behind ``# guard:``, on any line of the guarded statement
-    without   what stands there, instead of that statement, if somebody takes the guard out
-    """
-
-    marker: str
-    without: str
 
 
 @functools.cache
@@ -83,12 +71,12 @@ def _outermost_function(tree, line):
 
 
 @contextlib.contextmanager
-def removed(guard):
+def removed(marker, without):
     """Run the body without the guard. Whoever holds the function holds it without: its code is exchanged in place."""
-    path, first, last = guarded(guard.marker)
+    path, first, last = guarded(marker)
     lines = path.read_text().splitlines()
     indent = re.match(" *", lines[first - 1]).group()
-    lines[first - 1 : last] = textwrap.indent(guard.without, indent).splitlines()
+    lines[first - 1 : last] = textwrap.indent(without, indent).splitlines()
     node, names = _outermost_function(ast.parse("\n".join(lines)), first)
     node.decorator_list = []
     tree = ast.Module([ast.parse("from __future__ import annotations").body[0], node], [])
@@ -116,27 +104,18 @@ def removed(guard):
         clear_cache()
 
 
-SEEN_BY_PROGRAMS = {  # what the random programs notice too
-    guard.marker: guard
-    for guard in (
-        Guard("waits before it reads", without="pass"),
-        Guard("repeats are summed", without="place = place.amax(run.repeats)"),
-        Guard("shared rows are summed", without="add = False"),
-        Guard("lies as it travels", without="if True:"),
-    )
-}
-
-
 class Watched(NamedTuple):
     """
-    guard    what is taken out
+    marker   behind ``# guard:``, on any line of the guarded statement
+    without  what stands there, instead of that statement, if somebody takes the guard out
     check    finds nothing while it is there: what it returns, but for errors below ``limit``
-    ranks    that the check runs on; 0 for one that needs none
+    ranks    that the check runs on, if it takes a rank
     raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
     says     words that stand in what the check returns while the guard is there, of one that returns what is refused
     """
 
-    guard: Guard
+    marker: str
+    without: str
     check: Callable
     ranks: int = 2
     raises: bool = False
@@ -144,16 +123,22 @@ class Watched(NamedTuple):
     limit: float = 1e-10
 
     def __str__(self):
-        return self.guard.marker
+        return self.marker
 
 
 CRASHED = "crashed: "
 
 
+def size_of(watched):
+    """Return the number of ranks that the check runs on: 0 if it takes no rank."""
+    parameters = inspect.signature(watched.check).parameters.values()
+    return watched.ranks * any(parameter.default is parameter.empty for parameter in parameters)
+
+
 def found(rank, watched):
     """What the check finds; a failed assertion is its way to say so, any other exception is a crash."""
     try:
-        result = watched.check(*[rank] * (watched.ranks > 0))
+        result = watched.check(*[rank] * (size_of(watched) > 0))
         if watched.says:
             return [] if watched.says in str(result) else [f"{result}, without {watched.says!r}"]
         errors = [f"off by {x}" if isinstance(x, float) and not x < watched.limit else x for x in leaves(result)]
@@ -165,7 +150,7 @@ def found(rank, watched):
 
 
 def found_without(rank, watched):
-    with removed(watched.guard):
+    with removed(watched.marker, watched.without):
         return found(rank, watched)
 
 
@@ -173,7 +158,8 @@ def must_notice(watched):
     """The check finds something while the guard is out, and, which takes ``--all``, nothing before and afterwards."""
 
     def everywhere(function):
-        return on_ranks(watched.ranks, function, watched, timeout_s=60) if watched.ranks else [function(0, watched)]
+        size = size_of(watched)
+        return on_ranks(size, function, watched, timeout_s=60) if size else [function(0, watched)]
 
     before = everywhere(found) if cases.everything() else []
     assert not any(before), before

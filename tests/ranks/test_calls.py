@@ -13,7 +13,7 @@ from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.streams import SideStream
 from tests.harness import dropin
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.streams import Backend
 
@@ -161,13 +161,15 @@ def test_calls_of_a_capture_are_compared_behind_it():
 
 WATCHED = [
     Watched(
-        Guard("same layer, same call", without='return f"local sequence {lengths}, batch {geometry.batch}, {types()}"'),
+        "same layer, same call",
+        'return f"local sequence {lengths}, batch {geometry.batch}, {types()}"',
         first_calls,
         says="layer.1, call 1 over",
     ),
-    Watched(Guard("nobody waits in a graph", without="if len(self.names) < self.EVERY:"), captured_calls, says="first in call 5 ("),
+    Watched("nobody waits in a graph", "if len(self.names) < self.EVERY:", captured_calls, says="first in call 5 ("),
     Watched(
-        Guard("calls are told by name", without='self.names.append("")'),
+        "calls are told by name",
+        'self.names.append("")',
         functools.partial(later_calls, names=("layer.0", "layer.1", "layer.2")),
         says=f"(({2 * Calls.EVERY}, 'RuntimeError'",
     ),

@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_sp_overlap.attention.runtime.linear import can_split, parameter_of
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -210,28 +210,18 @@ def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
 
 
 WATCHED = [
-    Watched(Guard("a call of its own runs", without="if False:"), functools.partial(taken_apart, "a call of its class"), ranks=0),
+    Watched("a call of its own runs", "if False:", functools.partial(taken_apart, "a call of its class")),
+    Watched("given back after a raise", "pass", functools.partial(fails_between_start_and_finish, shape=Shape(), place="o_proj")),
+    Watched("given back at once", "pass", functools.partial(forwards_inside, shape=Shape())),
+    Watched("only harmless hooks", "if False:", functools.partial(hooked, kind="q")),
     Watched(
-        Guard("given back after a raise", without="pass"),
-        functools.partial(fails_between_start_and_finish, shape=Shape(), place="o_proj"),
-    ),
-    Watched(Guard("given back at once", without="pass"), functools.partial(forwards_inside, shape=Shape())),
-    Watched(Guard("only harmless hooks", without="if False:"), functools.partial(hooked, kind="q")),
-    Watched(
-        Guard("a replaced forward runs", without="if module._compiled_call_impl is not None:"),
+        "a replaced forward runs",
+        "if module._compiled_call_impl is not None:",
         functools.partial(taken_apart, "a forward of its own"),
-        ranks=0,
     ),
-    Watched(Guard("no forward of its own", without="if False:"), functools.partial(taken_apart, "a forward of its class"), ranks=0),
-    Watched(
-        Guard("what the forward would read", without="if False:"),
-        functools.partial(taken_apart, "a property of its class"),
-        ranks=0,
-    ),
-    Watched(
-        Guard("hooks of all modules", without="if False:"),
-        functools.partial(hooked_everywhere, kind="forward"),
-    ),
+    Watched("no forward of its own", "if False:", functools.partial(taken_apart, "a forward of its class")),
+    Watched("what the forward would read", "if False:", functools.partial(taken_apart, "a property of its class")),
+    Watched("hooks of all modules", "if False:", functools.partial(hooked_everywhere, kind="forward")),
 ]
 
 

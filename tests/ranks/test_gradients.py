@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import dropin, layers
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -254,14 +254,13 @@ def test_the_output_may_get_no_gradient_on_one_rank():
 
 WATCHED = [
     Watched(
-        Guard(
-            "leads to each of them",
-            without="self._token, *received = y\nself._token = self._token.detach() if received else self._token",
-        ),
+        "leads to each of them",
+        "self._token, *received = y\nself._token = self._token.detach() if received else self._token",
         exchanges_of_a_constant,
     ),
     Watched(
-        Guard("no second derivatives", without="if False:"),
+        "no second derivatives",
+        "if False:",
         functools.partial(differentiated, shape=BLOCKS["G = 2"], way="product"),
         says="create_graph=True",
     ),

@@ -18,7 +18,7 @@ from ds_sp_overlap.exchange.calls import Calls
 from ds_sp_overlap.exchange.copy_engines import CopyEngine
 from tests.harness import dropin, layers, models
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.streams import Backend, Stream, device_thread, on_streams
@@ -229,7 +229,8 @@ def test_the_instrument_sees(fault, says):
 
 WATCHED = [
     Watched(
-        Guard("no graph of what it can't hold", without="if False:"),
+        "no graph of what it can't hold",
+        "if False:",
         functools.partial(outcome, config={}, warm="no_grad", streams=True),
         raises=True,
         says="a call is the first of its kind",

@@ -14,7 +14,7 @@ import torch
 
 from tests.harness import dropin, layers, transports
 from tests.harness.dropin import Case
-from tests.harness.guards import SEEN_BY_PROGRAMS, Guard, Watched, notices, removed
+from tests.harness.guards import Watched, notices, removed
 from tests.harness.layers import Shape
 from tests.harness.moving import kinds, moving
 from tests.harness.ranks import no_faults, on_ranks, refusal
@@ -51,16 +51,17 @@ WINDOWED = [
 
 
 PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
-    "a send buffer read after delivery": Guard(
+    "a send buffer read after delivery": (
         "sent, not read again",
-        without="sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
+        "sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
         "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # which needn't travel
         "del self.send",
     ),
-    "a received buffer read after its unpack": Guard(
-        "received, not read again", without="return self._unpacked() if self.copies_back.flat is None else self.outs"
+    "a received buffer read after its unpack": (
+        "received, not read again",
+        "return self._unpacked() if self.copies_back.flat is None else self.outs",
     ),
-    "a received buffer unpacked twice": Guard("unpacked once", without="self._unpacked()\nself.outs = self._unpacked()"),
+    "a received buffer unpacked twice": ("unpacked once", "self._unpacked()\nself.outs = self._unpacked()"),
 }
 
 
@@ -76,7 +77,7 @@ def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct
     with moving(kernels, direct):
         found = spoiled(rank, transport, shapes, cases)
         for what, guard in PLANTED.items():
-            with removed(guard):
+            with removed(*guard):
                 if not spoiled(rank, transport, control, []):
                     found.append(f"BLIND: {what} was not seen")
     return found
@@ -241,24 +242,21 @@ late_delivery_of_replicas = functools.partial(
     spoiled, transport=transports.Late, shapes=[Shape(kv_heads=1)], cases=[Case(heads=6, kv_heads=3, config={"head_groups": 1})]
 )
 WATCHED = [
-    Watched(SEEN_BY_PROGRAMS["waits before it reads"], late_delivery),
-    Watched(Guard("what is sent is kept", without="side.end(mark)\nself.send = None"), late_delivery),
-    Watched(Guard("a copy, no view", without="if False:"), late_delivery),
-    Watched(SEEN_BY_PROGRAMS["lies as it travels"], one_position_a_rank),
+    Watched("waits before it reads", "pass", late_delivery),
+    Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
+    Watched("a copy, no view", "if False:", late_delivery),
+    Watched("lies as it travels", "if True:", one_position_a_rank),
     Watched(
-        Guard(
-            "memory of its own",
-            # Where replicas are summed, else torch itself refuses to copy.
-            without="new = new_empty(*shape)\n"
-            "outs.append(new if self.copies_back.disjoint else like[: new.numel()].view(new.shape))",
-        ),
+        "memory of its own",
+        # Where replicas are summed, else torch itself refuses to copy.
+        "new = new_empty(*shape)\nouts.append(new if self.copies_back.disjoint else like[: new.numel()].view(new.shape))",
         late_delivery_of_replicas,
     ),
-    *(Watched(guard, late_delivery) for guard in PLANTED.values()),
-    Watched(Guard("rotated, so packed", without="if copies.flat is None:"), rotated_as_it_lies),
-    Watched(Guard("rotated, so unpacked", without="rotates = False"), rotated_as_it_lies),
-    Watched(SEEN_BY_PROGRAMS["repeats are summed"], late_delivery_of_replicas),
-    Watched(Guard("overlaps are summed", without="part.copy_(place)"), late_delivery_of_replicas),
+    *(Watched(*guard, late_delivery) for guard in PLANTED.values()),
+    Watched("rotated, so packed", "if copies.flat is None:", rotated_as_it_lies),
+    Watched("rotated, so unpacked", "rotates = False", rotated_as_it_lies),
+    Watched("repeats are summed", "place = place.amax(run.repeats)", late_delivery_of_replicas),
+    Watched("overlaps are summed", "part.copy_(place)", late_delivery_of_replicas),
 ]
 
 

@@ -14,7 +14,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, refusal
 
@@ -110,10 +110,10 @@ def test_a_half_out_of_place_is_refused():
 # Guards.
 
 WATCHED = [
-    Watched(Guard("packed, so let go", without="pass"), held_until_finished),
-    Watched(Guard("the transfer is let go", without="in_flight = call.in_flight.get(key)"), nothing_stays_in_flight),
-    Watched(Guard("this half belongs here", without="if False:"), finished_twice),
-    Watched(Guard("a failed launch has a name", without="except LookupError as error:"), launch_that_fails),
+    Watched("packed, so let go", "pass", held_until_finished),
+    Watched("the transfer is let go", "in_flight = call.in_flight.get(key)", nothing_stays_in_flight),
+    Watched("this half belongs here", "if False:", finished_twice),
+    Watched("a failed launch has a name", "except LookupError as error:", launch_that_fails),
 ]
 
 

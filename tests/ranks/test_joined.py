@@ -15,7 +15,7 @@ from ds_sp_overlap.exchange.in_flight import InFlight
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers, transports
 from tests.harness.cases import pairs, singles
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
 from tests.harness.ranks import no_faults, on_ranks
@@ -144,7 +144,8 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
 
 WATCHED = [
     Watched(
-        Guard("to those that need it", without="needed = step.parts"),
+        "to those that need it",
+        "needed = step.parts",
         functools.partial(frozen, kinds="k", use=of_a_frozen_input),
         raises=True,
         says="([], ",

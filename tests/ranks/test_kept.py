@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import ds_sp_overlap
 from tests.harness import layers, reference, uses
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal, soon
 from tests.harness.transports import Late, Recording, spoiled_buffers
@@ -397,19 +397,18 @@ def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_befo
 
 
 GUARDS = [
-    Watched(Guard("the same random numbers", without="pass"), faults_of_draws),
-    Watched(Guard("what is drawn behind attention is as before", without="pass"), faults_of_draws),
+    Watched("the same random numbers", "pass", faults_of_draws),
+    Watched("what is drawn behind attention is as before", "pass", faults_of_draws),
     Watched(
-        Guard("a checkpoint or offload around is not asked", without="hooks = torch.enable_grad()"),
+        "a checkpoint or offload around is not asked",
+        "hooks = torch.enable_grad()",
         functools.partial(
             layers.block_faults, shape=Shape(kv_heads=2, config=SECTIONS[0]), use=a_backward_within, local_attention=reference.fused
         ),
         raises=True,  # torch counts what is saved
     ),
     Watched(
-        Guard("nothing circular", without="pass"),
-        functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]),
-        says="[False, False, False]",
+        "nothing circular", "pass", functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]), says="[False, False, False]"
     ),
 ]
 

@@ -17,7 +17,7 @@ from ds_sp_overlap.tools.planner.costs import LayerShape, Way
 from ds_sp_overlap.tools.planner.gpu.recorder import record
 from tests.harness import uses
 from tests.harness.cases import full
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.streams import on_streams
 
 
@@ -309,8 +309,8 @@ def test_what_waits_for_the_backward_is_what_the_planner_says(groups, window):
 # Guards.
 
 WATCHED = [
-    Watched(Guard("let go behind its last use", without="pass"), functools.partial(above, 0.48, WINDOWED[0], 1), 0),
-    Watched(Guard("the graph holds `pack`", without="pass"), beyond, 0),
+    Watched("let go behind its last use", "pass", functools.partial(above, 0.48, WINDOWED[0], 1), 0),
+    Watched("the graph holds `pack`", "pass", beyond, 0),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks
 
@@ -255,15 +255,9 @@ def test_a_hook_on_a_norm_sees_it_once():
 # Guards.
 
 WATCHED = [
-    Watched(Guard("only known norms", without="if False:"), dropping),
-    Watched(Guard("its hooks run once", without="return True"), functools.partial(faults, kind=weight_is_hooked, groups=2)),
-    Watched(
-        Guard(
-            "as in forward",
-            without='with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):',
-        ),
-        in_bf16,
-    ),
+    Watched("only known norms", "if False:", dropping),
+    Watched("its hooks run once", "return True", functools.partial(faults, kind=weight_is_hooked, groups=2)),
+    Watched("as in forward", 'with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):', in_bf16),
 ]
 
 

@@ -12,7 +12,7 @@ import ds_sp_overlap
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.schedule import by_head_groups, by_window, order, without_o
 from tests.harness import dropin, layers, models, reference
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.ranks import on_ranks
@@ -234,18 +234,14 @@ def test_and_so_with_a_window(family):
 
 WATCHED = [
     Watched(
-        Guard("starts in the order drawn", without="program = tuple(sorted(piece.forward, key=lambda step: -step.group))"),
+        "starts in the order drawn",
+        "program = tuple(sorted(piece.forward, key=lambda step: -step.group))",
         functools.partial(order_differs, groups=2),
     ),
+    Watched("in the order drawn", "backward = tuple(step.mirror for step in own)", functools.partial(order_differs, groups=2)),
     Watched(
-        Guard("in the order drawn", without="backward = tuple(step.mirror for step in own)"),
-        functools.partial(order_differs, groups=2),
-    ),
-    Watched(
-        Guard(
-            "the wgrad comes last",
-            without='backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',
-        ),
+        "the wgrad comes last",
+        'backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',
         wgrad_of_two_groups_out_of_place,
     ),
 ]

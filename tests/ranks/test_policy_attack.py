@@ -18,7 +18,7 @@ from ds_sp_overlap.autotune import policy as policies
 from ds_sp_overlap.autotune.policy import Policy
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.policies import optimizer_step, scripted, two_replicas
 from tests.harness.ranks import on_ranks, refusal
@@ -376,13 +376,15 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 WATCHED = [
     Watched(
-        Guard("stays for its backward", without="if not self._due or self.over:"),
+        "stays for its backward",
+        "if not self._due or self.over:",
         functools.partial(attacked, program=another_optimizer_before_backward, steps=8),
         raises=True,  # a checkpoint computes another graph than it saved
         says="([], ",
     ),
     Watched(
-        Guard("also for frozen inputs", without="if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():"),
+        "also for frozen inputs",
+        "if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():",
         functools.partial(attacked, program=its_input_needs_no_gradient, steps=18),
         says="], [4], [",  # what is kept
     ),

@@ -13,7 +13,7 @@ from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models
 from tests.harness.cases import full
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.policies import hooks, optimizer_step, scripted, two_replicas
@@ -359,12 +359,10 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 # Guards.
 
 WATCHED = [
-    Watched(Guard("the slowest rank counts", without="slowest = [min(times) for times in zip(*complete)]"), choices_differ),
-    Watched(Guard("replicas choose together", without="if False:"), replicas_differ, 4),
-    Watched(Guard("their lengths differ", without="if True:"), replicas_differ, 4),
-    Watched(
-        Guard("no stock", without="candidates = candidates_for(most, off, least)"), functools.partial(replicas_differ, off=True), 4
-    ),
+    Watched("the slowest rank counts", "slowest = [min(times) for times in zip(*complete)]", choices_differ),
+    Watched("replicas choose together", "if False:", replicas_differ, 4),
+    Watched("their lengths differ", "if True:", replicas_differ, 4),
+    Watched("no stock", "candidates = candidates_for(most, off, least)", functools.partial(replicas_differ, off=True), 4),
 ]
 
 

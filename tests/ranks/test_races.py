@@ -20,7 +20,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.relayed import Relayed, legs_of
 from ds_sp_overlap.exchange.streams import SideStream
 from ds_sp_overlap.relayout import ops
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.moving import moving
 from tests.harness.races import watched
 from tests.harness.relayout import REFERENCE
@@ -294,46 +294,28 @@ LAYER = "a layer, G = 2"
 
 WATCHED = [
     # Waits.
-    Watched(Guard("sends what is ready", without="pass"), check(LAYER), 0),
-    Watched(Guard("waits on its stream", without="pass"), check(LAYER, True), 0),
-    Watched(Guard("compute waits for it", without="current = mark[1]"), check(LAYER), 0),
-    Watched(Guard("its own stream waits", without="pass"), check(LAYER), 0),
-    Watched(Guard("memory returns in order", without="pass"), check("abandoned"), 0),
+    Watched("sends what is ready", "pass", check(LAYER), 0),
+    Watched("waits on its stream", "pass", check(LAYER, True), 0),
+    Watched("compute waits for it", "current = mark[1]", check(LAYER), 0),
+    Watched("its own stream waits", "pass", check(LAYER), 0),
+    Watched("memory returns in order", "pass", check("abandoned"), 0),
+    Watched("its own stream waits", "self.backend.current_stream(self.index).wait_event(event)", check("elsewhere"), 0),
     Watched(
-        Guard("its own stream waits", without="self.backend.current_stream(self.index).wait_event(event)"),
-        check("elsewhere"),
-        0,
+        "waits before it unpacks", "if not self.outs:\n    self.outs = self._unpacked()\nif self.side.blocks:", check(LAYER), 0
     ),
-    Watched(
-        Guard(
-            "waits before it unpacks",
-            without="if not self.outs:\n    self.outs = self._unpacked()\nif self.side.blocks:",
-        ),
-        check(LAYER),
-        0,
-    ),
-    Watched(Guard("relays what is ready", without="pass"), check("once per node"), 0),
-    Watched(Guard("packed, then changed", without="pass"), check("two legs alone"), 0),
-    Watched(Guard("memory returns once it was read", without="pass"), check("once per node"), 0),
-    Watched(Guard("outputs of its own stream", without="elsewhere = False"), check("once per node"), 0),
+    Watched("relays what is ready", "pass", check("once per node"), 0),
+    Watched("packed, then changed", "pass", check("two legs alone"), 0),
+    Watched("memory returns once it was read", "pass", check("once per node"), 0),
+    Watched("outputs of its own stream", "elsewhere = False", check("once per node"), 0),
     # References.
-    Watched(Guard("kept until it travelled", without="pass"), check("two legs alone"), 0),
-    Watched(
-        Guard("what is sent is kept", without="side.end(mark)\nself.send, self.sources = None, ()"),
-        check("alone"),
-        0,
-    ),
+    Watched("kept until it travelled", "pass", check("two legs alone"), 0),
+    Watched("what is sent is kept", "side.end(mark)\nself.send, self.sources = None, ()", check("alone"), 0),
     # Events.
-    Watched(Guard("marked behind the transfer", without="pass"), check(LAYER), 0),
-    Watched(Guard("on the stream that made it", without="self.gate.record_event(event)"), check(LAYER), 0),
-    Watched(Guard("an event is recorded", without="pass"), check("once per node"), 0),
+    Watched("marked behind the transfer", "pass", check(LAYER), 0),
+    Watched("on the stream that made it", "self.gate.record_event(event)", check(LAYER), 0),
+    Watched("an event is recorded", "pass", check("once per node"), 0),
     Watched(
-        Guard(
-            "marked behind the transfer",
-            without="self.transfer.record_event(event)\nself.events.append(event)",
-        ),
-        check("once per node"),
-        0,
+        "marked behind the transfer", "self.transfer.record_event(event)\nself.events.append(event)", check("once per node"), 0
     ),
 ]
 

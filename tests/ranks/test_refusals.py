@@ -15,7 +15,7 @@ from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, models, reference
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import on_ranks, refusal
 from tests.harness.transports import Corrupting, Failing, Recording
@@ -458,40 +458,16 @@ def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens):
 
 
 WATCHED = [
-    Watched(
-        Guard("a group that is there", without="except LookupError as error:"),
-        partial(on_a_destroyed_group, kind="layer"), says="layer: the process group",
-    ),
-    Watched(
-        Guard("somebody has a token", without="if False:"),
-        partial(without_tokens, batch=2, tokens=0), says="no sp rank has a token",
-    ),
-    Watched(
-        Guard("heads rotate whole", without="if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:"),
-        partial(give_rotary, kind="block", given=(4, 4)), says=WIDE.format(4, 4),
-    ),
-    Watched(
-        Guard("RoPE needs its tables", without="if False:"),
-        partial(give_rotary, kind="block", given=None), says="position_embeddings are missing",
-    ),
-    Watched(Guard("ranks need a group", without="if False:"), partial(without_a_group, kind="block"), says="no sp group"),
-    Watched(Guard("only the same group", without="if False:"), other_groups, says="was made with an sp group of ranks"),
-    Watched(
-        Guard("ranks exchange the same", without="if False:"),
-        partial(disagree, name="batch", values=(2, 3)), says="about to exchange different things",
-    ),
-    Watched(
-        Guard("one rank's fault is everybody's", without="if not is_fine:"),
-        partial(give_dropin, changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64",
-    ),
-    Watched(
-        Guard("check mode compares", without="if False:"),
-        partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: ",
-    ),
-    Watched(
-        Guard("a failed wait has a name", without="except LookupError as error:"),
-        partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: ",
-    ),
+    Watched("a group that is there", "except LookupError as error:", partial(on_a_destroyed_group, kind="layer"), says="layer: the process group"),
+    Watched("somebody has a token", "if False:", partial(without_tokens, batch=2, tokens=0), says="no sp rank has a token"),
+    Watched("heads rotate whole", "if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:", partial(give_rotary, kind="block", given=(4, 4)), says=WIDE.format(4, 4)),
+    Watched("RoPE needs its tables", "if False:", partial(give_rotary, kind="block", given=None), says="position_embeddings are missing"),
+    Watched("ranks need a group", "if False:", partial(without_a_group, kind="block"), says="no sp group"),
+    Watched("only the same group", "if False:", other_groups, says="was made with an sp group of ranks"),
+    Watched("ranks exchange the same", "if False:", partial(disagree, name="batch", values=(2, 3)), says="about to exchange different things"),
+    Watched("one rank's fault is everybody's", "if not is_fine:", partial(give_dropin, changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64"),
+    Watched("check mode compares", "if False:", partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: "),
+    Watched("a failed wait has a name", "except LookupError as error:", partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: "),
 ]  # fmt: skip
 
 

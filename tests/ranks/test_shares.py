@@ -21,7 +21,7 @@ from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import dropin, layers, reference
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 
@@ -332,15 +332,9 @@ def rotated(rank):
 
 
 WATCHED = [
-    Watched(
-        Guard("no keyword is swallowed", without="return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters"),
-        swallowed, ranks=0,
-    ),
-    Watched(
-        Guard("no attention with a share of the queries unless it can", without="return shares"),
-        functools.partial(refused, index=0), says=LACKS,
-    ),
-    Watched(Guard("rotated by its own positions", without="if False:"), rotated, raises=True),
+    Watched("no keyword is swallowed", "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters", swallowed),
+    Watched("no attention with a share of the queries unless it can", "return shares", functools.partial(refused, index=0), says=LACKS),
+    Watched("rotated by its own positions", "if False:", rotated, raises=True),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.harness import dropin, layers
 from tests.harness.cases import singles
 from tests.harness.dropin import Case
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import no_faults, on_ranks, refusal
 from tests.harness.transports import Recording
@@ -289,25 +289,16 @@ def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(leng
 
 WATCHED = [
     Watched(
-        Guard(
-            "unchanged",
-            without="ctx.save_for_backward(*[x if x is None else x.data for x in made[count:]])",
-        ),
+        "unchanged",
+        "ctx.save_for_backward(*[x if x is None else x.data for x in made[count:]])",
         tables_changed_before_backward,
         says="modified by an inplace operation",
     ),
     Watched(
-        Guard(
-            "zero without a gradient",
-            without="make = operands[0].new_empty if self._once else operands[0].new_ones",
-        ),
-        attention_without_keys,
+        "zero without a gradient", "make = operands[0].new_empty if self._once else operands[0].new_ones", attention_without_keys
     ),
-    Watched(Guard("keys stay as they are", without="if False:"), changed_in_place_though_shared),
-    Watched(
-        Guard("only what is needed", without="of_parts[name] = True"),
-        exchanges_of_frozen_parts,
-    ),
+    Watched("keys stay as they are", "if False:", changed_in_place_though_shared),
+    Watched("only what is needed", "of_parts[name] = True", exchanges_of_frozen_parts),
 ]
 
 

@@ -19,7 +19,7 @@ from ds_sp_overlap.attention.memory.recompute import LocalAttention, attend_once
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import layers, reference
 from tests.harness.cases import singles
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.layers import HEADS, Shape
 from tests.harness.listening import listening
 from tests.harness.ranks import no_faults, on_ranks, refusal
@@ -572,24 +572,19 @@ def leaves_a_mode(rank):
 
 
 WATCHED = [
-    Watched(Guard("run again in its mode", without="pass"), functools.partial(changed_meanwhile, change=in_evaluation)),
-    Watched(Guard("in the mode of now", without="module.training = True"), leaves_a_mode),
-    Watched(Guard("the same random numbers", without="pass"), against(drop_out)),
-    Watched(Guard("what is drawn next is as before", without="pass"), against(drop_out)),
-    Watched(Guard("changed, so run again", without="changed = False"), against(changes_query)),
-    Watched(Guard("no view, which nobody may change", without="return x.view_as(x)"), against(changes_query), raises=True),
-    Watched(Guard("hooks run once", without="pass"), against(hooks_on_what_learns)),
-    Watched(Guard("others may exchange one", without="pass"), against(constant_output), raises=True),
-    Watched(Guard("no gradient is lost", without="if False:"), functools.partial(foreign, later=True), says="learns a tensor"),
+    Watched("run again in its mode", "pass", functools.partial(changed_meanwhile, change=in_evaluation)),
+    Watched("in the mode of now", "module.training = True", leaves_a_mode),
+    Watched("the same random numbers", "pass", against(drop_out)),
+    Watched("what is drawn next is as before", "pass", against(drop_out)),
+    Watched("changed, so run again", "changed = False", against(changes_query)),
+    Watched("no view, which nobody may change", "return x.view_as(x)", against(changes_query), raises=True),
+    Watched("hooks run once", "pass", against(hooks_on_what_learns)),
+    Watched("others may exchange one", "pass", against(constant_output), raises=True),
+    Watched("no gradient is lost", "if False:", functools.partial(foreign, later=True), says="learns a tensor"),
     Watched(
-        Guard("attention of forward", without="if False:"),
-        functools.partial(addend_changed, change=with_another_mask),
-        says="changed or replaced",
+        "attention of forward", "if False:", functools.partial(addend_changed, change=with_another_mask), says="changed or replaced"
     ),
-    Watched(
-        Guard("q, k and v are made as before", without="if True:"),
-        functools.partial(made_as_before, forward=False, backward=True),
-    ),
+    Watched("q, k and v are made as before", "if True:", functools.partial(made_as_before, forward=False, backward=True)),
 ]
 
 

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.guards import Guard, guarded, markers, removed
+from tests.harness.guards import guarded, markers, removed
 from tests.harness.mutants import PLANTED, planted
 
 TESTS = Path(__file__).parents[1]
 
 
 def named():
-    """The markers of all guards that tests take out; of files that import frameworks, too."""
-    texts = [text for path in TESTS.rglob("*.py") if "Guard(" in (text := path.read_text())]
-    calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    guards = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Guard"]
-    return {call.args[0].value for call in guards if isinstance(call.args[0], ast.Constant)}
+    """Return the markers of all guards that tests take out; of files that import frameworks, too."""
+    nodes = [node for path in TESTS.rglob("test_*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return {
+        ast.literal_eval(call.args[0]) for call in calls if call.func.id == "Watched" and isinstance(call.args[0], ast.Constant)
+    }
 
 
 def test_every_guard_is_taken_out_by_a_test():
@@ -29,8 +30,7 @@ def test_every_marker_stands_once_in_a_statement():
 
 
 def test_a_guard_that_the_code_no_longer_holds_is_reported():
-    nowhere = "it stands nowhere"
-    with pytest.raises(LookupError, match="stands 0 times in the package"), removed(Guard(nowhere, "pass")):
+    with pytest.raises(LookupError, match="stands 0 times in the package"), removed("it stands nowhere", "pass"):
         pass
 
 

@@ -13,7 +13,7 @@ from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.layout import Sides, all_equal
 from tests.harness.cases import examples
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 
 settings.register_profile("layout", deadline=None, max_examples=examples(150), derandomize=True)
 settings.load_profile("layout")
@@ -207,7 +207,7 @@ def test_impossible_counts_are_refused_with_the_values_and_the_limit(arguments, 
 # Guards.
 
 WATCHED = [
-    Watched(Guard("read by every rank", without="if held:"), pieces_are_read_where_a_rank_gets_none, ranks=0),
+    Watched("read by every rank", "if held:", pieces_are_read_where_a_rank_gets_none),
 ]
 
 

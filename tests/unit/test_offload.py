@@ -12,7 +12,7 @@ from ds_sp_overlap.attention.memory import offload
 from ds_sp_overlap.attention.memory.checkpoint_cache import CheckpointCache, CheckpointPass
 from ds_sp_overlap.attention.memory.offload import OffloadedTensor
 from ds_sp_overlap.exchange.streams import SideStream
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.streams import Backend
 
 
@@ -143,16 +143,9 @@ def is_dropped():
 
 test_the_suite_notices_without_the_guard = notices(
     [
-        Watched(
-            Guard(
-                "copies what is ready",
-                without="self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])",
-            ),
-            leaves,
-            ranks=0,
-        ),
-        Watched(Guard("copied, then given back", without="pass"), leaves, ranks=0),
-        Watched(Guard("arrived, then read", without="pass"), comes_back, ranks=0),
-        Watched(Guard("dropped behind its copy", without="pass"), is_dropped, ranks=0),
+        Watched("copies what is ready", "self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])", leaves),
+        Watched("copied, then given back", "pass", leaves),
+        Watched("arrived, then read", "pass", comes_back),
+        Watched("dropped behind its copy", "pass", is_dropped),
     ]
 )

@@ -11,7 +11,7 @@ from ds_sp_overlap.exchange import copies
 from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.layout import Side, Sides
 from tests.harness import relayout
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -121,7 +121,7 @@ def halves_summed_in_fp32(dtype=torch.bfloat16):
 # Guards.
 
 
-def unpacked_and_split(*kinds, bits=False):
+def unpacked_and_split(kinds, bits=False):
     """What is wrong with tensors of these ``PARTS``, each unpacked by itself and all of them split from one transfer.
 
     bits   expect the bits of a copy: a sum, which begins with 0, loses the sign of a zero
@@ -144,9 +144,9 @@ def unpacked_and_split(*kinds, bits=False):
 
 
 UNEQUAL = [
-    functools.partial(unpacked_and_split, "unequal tiles", "unequal tiles", bits=True),
-    functools.partial(unpacked_and_split, "overlapping"),
-    functools.partial(unpacked_and_split, "unequal tiles", "overlapping"),
+    functools.partial(unpacked_and_split, ["unequal tiles", "unequal tiles"], bits=True),
+    functools.partial(unpacked_and_split, ["overlapping"]),
+    functools.partial(unpacked_and_split, ["unequal tiles", "overlapping"]),
 ]
 
 
@@ -157,14 +157,10 @@ def test_of_unequal_parts_only_tiles_are_copied_as_they_are(check):
 
 WATCHED = [
     *(
-        Watched(Guard("disjoint parts need no sum", without=f"disjoint = {alike}"), check, ranks=0)
+        Watched("disjoint parts need no sum", f"disjoint = {alike}", check)
         for alike, check in ((False, UNEQUAL[0]), (True, UNEQUAL[1]), (True, UNEQUAL[2]))
     ),
-    Watched(
-        Guard("halves are summed in fp32", without="totals = [torch.zeros_like(x) for x in tensors]"),
-        halves_summed_in_fp32,
-        ranks=0,
-    ),
+    Watched("halves are summed in fp32", "totals = [torch.zeros_like(x) for x in tensors]", halves_summed_in_fp32),
 ]
 
 

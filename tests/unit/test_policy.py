@@ -11,7 +11,7 @@ from ds_sp_overlap.autotune.trial import OFF, candidates_for, merged
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.sp_group import SPGroup
 from ds_sp_overlap.profiling.timed import TimedCall
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.policies import ScriptedClock, Tick, followed, hooks, optimizer_step
 
 GEOMETRY = Geometry(sp_size=2, sp_rank=0, seq_lens=(8, 8), batch=1, heads=8, kv_heads=8, groups=2)
@@ -270,13 +270,7 @@ def test_the_hook_goes_with_the_policy():
 
 # Guards.
 
-WATCHED = [
-    Watched(
-        Guard("evaluations favour none", without="calls, gradients = len(own_forwards), len(own_backwards)"),
-        evaluations_decide,
-        ranks=0,
-    )
-]
+WATCHED = [Watched("evaluations favour none", "calls, gradients = len(own_forwards), len(own_backwards)", evaluations_decide)]
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

@@ -21,7 +21,7 @@ from ds_sp_overlap.integrations.inspect.library import digest, replaced
 from ds_sp_overlap.integrations.inspect.rotary_function import Table, rotary_of
 from ds_sp_overlap.rotary import rotate
 from tests.harness.cases import since_transformers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.zoo import MADE_UP, compiled
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
@@ -536,10 +536,10 @@ def test_a_parameter_that_is_one_is_no_constant_one():
 
 
 WATCHED = [
-    Watched(Guard("only a cache", without="return True"), lambda: list(other_names()), ranks=0),
-    Watched(Guard("no code of one's own", without="if False:"), lambda: list(own_code()), ranks=0),
-    Watched(Guard("no function of one's own", without="elif False:"), lambda: list(own_code()), ranks=0),
-    Watched(Guard("all globals are seen", without="if False:"), lambda: list(hidden_states_read()), ranks=0),
+    Watched("only a cache", "return True", lambda: list(other_names())),
+    Watched("no code of one's own", "if False:", lambda: list(own_code())),
+    Watched("no function of one's own", "elif False:", lambda: list(own_code())),
+    Watched("all globals are seen", "if False:", lambda: list(hidden_states_read())),
 ]
 
 

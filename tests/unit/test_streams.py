@@ -21,7 +21,7 @@ from ds_sp_overlap.integrations.layers import FoundLayer
 from ds_sp_overlap.integrations.registry import Report
 from ds_sp_overlap.schedule import by_head_groups
 from ds_sp_overlap.tools import doctor
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.relayout import REFERENCE
 from tests.harness.streams import Backend, Stream, on_streams
 
@@ -207,9 +207,9 @@ def in_order():
 
 
 WATCHED = [
-    Watched(Guard("goes on after the launch", without="pass"), in_order, ranks=0),
-    Watched(Guard("behind no other transfer", without="self.transfer.record_event(event)"), in_order, ranks=0),
-    Watched(Guard("freed, waits for nothing", without="pass"), in_order, ranks=0),
+    Watched("goes on after the launch", "pass", in_order),
+    Watched("behind no other transfer", "self.transfer.record_event(event)", in_order),
+    Watched("freed, waits for nothing", "pass", in_order),
 ]
 
 

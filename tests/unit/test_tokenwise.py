@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ds_sp_overlap.integrations.inspect.accounting import Unknown
 from ds_sp_overlap.integrations.inspect.tokenwise import fixed_state, probe_tokenwise
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.zoo import MADE_UP, compiled
 
 CONFIG = LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4)
@@ -216,7 +216,7 @@ def read_of_ones_own():
         yield "a norm that goes by the length is known"
 
 
-WATCHED = [Watched(Guard("no code of one's own in tiles", without="if False:"), lambda: list(read_of_ones_own()), ranks=0)]
+WATCHED = [Watched("no code of one's own in tiles", "if False:", lambda: list(read_of_ones_own()))]
 
 
 test_the_suite_notices_without_the_guard = notices(WATCHED)

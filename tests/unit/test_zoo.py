@@ -8,7 +8,7 @@ from ds_sp_overlap.attention.self_attention import SelfAttention
 from ds_sp_overlap.integrations.inspect import accounting
 from tests.harness import zoo
 from tests.harness.cases import since_transformers
-from tests.harness.guards import Guard, Watched, notices
+from tests.harness.guards import Watched, notices
 from tests.harness.zoo import PROGRAMS, judge, random_program
 
 pytestmark = since_transformers("5.1")  # `get_interface`
@@ -77,16 +77,16 @@ def unseen_by_the_probe():
 OWN = {"own"}
 NEVER = "if False:"
 WATCHED = [
-    Watched(Guard("only known operations", without=NEVER), unless("detached always, of q"), ranks=0),
-    Watched(Guard("nothing goes by a size", without="return True"), unless("a window by length"), ranks=0),
-    Watched(Guard("torch is asked nothing", without=NEVER), unless("scaling by gradients", OWN), ranks=0),
-    Watched(Guard("sizes are no numbers", without=NEVER), unless("a rotation by the length that is tried"), ranks=0),
-    Watched(Guard("read again where something changed", without="if False and (changes := []):"), unless("scaling of an attribute"), ranks=0),
-    Watched(Guard("in every case", without=NEVER), unless("causal unless there is a mask"), ranks=0),
-    Watched(Guard("keywords are passed on", without=NEVER), unless("a keyword that is dropped", OWN), ranks=0),
-    Watched(Guard("all that learns is known", without=NEVER), unless("a parameter that waits", OWN), ranks=0),
-    Watched(Guard("joined dims too", without="if count not in self.sizes:"), unless("by joined dims, of q"), ranks=0),
-    Watched(Guard("more than rounding", without="return ''"), unseen_by_the_probe, ranks=0),
+    Watched("only known operations", NEVER, unless("detached always, of q")),
+    Watched("nothing goes by a size", "return True", unless("a window by length")),
+    Watched("torch is asked nothing", NEVER, unless("scaling by gradients", OWN)),
+    Watched("sizes are no numbers", NEVER, unless("a rotation by the length that is tried")),
+    Watched("read again where something changed", "if False and (changes := []):", unless("scaling of an attribute")),
+    Watched("in every case", NEVER, unless("causal unless there is a mask")),
+    Watched("keywords are passed on", NEVER, unless("a keyword that is dropped", OWN)),
+    Watched("all that learns is known", NEVER, unless("a parameter that waits", OWN)),
+    Watched("joined dims too", "if count not in self.sizes:", unless("by joined dims, of q")),
+    Watched("more than rounding", "return ''", unseen_by_the_probe),
 ]  # fmt: skip
 
 

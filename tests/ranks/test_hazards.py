@@ -50,21 +50,6 @@ WINDOWED = [
 ]
 
 
-PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
-    "a send buffer read after delivery": (
-        "sent, not read again",
-        "sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
-        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # which needn't travel
-        "del self.send",
-    ),
-    "a received buffer read after its unpack": (
-        "received, not read again",
-        "return self._unpacked() if self.copies_back.flat is None else self.outs",
-    ),
-    "a received buffer unpacked twice": ("unpacked once", "self._unpacked()\nself.outs = self._unpacked()"),
-}
-
-
 def spoiled(rank, transport, shapes, cases):
     """What shapes and cases get wrong while buffers are spoiled."""
     with transports.spoiled_buffers():
@@ -77,7 +62,7 @@ def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct
     with moving(kernels, direct):
         found = spoiled(rank, transport, shapes, cases)
         for what, guard in PLANTED.items():
-            with removed(*guard):
+            with removed(guard.marker, guard.without):
                 if not spoiled(rank, transport, control, []):
                     found.append(f"BLIND: {what} was not seen")
     return found
@@ -241,6 +226,19 @@ late_delivery = functools.partial(spoiled, transport=transports.Late, shapes=SHA
 late_delivery_of_replicas = functools.partial(
     spoiled, transport=transports.Late, shapes=[Shape(kv_heads=1)], cases=[Case(heads=6, kv_heads=3, config={"head_groups": 1})]
 )
+PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
+    "a send buffer read after delivery": Watched(
+        "sent, not read again",
+        "sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
+        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # which needn't travel
+        "del self.send",
+        late_delivery,
+    ),
+    "a received buffer read after its unpack": Watched(
+        "received, not read again", "return self._unpacked() if self.copies_back.flat is None else self.outs", late_delivery
+    ),
+    "a received buffer unpacked twice": Watched("unpacked once", "self._unpacked()\nself.outs = self._unpacked()", late_delivery),
+}
 WATCHED = [
     Watched("waits before it reads", "pass", late_delivery),
     Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
@@ -252,7 +250,7 @@ WATCHED = [
         "new = new_empty(*shape)\nouts.append(new if self.copies_back.disjoint else like[: new.numel()].view(new.shape))",
         late_delivery_of_replicas,
     ),
-    *(Watched(*guard, late_delivery) for guard in PLANTED.values()),
+    *PLANTED.values(),
     Watched("rotated, so packed", "if copies.flat is None:", rotated_as_it_lies),
     Watched("rotated, so unpacked", "rotates = False", rotated_as_it_lies),
     Watched("repeats are summed", "place = place.amax(run.repeats)", late_delivery_of_replicas),

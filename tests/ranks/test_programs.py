@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import programs
 from tests.harness.cases import everything
-from tests.harness.guards import removed
+from tests.harness.guards import Watched, removed
 
 SEEDS = range(1000)
 RUN = SEEDS if everything() else SEEDS[:60]
@@ -52,26 +52,24 @@ def test_a_seed_draws_the_same_program_again():
         assert str(programs.draw(seed)) == str(programs.draw(seed))
 
 
-def run_without(rank, seeds, marker, without):
-    with removed(marker, without):
-        return programs.run(rank, seeds)
+def run_without(rank, seeds, watched):
+    with removed(watched.marker, watched.without):
+        return watched.check(rank, seeds)
 
 
-GUARDS = {
-    "waits before it reads": "pass",
-    "repeats are summed": "place = place.amax(run.repeats)",
-    "shared rows are summed": "add = False",
-    "lies as it travels": "if True:",
-}
+WATCHED = [
+    Watched("waits before it reads", "pass", programs.run),
+    Watched("repeats are summed", "place = place.amax(run.repeats)", programs.run),
+    Watched("shared rows are summed", "add = False", programs.run),
+    Watched("lies as it travels", "if True:", programs.run),
+]
 
 
-@pytest.mark.parametrize("marker", GUARDS)
-def test_the_programs_notice_without_the_guard(marker, monkeypatch):
+@pytest.mark.parametrize("watched", WATCHED, ids=str)
+def test_the_programs_notice_without_the_guard(watched, monkeypatch):
     """The negative control, within the programs of the first test."""
     monkeypatch.setattr(programs, "BATCH", 5)  # after the first batch with one that notices no other is run
-    reports, _ = programs.check(
-        [seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, marker, GUARDS[marker], enough=1
-    )
+    reports, _ = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, watched, enough=1)
     assert reports, "nobody noticed"
 
 

@@ -29,12 +29,12 @@ def since_transformers(version):
 
 
 def full(*case):
-    """A case of ``parametrize`` that only ``--all`` runs."""
+    """Mark a case of ``parametrize`` that only ``--all`` runs."""
     return pytest.param(*case, marks=pytest.mark.full)
 
 
 def _options(row):
-    """The options of a case by name: those of a tuple by place, of a dataclass by field, of what these hold in the same way."""
+    """Name the options of a case: of a tuple by place, of a dataclass by field, and in the same way inside them."""
     if is_dataclass(row):
         parts = {field.name: getattr(row, field.name) for field in fields(row)}
     elif isinstance(row, dict):
@@ -49,7 +49,7 @@ def _options(row):
 
 
 def beyond(rows, together):
-    """Places in ``rows`` without which the rest still hold any ``together`` options that one of ``rows`` holds.
+    """Return the places in ``rows`` without which the rest still hold any ``together`` options that one of ``rows`` holds.
 
     Chosen greedily: of those that hold most of what is missing the one whose options were used least.
     """
@@ -65,12 +65,12 @@ def beyond(rows, together):
 
 
 def singles(rows):
-    """All of ``rows`` with ``--all``, else few that hold every option."""
+    """Return all of ``rows`` with ``--all``, else few that hold every option."""
     return _few(rows, 1)
 
 
 def pairs(rows):
-    """All of ``rows`` with ``--all``, else few that hold every pair of options."""
+    """Return all of ``rows`` with ``--all``, else few that hold every pair of options."""
     return _few(rows, 2)
 
 

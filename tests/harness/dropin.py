@@ -25,7 +25,7 @@ class Case:
 
 
 def whole_inputs(case):
-    """q, k, v [b, s, heads, d] of the whole sequence and a cotangent for the output."""
+    """Draw q, k, v [b, s, heads, d] of the whole sequence and a cotangent for the output."""
     torch.manual_seed(3)
     sizes = (
         (case.heads, case.head_dim),
@@ -37,7 +37,7 @@ def whole_inputs(case):
 
 
 def tables(case):
-    """(cos, sin), each [s, 1, 1, d_rot], as Megatron gives them; None without RoPE."""
+    """Return (cos, sin), each [s, 1, 1, d_rot], as Megatron gives them; None without RoPE."""
     if not case.rotary_dims:
         return None
     positions = torch.arange(sum(case.lengths))
@@ -45,7 +45,7 @@ def tables(case):
 
 
 def whole_attention(case):
-    """The reference, q, k, v -> o."""
+    """Return the reference, q, k, v -> o."""
 
     def attend(q, k, v):
         if case.rotary_dims:
@@ -76,7 +76,7 @@ def backward(call, q, k, v, do):
 
 
 def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12, attend=None, whole=None, **keywords):
-    """What the drop-in, or ``attend``, computes on this rank that the reference, or ``whole``, does not; ``use`` as in
+    """List what the drop-in, or ``attend``, computes on this rank that the reference, or ``whole``, does not; ``use`` as in
     `layers.block_faults`. ``keywords`` are of the call."""
     inputs = whole_inputs(case)
     expected = use(whole or whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])

@@ -82,7 +82,7 @@ MORE: dict[str, dict] = {
 
 
 def tiny_config(kind, **more):
-    """A config of type ``kind`` with tiny sizes under whatever names it uses; ``more`` overrides them, by name."""
+    """Make a config of type ``kind`` with tiny sizes under whatever names it uses; ``more`` overrides them, by name."""
     return _tiny(CONFIG_MAPPING[kind], {**MORE.get(kind, {}), **more})
 
 
@@ -119,7 +119,7 @@ LARGEST = 7_000_000  # parameters
 
 
 def tiny_model(kind, **more):
-    """In fp64, of random weights alike on every rank. Every parameter is drawn anew, so that none is 0 or 1."""
+    """Make a model in fp64, of random weights alike on every rank. Every parameter is drawn anew, so that none is 0 or 1."""
     config = tiny_config(kind, **more)
     config._experts_implementation = "eager"  # the default one has no fp64
     with torch.device("meta"):
@@ -149,7 +149,7 @@ def draw(model):
 
 
 def _rope(config, **parameters):
-    """Its rope_parameters with ``parameters`` in every set of them; None where it has none of the default type."""
+    """Return its rope_parameters with ``parameters`` in every set of them; None where it has none of the default type."""
     given = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in given:
         return {**given, **parameters} if given["rope_type"] == "default" else None
@@ -187,7 +187,7 @@ CONFIGS = {
 
 
 def configs(kind):
-    """Of `CONFIGS`, what they change in ``kind``; those that change nothing are left out."""
+    """Return the `CONFIGS` that change ``kind``, with what they change."""
     config, found = tiny_config(kind), {}
     for name, of in CONFIGS.items():
         changes = {key: value for key, value in of(config).items() if key in vars(config) and getattr(config, key) != value}

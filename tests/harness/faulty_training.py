@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on the last rank.
+    """Says what happens on the last rank.
 
     how       "killed", "stuck" or "raises" in exchange ``what`` of ``layer``, or in its "attention", when what was launched
               before has arrived; "waits" for the parent to say "go"; "nothing"
@@ -55,7 +55,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """How a rank ended.
+    """Says how a rank ended.
 
     status    exit status; minus the signal that killed it
     after_s   from the fault, or from the first end where nothing was planted, to the end of this rank
@@ -77,7 +77,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def attention_raises(call, backward=False):
-    """The attention function raises, or its backward does, in call number ``call`` from here on; the exception ends here."""
+    """Have the attention function raise, or its backward, in call number ``call`` from here on; the exception ends here."""
     attention, calls = F.scaled_dot_product_attention, []
 
     def attend(*args, **options):
@@ -103,7 +103,7 @@ def attention_raises(call, backward=False):
 
 
 class Progress:
-    """Where a rank is, and what it leaves behind."""
+    """Knows where a rank is, and writes down what it leaves behind."""
 
     def __init__(self, folder, rank, fault):
         self.file, self.fault = folder / f"result{rank}", fault
@@ -115,7 +115,7 @@ class Progress:
         self.file.write_text(json.dumps({"error": error, "losses": self.losses}))
 
     def passes(self, where, what):
-        """A rank is about to do ``what`` in the layer ``where``."""
+        """Meet the fault where a rank is about to do ``what`` in the layer ``where``."""
         fault = self.fault
         if not self.here or (self.step, what) != (fault.step, fault.what) or f"layers.{fault.layer}" not in where:
             return
@@ -145,7 +145,7 @@ def plant(progress):
 
 
 def hurry():
-    """From now on, no process group waits longer for anybody."""
+    """Have no process group wait longer for anybody from now on."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
 
@@ -210,7 +210,7 @@ def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=N
 
 
 def work(folder, rank, fault, space=None):
-    """The life of a rank."""
+    """Live as a rank."""
     os.setsid()
     output = os.open(folder / f"output{rank}", os.O_WRONLY)
     os.dup2(output, 1), os.dup2(output, 2)
@@ -253,7 +253,7 @@ def left_behind(session):
 
 
 class Job:
-    """The ranks of one training."""
+    """Runs the ranks of one training."""
 
     def __init__(self, folder, fault, spaces=None):
         folder.mkdir(parents=True)
@@ -262,7 +262,7 @@ class Job:
         self.began, self.ended = time.time(), {}
 
     def met(self):
-        """When the fault was met; None before that."""
+        """Return when the fault was met; None before that."""
         file = self.folder / "met"
         return file.stat().st_mtime if file.exists() else None
 
@@ -270,7 +270,7 @@ class Job:
         (self.folder / "go").touch()
 
     def over(self):
-        """Whether all ranks have ended that can."""
+        """Return whether all ranks have ended that can."""
         for rank, process in enumerate(self.ranks):
             if process.exitcode is not None:
                 self.ended.setdefault(rank, time.time())
@@ -278,14 +278,14 @@ class Job:
         return len(self.ended.keys() | stuck) == self.fault.ranks
 
     def kill(self):
-        """What has not ended."""
+        """End what has not ended."""
         for process in self.ranks:
             process.kill()
             while process.exitcode is None:
                 time.sleep(0.01)
 
     def outcomes(self):
-        """Of the ranks that have ended by themselves; the others have none."""
+        """Return the outcomes of the ranks that have ended by themselves, None for others."""
         since = self.met() or min(self.ended.values(), default=0)
         found = []
         for rank, process in enumerate(self.ranks):
@@ -301,7 +301,7 @@ class Job:
 
 
 def run(folder, faults, spaces=None, meanwhile=lambda job: None):
-    """The outcomes of each, ranks in order; None for a rank that did not end by itself.
+    """Return the outcomes of each, ranks in order; None for a rank that did not end by itself.
 
     meanwhile   called with each job again and again
     """

@@ -16,7 +16,7 @@ def _attend(q, k, v, may_see, scale, dropout, causal, window, sinks, softcap):
 
 
 def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sinks, softcap):
-    """The same of queries and keys that stand at ``at_q`` and ``at_k``."""
+    """Do the same for queries and keys that stand at ``at_q`` and ``at_k``."""
     assert causal and dropout == 0.0
     behind = at_q[:, None] - at_k
     may_see = may_see & (behind >= 0) & (behind <= (window[0] if window[0] >= 0 else k.shape[1]))
@@ -35,7 +35,7 @@ def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sin
 
 @contextlib.contextmanager
 def flash_attention():
-    """Models may be switched to ``NAME`` inside; yields the calls: None, or the documents' edges and the longest length of q and k."""
+    """Let models be switched to ``NAME`` inside; yields the calls: None, or the documents' edges and the longest length of q and k."""
     calls = []
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), s_aux=None, softcap=0.0):
@@ -62,7 +62,7 @@ def flash_attention():
 
 @contextlib.contextmanager
 def _nothing_loaded():
-    """transformers as if it had loaded no flash attention yet."""
+    """Run the body as if transformers had loaded no flash attention yet."""
     with contextlib.ExitStack() as stack:
         for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
                      "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"):  # fmt: skip

@@ -29,7 +29,7 @@ PACKAGE = Path(ds_sp_overlap.__file__).parent
 
 @functools.cache
 def markers():
-    """Every marker of the package with the places where it stands: files and lines."""
+    """Return every marker of the package with the places where it stands: files and lines."""
     places: dict[str, list[tuple[Path, int]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -40,13 +40,13 @@ def markers():
 
 @functools.cache
 def _statements(path):
-    """First and last line of each statement; of one with a body, of all before that."""
+    """Return the first and last line of each statement; of one with a body, of all before that."""
     statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
     return [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
 
 
 def guarded(marker):
-    """The file, the first and the last line of the statement that ``marker`` stands in; of one with a body, of all before that."""
+    """Return the file, the first and the last line of the statement that ``marker`` stands in; of one with a body, of all before that."""
     places = markers().get(marker, [])
     if len(places) != 1:
         raise LookupError(f"# guard: {marker} stands {len(places)} times in the package; follow the code in the tests")
@@ -58,7 +58,7 @@ def guarded(marker):
 
 
 def _outermost_function(tree, line):
-    """The function that holds ``line``, itself in no other, and its qualified name."""
+    """Return the function that holds ``line``, itself in no other, and its qualified name."""
     node, names = tree, []
     while not isinstance(node, ast.FunctionDef):
         node = next(
@@ -136,7 +136,7 @@ def size_of(watched):
 
 
 def found(rank, watched):
-    """What the check finds; a failed assertion is its way to say so, any other exception is a crash."""
+    """Return what the check finds; a failed assertion is its way to say so, any other exception is a crash."""
     try:
         result = watched.check(*[rank] * (size_of(watched) > 0))
         if watched.says:
@@ -155,7 +155,7 @@ def found_without(rank, watched):
 
 
 def must_notice(watched):
-    """The check finds something while the guard is out, and, which takes ``--all``, nothing before and afterwards."""
+    """Assert that the check finds something while the guard is out, and, which takes ``--all``, nothing before and afterwards."""
 
     def everywhere(function):
         size = size_of(watched)

@@ -109,7 +109,7 @@ def counted_step(layer, run, parameters):
 
 
 def fused(layer, interleaved, **config):
-    """The layer over one projection of q, k and v, [all q | all k | all v] or the heads of a KV head after another."""
+    """Put the layer over one projection of q, k and v, [all q | all k | all v] or the heads of a KV head after another."""
     shape = layer.shape
     heads, shared = shape.heads + 2 * shape.kv_heads, shape.heads // shape.kv_heads
     projections = nn.ModuleDict({
@@ -134,7 +134,7 @@ def fused(layer, interleaved, **config):
 
 
 def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, form="separate", **config):
-    """What one of ``size`` ranks launches in a step of one layer, of `Shape`s in one of three forms of projections."""
+    """Count what one of ``size`` ranks launches in a step of one layer, of `Shape`s in one of three forms of projections."""
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
     with mock.patch.object(slices, "unbatched", set()):  # as on a GPU
@@ -142,7 +142,7 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
 
 
 def calls_of_layer(groups):
-    """How often functions of the package are called in a step of one layer on one of eight ranks, once all is found and compared."""
+    """Count how often functions of the package are called in a step of one layer on one of eight ranks, once all is found and compared."""
     layer = Layer(Shape(8 * 4, 32, 16, 8), 0, 8, sp_group=Emulated(8, Silent()))
     run, package, calls = layer.ours(head_groups=groups), str(Path(ds_sp_overlap.__file__).parent), 0
 

@@ -42,7 +42,7 @@ class Shape:
 
 
 def projections(shape, seed=1):
-    """The projections of the layer, alike on every rank."""
+    """Make the projections of the layer, alike on every rank."""
     torch.manual_seed(seed)
     linear = lambda n, m: nn.Linear(n, m, bias=shape.bias, dtype=shape.dtype)  # noqa: E731
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -55,14 +55,14 @@ def projections(shape, seed=1):
 
 
 def whole_inputs(shape, seed=2):
-    """Hidden states [b, s, m] and a cotangent for the output, of the whole sequence."""
+    """Draw hidden states [b, s, m] and a cotangent for the output, of the whole sequence."""
     torch.manual_seed(seed)
     size = (shape.batch, sum(shape.lengths), shape.width)
     return torch.randn(size, dtype=shape.dtype), torch.randn(size, dtype=shape.dtype)
 
 
 def reference_layer(shape, layer, x):
-    """Output [b, s, m] of the layer on the whole sequence."""
+    """Return the output [b, s, m] of the layer on the whole sequence."""
     split = (shape.heads * shape.head_dim, *[shape.kv_heads * shape.head_dim] * 2)
     if shape.fused:
         q, k, v = layer["qkv_proj"](x).split(split, -1)
@@ -77,14 +77,14 @@ def reference_layer(shape, layer, x):
 
 
 def laid_out(attention, batch_first):
-    """``attention`` of batch-first heads, in the layout of a layer."""
+    """Return ``attention``, of batch-first heads, in the layout of a layer."""
     if batch_first:
         return attention
     return lambda *heads: attention(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
 
 
 def block(shape, layer, group, transport=None, local_attention=None, heads_alike=True):
-    """The overlapped block over the layer's own modules."""
+    """Make the overlapped block over the layer's own modules."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
     if shape.attends:
         local = functools.partial(local, **shape.attends)
@@ -108,14 +108,14 @@ def block(shape, layer, group, transport=None, local_attention=None, heads_alike
 
 
 def my_slice(shape, rank, x, batch_first=None):
-    """This rank's part [.., s_r, ..] of a whole tensor [b, s, ...], in the layout of the shape."""
+    """Return this rank's part [.., s_r, ..] of a whole tensor [b, s, ...], in the layout of the shape."""
     start = sum(shape.lengths[:rank])
     x = x[:, start : start + shape.lengths[rank]]
     return (x if shape.batch_first else x.transpose(0, 1)).contiguous()
 
 
 def mine(rank, shape, *args, change=None, **options):
-    """The layer on this rank: its modules, behind ``change(modules)``, the block over them, and this rank's hidden states and cotangent."""
+    """Return the layer on this rank: its modules, behind ``change(modules)``, the block over them, and this rank's hidden states and cotangent."""
     layer = projections(shape)
     if change:
         change(layer)
@@ -133,7 +133,7 @@ def call_block(shape, attend, rank, x):
 
 
 def faults(tolerance, **pairs):
-    """A line for each ``name=(got, expected)`` that differs by more than the tolerance, relative."""
+    """Return a line for each ``name=(got, expected)`` that differs by more than the tolerance, relative."""
     errors = {}
     for name, (got, expected) in pairs.items():
         if got is None or expected is None:
@@ -144,7 +144,7 @@ def faults(tolerance, **pairs):
 
 
 def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
-    """What differs of a module's gradients, summed over the ranks, and of this rank's tokens of the tensors ``got``, by name.
+    """List what differs of a module's gradients, summed over the ranks, and of this rank's tokens of the tensors ``got``, by name.
 
     ``whole`` and ``expected`` are those of the whole sequence.
     """
@@ -159,14 +159,14 @@ def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
 
 
 def backward(call, layer, x, dy):
-    """The plainest use of a layer: one forward, one backward."""
+    """Use a layer plainly: one forward, one backward."""
     y = call(x)
     y.backward(dy)
     return {"output": y, "dx": x.grad}
 
 
 def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, change=None, local_attention=None):
-    """What the block computes on this rank that the reference on the whole sequence does not.
+    """List what the block computes on this rank that the reference on the whole sequence does not.
 
     use      ``use(call, layer, x, dy)`` -> tensors along the sequence by name; run on the block and on the reference,
              as are ``layer``'s weight gradients afterwards, which are summed over the ranks
@@ -187,7 +187,7 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
 
 
 def faults_of_all(rank, shapes, transport=None, of_one=block_faults):
-    """Faults of many shapes, each with its shape; ``transport`` is a class."""
+    """List the faults of many shapes, each with its shape; ``transport`` is a class."""
     every = []
     for shape in shapes:
         mover = transport() if transport else None

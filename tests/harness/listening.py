@@ -8,7 +8,7 @@ from ds_sp_overlap.warn import LOGGER, warn_once
 
 @contextlib.contextmanager
 def listening(level=logging.DEBUG, start_up=False):
-    """The messages of this process inside, of ``level`` and above, those that are said once included; with what layers of one's own
+    """Yield the messages of this process inside, of ``level`` and above, those that are said once included; with what layers of one's own
     got if ``start_up``.
     """
     warn_once.cache_clear()

@@ -31,7 +31,7 @@ COUNT = 0.01  # a step, of anything that is counted: what is left behind by ever
 
 
 def census(model):
-    """How much of each sort there is."""
+    """Count how much of each sort there is."""
     gc.collect()
     things, process = gc.get_objects(), psutil.Process()
     owners = [*model.modules(), *model.parameters()]
@@ -49,7 +49,7 @@ def census(model):
 
 
 class Leak:
-    """What a step of a faulty package would leave behind: a tensor, a thread and a descriptor."""
+    """Leaves behind in each step, as a faulty package would: a tensor, a thread and a descriptor."""
 
     def __init__(self, planted):
         self.planted, self.kept, self.over = planted, [], threading.Event()
@@ -65,7 +65,7 @@ class Leak:
 
 
 def train(rank, folder, steps, planted=False):
-    """Samples of `census`, by step, and how many exceptions and evaluations there were."""
+    """Return samples of `census`, by step, and how many exceptions and evaluations there were."""
     model, leak, samples, happened = models.tiny(), Leak(planted), {}, {"exceptions": 0, "evaluations": 0}
     section = {"head_groups": "auto", "timeline": {"path": folder, "steps": [steps // 6, steps // 6 + 5]}}
     config, tokens = {**models.ds_config(), "sp_overlap": section}, models.batches(8)[:, None]
@@ -91,7 +91,7 @@ def train(rank, folder, steps, planted=False):
 
 
 def growth(samples):
-    """Of each sort: its first and last count, and what it grows by in a step (memory: by least squares)."""
+    """Return of each sort its first and last count, and what it grows by in a step (memory: by least squares)."""
     steps = torch.tensor([*samples], dtype=torch.float64)
     found = {}
     for sort in next(iter(samples.values())):

@@ -139,7 +139,7 @@ class ParallelAttention(nn.Module):
         self.dense = RowParallelLinear(shape.width, shape.width, shape.bias, True)
 
     def heads_of(self, hidden_states):
-        """q, k and v; as HEAD, for as many KV heads as query heads."""
+        """Make q, k and v; as HEAD, for as many KV heads as query heads."""
         assert self.num_attention_heads == self.num_key_value_heads
         if hasattr(self, "query_linear"):
             made = [getattr(self, name)(hidden_states)[0] for name in ("query_linear", "key_linear", "value_linear")]
@@ -147,7 +147,7 @@ class ParallelAttention(nn.Module):
         return self.query_key_value(hidden_states)[0].unflatten(-1, (3, self.num_attention_heads, -1)).unbind(2)
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
-        """As HEAD computes it, with its faults: for as many KV heads as query heads, and the mask in batch_dim_idx."""
+        """Compute what HEAD does, with its faults: for as many KV heads as query heads, and the mask in batch_dim_idx."""
         return self.attend(*self.heads_of(hidden_states), attention_mask, rotary_pos_emb)
 
     def attend(self, q, k, v, attention_mask, rotary_pos_emb):
@@ -168,7 +168,7 @@ source.KNOWN_LINEAR.update(digest(kind, "forward") for kind in (ColumnParallelLi
 
 
 class ParallelTransformerLayer(nn.Module):
-    """What surrounds the attention, as far as it matters: the two calls, and the bias that is added outside."""
+    """Surrounds the attention, as far as it matters: the two calls, and the bias that is added outside."""
 
     def __init__(self, shape, group, attention=ParallelAttention):
         super().__init__()
@@ -184,13 +184,13 @@ class ParallelTransformerLayer(nn.Module):
 
 
 def layer(shape, group, seed=1):
-    """A layer of random weights, alike on every rank."""
+    """Make a layer of random weights, alike on every rank."""
     torch.manual_seed(seed)
     return ParallelTransformerLayer(shape, group)
 
 
 def inputs(shape, seed=2):
-    """Hidden states and a cotangent [s, b, m], a mask [b, 1, s, s] that shows each token itself, and (cos, sin)."""
+    """Draw hidden states and a cotangent [s, b, m], a mask [b, 1, s, s] that shows each token itself, and (cos, sin)."""
     torch.manual_seed(seed)
     x, dy = torch.randn(2, shape.seq, shape.batch, shape.width, dtype=torch.float64)
     mask = (torch.rand(shape.batch, 1, shape.seq, shape.seq) < 0.3) & ~torch.eye(shape.seq, dtype=torch.bool)
@@ -199,7 +199,7 @@ def inputs(shape, seed=2):
 
 
 def reference_attention(shape, weights, x, mask, tables, where="self_attention."):
-    """What is added to ``x`` on the whole sequence, from a dict of weights by name."""
+    """Compute what is added to ``x`` on the whole sequence, from a dict of weights by name."""
     pick = lambda name: weights[where + name]  # noqa: E731
     names = list(NAMES.values()) if shape.split else ["query_key_value"]
     y = x @ torch.cat([pick(f"{name}.weight") for name in names]).t()
@@ -221,12 +221,12 @@ def reference_attention(shape, weights, x, mask, tables, where="self_attention."
 
 
 def reference_layer(shape, weights, x, mask, tables):
-    """The layer on the whole sequence, from a dict of its weights by name."""
+    """Run the layer on the whole sequence, from a dict of its weights by name."""
     return x + reference_attention(shape, weights, x, mask, tables)
 
 
 def layer_faults(rank, shape, use=backward, overlap=True, tolerance=1e-12):
-    """What the layer computes on this rank that the reference on the whole sequence does not; as `layers.block_faults`."""
+    """List what the layer computes on this rank that the reference on the whole sequence does not; as `layers.block_faults`."""
     group = torch.distributed.group.WORLD
     mine = layer(shape, group)
     weights = {name: p.detach().clone().requires_grad_() for name, p in mine.named_parameters()}

@@ -28,7 +28,7 @@ MODEL = (
 
 
 def write_data(folder):
-    """A tokenized corpus in the format of ``--data-path``: random tokens with some structure to learn."""
+    """Write a tokenized corpus in the format of ``--data-path``: random tokens with some structure to learn."""
     prefix = folder / "corpus"
     draw = np.random.default_rng(3)
     documents = [np.cumsum(draw.integers(1, 4, 300)) % (VOCABULARY - 1) for _ in range(40)]
@@ -117,7 +117,7 @@ def train(
 
 
 def apart(one, other):
-    """Largest relative differences of two runs: of loss and gradient norm over the steps, of a parameter's gradient in
+    """Return the largest relative differences of two runs: of loss and gradient norm over the steps, of a parameter's gradient in
     the first step, before training amplifies rounding, and of a parameter at the end.
 
     But for k's bias: with learned positions softmax takes no notice of it, so that its gradient is nothing but rounding,

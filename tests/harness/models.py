@@ -24,7 +24,7 @@ VOCABULARY, SEQ, BATCH = 64, 32, 2
 
 
 def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, implementation="sdpa", seed=0, **more):
-    """A model of random weights, alike on every rank; ``seed`` None takes them from the generator as it is."""
+    """Make a model of random weights, alike on every rank; ``seed`` None takes them from the generator as it is."""
     sizes = dict(
         vocab_size=VOCABULARY, hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=256, pad_token_id=0,
@@ -39,7 +39,7 @@ def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, imp
 
 
 def with_sinks(model, implementation):
-    """The model with sinks that matter, if it has any, under an attention implementation."""
+    """Return the model with sinks that matter, if it has any, under an attention implementation."""
     torch.manual_seed(7)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -49,7 +49,7 @@ def with_sinks(model, implementation):
 
 
 def with_images(kind):
-    """A tiny vision-language model, whose text has positions of three axes."""
+    """Make a tiny vision-language model, whose text has positions of three axes."""
     text = dict(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
@@ -67,12 +67,12 @@ def with_images(kind):
 
 
 def batches(steps, batch=BATCH, seq=SEQ, seed=5):
-    """Token ids [steps, b, s]."""
+    """Draw token ids [steps, b, s]."""
     return torch.randint(1, VOCABULARY, (steps, batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
 def cut(tokens, rank, size, positions=None):
-    """This rank's slice of input_ids, labels (shifted over the whole sequence) and position_ids."""
+    """Return this rank's slice of input_ids, labels (shifted over the whole sequence) and position_ids."""
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
     return {
@@ -82,7 +82,7 @@ def cut(tokens, rank, size, positions=None):
 
 
 def mean_loss(model, inputs, group):
-    """Token mean over the sp group; its gradient is this rank's share, which sums to the whole sequence's."""
+    """Return the token mean over the sp group; its gradient is this rank's share, which sums to the whole sequence's."""
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     labels = inputs["labels"]
     share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -119,7 +119,7 @@ def forgetting():
 
 @contextlib.contextmanager
 def sequence_parallel_model(size, *args, stock=None, **options):
-    """A tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
+    """Yield a tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
     model = tiny(*args, **options)
     with forgetting():
         mpu = sequence_parallel(model, size, model.config._attn_implementation, **(stock or {}))
@@ -129,7 +129,7 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 
 @contextlib.contextmanager
 def engine_of(model, config, size=2):
-    """DeepSpeed's engine of a model under stock Ulysses, and its sp group, None for a size of 1; nothing is left behind."""
+    """Yield DeepSpeed's engine of a model under stock Ulysses, and its sp group, None for a size of 1; nothing is left behind."""
     with forgetting():
         mpu = sequence_parallel(model, size)
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
@@ -140,7 +140,7 @@ def engine_of(model, config, size=2):
 
 @contextlib.contextmanager
 def scaled_values(factor):
-    """A planted fault: overlapped attention sees v times ``factor``."""
+    """Plant a fault: overlapped attention sees v times ``factor``."""
     right = attention_function.local_attention
     for module in (driven, attention_function):
         module.local_attention = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
@@ -151,7 +151,7 @@ def scaled_values(factor):
 
 
 def overlapped_layers(model):
-    """Names of the attention layers that the package drives."""
+    """Return the names of the attention layers that the package drives."""
     bound = ds_sp_overlap.integrations.registry._undo
     return [name for name, module in model.named_modules() if module in bound and "ttention" in type(module).__name__]
 
@@ -176,7 +176,7 @@ def ds_config(stage=0, accumulation=1, dtype=torch.float32, optimizer="AdamW", *
 
 @dataclass
 class Run:
-    """What a training run left.
+    """Holds what a training run left.
 
     losses, norms          of each step the last loss and the grad norm
     evaluated, resumed     of each evaluation its loss; losses and norms of the steps after a resume
@@ -210,7 +210,7 @@ class Run:
 
 
 def step(engine, tokens, rank, size, group, at_gradients=None):
-    """One optimizer step over the microbatches in ``tokens``; returns the loss of the last."""
+    """Run one optimizer step over the microbatches in ``tokens``; returns the loss of the last."""
     for microbatch in tokens:
         loss = mean_loss(engine, cut(microbatch, rank, size), group)
         engine.backward(loss)
@@ -260,7 +260,7 @@ EXACT = dict(dtype=torch.float64, initializer_range=0.2)
 
 
 def outcome(model, tokens, rank, size, group, positions=None, mask=None):
-    """Logits of the whole sequence, and every gradient summed over the sp group; of the tokens that ``mask`` [b, s] counts."""
+    """Return logits of the whole sequence, and every gradient summed over the sp group; of the tokens that ``mask`` [b, s] counts."""
     inputs = cut(tokens, rank, size, positions)
     labels = inputs.pop("labels")
     if mask is not None:
@@ -274,7 +274,7 @@ def outcome(model, tokens, rank, size, group, positions=None, mask=None):
 
 
 def of_all_ranks(local, gradients, size, group):
-    """Tensors [b, s/P, ..] of the whole sequence, and gradients summed, over an sp group; as they are where there is none."""
+    """Return tensors [b, s/P, ..] of the whole sequence, and gradients summed, over an sp group; as they are where there is none."""
     if group is not None:
         for name, x in local.items():
             parts = [torch.empty_like(x) for _ in range(size)]
@@ -291,12 +291,12 @@ def worst(found, expected):
 
 
 def packed(lengths_of_rows):
-    """position_ids [b, s] that restart with each document."""
+    """Return position_ids [b, s] that restart with each document."""
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in lengths_of_rows])
 
 
 def document_by_document(model, tokens, lengths_of_rows):
-    """What `outcome` gives if every document is run alone; its labels still run on into the next document."""
+    """Return what `outcome` gives if every document is run alone; its labels still run on into the next document."""
     labels = cut(tokens, 0, 1)["labels"]
     model.zero_grad()
     rows = []
@@ -314,7 +314,7 @@ BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_un
 def errors_of(
     rank, options, sections=BOTH, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None
 ):
-    """Errors of a model against the whole sequence: under stock Ulysses, infinite where that raises, and by each of ``sections``.
+    """Return the errors of a model against the whole sequence: under stock Ulysses, infinite where that raises, and by each of ``sections``.
 
     lengths   documents of each row, each of which is held against itself alone
     reports   a list to which the reports of `enable` are added
@@ -345,7 +345,7 @@ def _errors_beyond_stock(rank, cases):
 
 
 def assert_right_where_stock_is_wrong(cases, lengths=None, limits=None):
-    """Models of these options, packed with documents of these ``lengths``, are right; ``limits`` by family, where they are not `FP64`.
+    """Assert that models of these options, packed with documents of these ``lengths``, are right; ``limits`` by family, where they are not `FP64`.
 
     A case of which stock is right shows nothing.
     """

@@ -28,7 +28,7 @@ always = mock.patch.object(Geometry, "in_slices", property(lambda self: {kind fo
 
 
 def counted(seen, folds, operators=relayout):
-    """An implementation that counts what is called."""
+    """Put in place an implementation that counts what is called."""
 
     def count(name):
         def move(*args):
@@ -55,5 +55,5 @@ def moving(kernels, direct):
 
 
 def packed(tensors, sides):
-    """What travels of ``tensors``."""
+    """Return what travels of ``tensors``."""
     return pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), tensors[0].new_empty).view(-1)

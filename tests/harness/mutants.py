@@ -99,7 +99,7 @@ def changes(node):
 
 
 def mutants_of(path):
-    """Kind, file, line of the statement, first line and column, last line and column, new text: of each change inside functions."""
+    """Return kind, file, line of the statement, first line and column, last line and column, new text: of each change inside functions."""
     text, found = path.read_text(), []
 
     def walk(node, statement, inside):
@@ -133,7 +133,7 @@ def sample(rooms, seed, count):
 
 
 def planted():
-    """`PLANTED` as mutants; fails for a text that doesn't stand once where it is said to."""
+    """Return `PLANTED` as mutants; fail for a text that doesn't stand once where it is said to."""
     found = []
     for kind, (path, old, new) in PLANTED.items():
         path = ROOT / "ds_sp_overlap" / path
@@ -147,7 +147,7 @@ def planted():
 
 
 def checkout(folder, name):
-    """A copy to change, compiled kernels included."""
+    """Make a copy to change, compiled kernels included."""
     files = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
     (folder / name).mkdir(exist_ok=True)
     for some in (files.split(), ["ds_sp_overlap/_kernels.so", "ds_sp_overlap/_kernels.json"]):
@@ -181,7 +181,7 @@ def map_tests(folder, mutants, tests):
 
 
 def killer(copy, mutant, tests, seconds, *options):
-    """The first of ``tests`` that fails with ``mutant``, empty if none does."""
+    """Return the first of ``tests`` that fails with ``mutant``, empty if none does."""
     _, path, _, first, column, last, end, new = mutant
     original = (copy / path).read_text()
     lines = original.splitlines(keepends=True)

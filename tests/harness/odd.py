@@ -30,7 +30,7 @@ RANDOM = "drop", "jitter"  # which are looked at in evaluation
 
 
 def reads(kind):
-    """{path: value} of the numbers, flags and Nones of the config of ``kind`` that attention, decoder layers and masks look at."""
+    """Return {path: value} of the numbers, flags and Nones of the config of ``kind`` that attention, decoder layers and masks look at."""
     read, plain = set(), PreTrainedConfig.__getattribute__
 
     def get(config, name):
@@ -54,7 +54,7 @@ def reads(kind):
 
 
 def _is_of_attention(frame):
-    """Whether code runs for a mask, a decoder layer, or an attention or rotary module, and what they call."""
+    """Return whether code runs for a mask, a decoder layer, or an attention or rotary module, and what they call."""
     if frame.f_globals["__name__"] == masking_utils.__name__ or re.search("Layer|Block", _module(frame)):
         return True
     while frame is not None and not re.search("Attention|Rotary", _module(frame)):
@@ -63,13 +63,13 @@ def _is_of_attention(frame):
 
 
 def _module(frame):
-    """The class of the module whose code runs, if it is one's."""
+    """Name the class of the module whose code runs, if it is one's."""
     kind = type(frame.f_locals.get("self"))
     return kind.__name__ if issubclass(kind, torch.nn.Module) else ""
 
 
 def moved(name, value):
-    """Other values: two of a number, a larger one of a size, the other one of a flag."""
+    """Return other values: two of a number, a larger one of a size, the other one of a flag."""
     if isinstance(value, bool):
         return [not value]
     if value is None:
@@ -84,7 +84,7 @@ def moved(name, value):
 
 
 def odd_configs(kind):
-    """Odd configs of ``kind``: names of fields, and values."""
+    """Return the odd configs of ``kind``: names of fields, and values."""
     return [(name, other) for name, value in reads(kind).items() for other in moved(name, value)]
 
 
@@ -102,7 +102,7 @@ def odd_model(kind, name, value):
 
 
 def judge_odd(rank, kind, odd=None):
-    """``kind`` with its own config and ``odd`` ones, else all of them: {name: `Trial`, or `Raised` where it can't be run}."""
+    """Judge ``kind`` with its own config and ``odd`` ones, else all of them: {name: `Trial`, or `Raised` where it can't be run}."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with in_double():
@@ -116,7 +116,7 @@ def judge_odd(rank, kind, odd=None):
 
 
 def judge_misread(rank, kind, odd):
-    """With a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
+    """Judge with a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
     judge = accounting.Accounting.__torch_function__
 
     def clamp_for_nothing(account, function, types, args=(), kwargs=None):
@@ -133,7 +133,7 @@ def judge_misread(rank, kind, odd):
 
 @dataclass
 class Odd:
-    """What the odd configs of a type came to.
+    """Says what the odd configs of a type came to.
 
     right, refused, not_run   how many
     wrong                     {name: why} of those that are wrong, crash, or are noticed by the comparison on real numbers alone

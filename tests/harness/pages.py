@@ -62,5 +62,5 @@ def read(path):
 
 
 def code(cell):
-    """What a cell has between backticks."""
+    """Return what a cell has between backticks."""
     return [child.content for child in cell.children if child.type == "code_inline"]

@@ -57,7 +57,7 @@ def scripted(costs):
 
 
 def followed(policy, trial, candidate, tokens, body, *inputs):
-    """``body(*inputs)`` while the policy looks on."""
+    """Return ``body(*inputs)`` while the policy looks on."""
     run = TimedCall(inputs)
     policy.follow(run, trial, candidate, tokens)
     return run.end(body(*run.inputs))
@@ -70,13 +70,13 @@ def optimizer_step():
 
 
 def hooks():
-    """Listeners to optimizer steps, which have one hook together."""
+    """Count the listeners to optimizer steps, which have one hook together."""
     return len(listeners)
 
 
 @contextlib.contextmanager
 def two_replicas(rank):
-    """The sp group of this rank."""
+    """Yield the sp group of this rank."""
     pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     try:
         yield pairs[rank // 2]

@@ -43,7 +43,7 @@ PATIENCE_S = 30  # with a program on its own; two more for each other one
 
 
 class Written:
-    """Each subclass is a frozen dataclass that prints what isn't its default."""
+    """Makes each subclass a frozen dataclass that prints what isn't its default."""
 
     def __init_subclass__(cls):
         dataclass(frozen=True, repr=False)(cls)
@@ -244,7 +244,7 @@ class Term(Written):
     form: str = "dot"
 
     def ends(self, world, index):
-        """The tensor that backward starts from and its gradient; None where it needs none."""
+        """Return the tensor that backward starts from and its gradient; None where it needs none."""
         y = world.values[self.value]
         if not y.requires_grad:
             return None
@@ -266,7 +266,7 @@ class Term(Written):
 
 
 class Backward(Written):
-    """From some terms at once.
+    """Backward from some terms at once.
 
     via    "backward"; "inputs": of a subset alone; "grad": `torch.autograd.grad` of a subset
     pick   a seed for the subset of leaves, values and parameters
@@ -349,7 +349,7 @@ class Vector(nn.Module):
 
 
 def modules_of(spec, width, others):
-    """The modules of a layer; random numbers in the same order for every layer of its kind."""
+    """Make the modules of a layer; random numbers in the same order for every layer of its kind."""
     made = nn.ModuleDict()
     sizes = {
         "q_proj": spec.heads * spec.head_dim,
@@ -461,7 +461,7 @@ class Layer:
         return y if spec.batch_first else y.transpose(0, 1)
 
     def outside(self, x, attend):
-        """Projections and norms around ``attend``; nothing of the package."""
+        """Run projections and norms around ``attend``; nothing of the package."""
         spec, modules = self.spec, self.modules
         if spec.fused:
             sizes = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim
@@ -500,7 +500,7 @@ class Layer:
     # Of attention itself.
 
     def attention(self, q, k, v):
-        """On the whole sequence."""
+        """Attend on the whole sequence."""
         if self.spec.query == "changed" or self.spec.in_place == "query":
             q = q.clone()
         if self.spec.rope:
@@ -534,7 +534,7 @@ class Layer:
         return RaisesInBackward.apply(o) if self.raises and self.raises[0] == "backward" else o
 
     def gain(self):
-        """This rank's; the first parts of the ranks have one head more where the heads don't divide."""
+        """Return this rank's gain; the first parts of the ranks have one head more where the heads don't divide."""
         ranks, spec = self.world.program.ranks, self.spec
         shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
         part = self.world.rank // shares
@@ -549,7 +549,7 @@ class Layer:
     # RoPE.
 
     def whole_tables(self, batch):
-        """cos and sin [b or 1, s, rotary dims] of all tokens."""
+        """Return cos and sin [b or 1, s, rotary dims] of all tokens."""
         rows = []
         for row in range(batch if self.spec.by_row else 1):
             positions = torch.arange(sum(self.world.program.shapes[batch])) + 3 * row
@@ -585,7 +585,7 @@ class Whole(nn.Module):
 
 
 class World:
-    """Where a program runs: the whole sequence (``rank`` None), or a rank's tokens under the package.
+    """Runs a program: on the whole sequence (``rank`` None), or a rank's tokens under the package.
 
     values    by name, [b, s, width]
     records   what is compared, by name: (tensor or flag, whether it has tokens [b, s, ..])
@@ -622,7 +622,7 @@ class World:
         return torch.randn(size, dtype=torch.float64, generator=generator)
 
     def part(self, x, batch=None):
-        """This rank's tokens of ``x`` [b, s, ..]."""
+        """Return this rank's tokens of ``x`` [b, s, ..]."""
         lengths = self.program.shapes[batch or len(x)]
         return x if self.whole else x.narrow(1, sum(lengths[: self.rank]), lengths[self.rank])
 
@@ -633,7 +633,7 @@ class World:
         return list(self.made.named_parameters())
 
     def subset(self, pick):
-        """Some of what needs a gradient."""
+        """Draw some of what needs a gradient, by name."""
         everything = [(name, x) for name, x in self.values.items() if x.requires_grad]
         everything += [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         chosen = random.Random(pick)
@@ -660,7 +660,7 @@ class World:
         self.in_backward = False
 
     def total(self, tensors):
-        """Sums over the ranks."""
+        """Sum over the ranks."""
         if self.whole or not tensors:
             return tensors
         flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -675,7 +675,7 @@ class World:
 
 
 def errors(world, got, expected):
-    """What differs in the records of this rank from the whole sequence's: by name, the relative error or what else is wrong."""
+    """Return what differs in the records of this rank from the whole sequence's: by name, the relative error or what else is wrong."""
     tensors = {name: what for name, (what, _) in expected.items() if isinstance(what, torch.Tensor)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise AssertionError("the reference isn't finite")
@@ -704,7 +704,7 @@ def difference(what, wanted, least):
 
 
 def faults(rank, program, delayed, acted):
-    """What a program gets wrong on this rank; ``acted`` counts what it really did."""
+    """List what a program gets wrong on this rank; ``acted`` counts what it really did."""
     expected = World(program).run()
     tolerance = 1e-12
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
@@ -853,7 +853,7 @@ class _Draw:
         )  # fmt: skip
 
     def manner(self, heads, in_place):
-        """What may differ between two layers of the same modules."""
+        """Draw what may differ between two layers of the same modules."""
         config = {"head_groups": self.pick("auto", *range(1, heads // self.ranks + 1))}
         if self.chance(0.15):
             config["projections"] = False
@@ -881,7 +881,7 @@ class _Draw:
         )
 
     def relative(self, other):
-        """A layer that shares modules or weights with one there is."""
+        """Draw a layer that shares modules or weights with one there is."""
         spec = self.layers[other]
         names = (*(n for n in spec.projections if not (spec.same and n == "v_proj")), "o_proj")
         names = self.pick(names, names[-1:], names[:-1])
@@ -950,7 +950,7 @@ class _Draw:
         return out
 
     def lets_input_go(self, spec):
-        """Whether nothing reads a layer's input in backward."""
+        """Return whether nothing reads a layer's input in backward."""
         is_read = spec.block and "window" in dict(spec.config)  # q, k and v are made of it again
         return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares or is_read)
 
@@ -975,7 +975,7 @@ class _Draw:
         self.statements.append(Backward(tuple(terms), via, self.some(0, 999) if via != "backward" else 0))
 
     def with_retained(self):
-        """The statements, with graphs kept that a later backward goes through."""
+        """Return the statements, with graphs kept that a later backward goes through."""
         later, kept = set(), []
         for statement in reversed(self.statements):
             if isinstance(statement, Step):

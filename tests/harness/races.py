@@ -71,7 +71,7 @@ class Races(TorchDispatchMode):
         return returned
 
     def operate(self, what, reads, writes):
-        """An operation on the current stream, on storages."""
+        """Note an operation on the current stream, on storages."""
         stream = self.backend.current
         self.seen[stream.name] += 1
         access = Access(what, stream, stream.tick())
@@ -113,7 +113,7 @@ class Races(TorchDispatchMode):
 
 
 def _storages(values):
-    """The storages of all tensors in ``values`` that hold anything, by address."""
+    """Return the storages of all tensors in ``values`` that hold anything, by address."""
     found = (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return {storage._cdata: storage for storage in found if storage.nbytes()}
 

@@ -29,7 +29,7 @@ MOST_THREADS = 60
 
 
 class RankError(AssertionError):
-    """What the ranks raised, rank by rank; ``kinds`` and ``messages`` in rank order, None for a rank that was fine."""
+    """Says what the ranks raised, rank by rank; ``kinds`` and ``messages`` in rank order, None for a rank that was fine."""
 
     def __init__(self, failures):
         self.kinds = [None if failure is None else failure[0] for failure in failures]
@@ -107,11 +107,11 @@ class Pool:
         return returned
 
     def threads(self):
-        """How many the first worker has."""
+        """Count those of the first worker."""
         return len(os.listdir(f"/proc/{self.workers[0].pid}/task"))
 
     def stacks(self):
-        """Where each worker is."""
+        """Return where each worker is."""
         for worker in self.workers:
             if worker.is_alive():
                 os.kill(worker.pid, signal.SIGUSR1)
@@ -127,7 +127,7 @@ class Pool:
 
 
 def refusal(function, *args, **kwargs):
-    """``(kind, message)`` of what ``function`` raises, None if it raises nothing; keeps a rank, and its pool, alive."""
+    """Return ``(kind, message)`` of what ``function`` raises, None if it raises nothing; keeps a rank, and its pool, alive."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -147,7 +147,7 @@ def on_ranks(size, function, *args, timeout_s=180):
 
 
 def soon(happened):
-    """Whether ``happened()`` within a few seconds: a thread of gloo's may tell late, or hold for a moment what it sent."""
+    """Return whether ``happened()`` within a few seconds: a thread of gloo's may tell late, or hold for a moment what it sent."""
     until = time.monotonic() + 5
     while not (has := happened()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -155,27 +155,27 @@ def soon(happened):
 
 
 def no_faults(size, function, *args):
-    """``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
+    """Assert that ``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
     for rank, found in enumerate(on_ranks(size, function, *args)):
         assert found == [], f"rank {rank}: {found}"
 
 
 def leaves(found):
-    """What stands in dicts, lists and tuples, at any depth."""
+    """Return what stands in dicts, lists and tuples, at any depth."""
     if isinstance(found, dict):
         return leaves(list(found.values()))
     return [leaf for each in found for leaf in leaves(each)] if isinstance(found, (list, tuple)) else [found]
 
 
 def no_errors(size, limit, function, *args, **options):
-    """``function(rank, *args)`` gives errors, in dicts and lists, and on each of ``size`` ranks all are below ``limit``."""
+    """Assert that ``function(rank, *args)`` gives errors, in dicts and lists, and on each of ``size`` ranks all are below ``limit``."""
     for rank, errors in enumerate(on_ranks(size, function, *args, **options)):
         every = leaves(errors)
         assert every and all(error < limit for error in every), f"rank {rank}: errors should be below {limit:g}: {errors}"
 
 
 def assert_refused(size, messages, function, *args, kind="ValueError"):
-    """``function(rank, *args)`` gives errors of ``kind``, as of `refusal`, by the names and with the words of ``messages``; by others None."""
+    """Assert that ``function(rank, *args)`` gives errors of ``kind``, as of `refusal`, by the names and with the words of ``messages``; by others None."""
     for rank, said in enumerate(on_ranks(size, function, *args)):
         assert messages.keys() <= said.keys(), f"rank {rank}: {messages.keys() - said.keys()} were not tried"
         for name, error in said.items():

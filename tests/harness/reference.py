@@ -30,7 +30,7 @@ def sequence_first_attention(q, k, v, causal=True, queries=None, **options):
 
 
 def fused(q, k, v, dropout=0.0):
-    """As `attention`, causal, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
+    """Attend as `attention`, causal, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -39,7 +39,7 @@ def fused(q, k, v, dropout=0.0):
 
 
 def rope_tables(positions, dims, dtype):
-    """cos and sin [s, dims], half-rotated convention."""
+    """Return cos and sin [s, dims], half-rotated convention."""
     frequencies = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     angles = positions.double()[:, None] * frequencies
     angles = torch.cat((angles, angles), -1)
@@ -47,7 +47,7 @@ def rope_tables(positions, dims, dtype):
 
 
 def rope(x, cos, sin):
-    """x [b, s, h, d] with cos, sin [s, dims]; the dims past them pass through."""
+    """Rotate x [b, s, h, d] by cos, sin [s, dims]; the dims past them pass through."""
     dims = cos.shape[-1]
     turned, rest = x[..., :dims], x[..., dims:]
     half = dims // 2
@@ -56,7 +56,7 @@ def rope(x, cos, sin):
 
 
 def relative_error(got, expected):
-    """Largest difference, over the largest expected magnitude; infinite where the shapes differ."""
+    """Return the largest difference, over the largest expected magnitude; infinite where the shapes differ."""
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():

@@ -6,7 +6,7 @@ from ds_sp_overlap.schedule.steps import Q
 
 
 def merged_last(kinds, wgrad_last=True):
-    """All exchanges of o are finished before the first merge."""
+    """Finish all exchanges of o before the first merge."""
     groups, base = range(len(kinds)), by_head_groups(kinds, wgrad_last)
     finishes = [Step(Op.FINISH, O, False, group) for group in groups]
     merges = [Step(Op.MERGE, O, False, group) for group in groups]
@@ -15,7 +15,7 @@ def merged_last(kinds, wgrad_last=True):
 
 
 def travelling(*sent):
-    """A schedule in which those of ``sent`` travel together in every group, as far as they travel with it."""
+    """Make a schedule in which those of ``sent`` travel together in every group, as far as they travel with it."""
 
     def schedule(kinds, wgrad_last=True):
         starts = (("".join(kind for kind in of if kind in here) for of in sent) for here in kinds)
@@ -31,7 +31,7 @@ def travelling(*sent):
 
 
 def step_of(words):
-    """The step that messages call so: "start dqkv 1", "finish odo 2"."""
+    """Return the step that messages call so: "start dqkv 1", "finish odo 2"."""
     op, what, group = words.split()
     tensors, beside = tuple(what), ()
     grad = op in ("dgrad", "wgrad") or "d" in tensors

@@ -61,12 +61,12 @@ class Stream:
         return self.clock[self]
 
     def is_after(self, stream, time):
-        """Whether what it does next comes after what ``stream`` did at ``time``."""
+        """Return whether what it does next comes after what ``stream`` did at ``time``."""
         return self.clock.get(stream, 0) >= time
 
 
 class Backend:
-    """The part of `Accelerator` that `SideStream` uses; `stream` for tests."""
+    """Stands for the part of `Accelerator` that `SideStream` uses; `stream` for tests."""
 
     def __init__(self):
         self.log = []
@@ -134,7 +134,7 @@ def on_streams(sp_group, backend=None):
 
 
 def order(later, earlier):
-    """What ``later`` does next comes after what ``earlier`` holds now."""
+    """Have what ``later`` does next come after what ``earlier`` holds now."""
     event = Event()
     earlier.record_event(event)
     later.wait_event(event)

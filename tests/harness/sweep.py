@@ -89,7 +89,7 @@ BATCHES = ("packed", "mask of ones", "right padding", "left padding", "left padd
 
 
 def batch_of(kind):
-    """input_ids, labels, position_ids, and attention_mask or None [b, s] of the whole sequence."""
+    """Return input_ids, labels, position_ids, and attention_mask or None [b, s] of the whole sequence."""
     tokens = torch.randint(1, 64, (1 if kind == "packed" else 2, SEQ), generator=torch.Generator().manual_seed(3))
     positions, mask = torch.arange(SEQ).repeat(len(tokens), 1), torch.ones_like(tokens)
     if kind == "packed":
@@ -109,7 +109,7 @@ def batch_of(kind):
 
 
 def forward(model, tokens, labels, positions, mask):
-    """Logits, and the sum of the losses of all tokens with a label."""
+    """Return logits, and the sum of the losses of all tokens with a label."""
     known = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     given = dict(position_ids=positions, attention_mask=mask, use_cache=False)
@@ -125,7 +125,7 @@ def gradients(model):
 
 
 def alone(positions, mask):
-    """Row and range of tokens of each document, padding left out."""
+    """Yield row and range of tokens of each document, padding left out."""
     real = torch.ones_like(positions) if mask is None else mask
     begins = (positions.diff(prepend=positions[:, :1] - 2) != 1) | (real.diff(prepend=1 - real[:, :1]) != 0)
     for row, starts in enumerate(begins):
@@ -136,7 +136,7 @@ def alone(positions, mask):
 
 
 def whole(model, batch, apart=False):
-    """Logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
+    """Return logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
     model.zero_grad()
     logits = []
     for piece in alone(*batch[2:]) if apart else [(slice(None), slice(None))]:
@@ -148,7 +148,7 @@ def whole(model, batch, apart=False):
 
 
 def split(model, batch, rank, group):
-    """The same over the ranks: logits gathered, gradients summed."""
+    """Return the same over the ranks: logits gathered, gradients summed."""
     model.zero_grad()
     logits, loss = forward(
         model, *(None if x is None else x.chunk(dist.get_world_size(group), 1)[rank].contiguous() for x in batch)
@@ -159,7 +159,7 @@ def split(model, batch, rank, group):
 
 
 def errors(found, expected):
-    """Of the logits, and of the worst gradient: over the largest magnitude in it, or a thousandth of that in any gradient.
+    """Return the error of the logits, and of the worst gradient: over the largest magnitude in it, or a thousandth of that in any gradient.
 
     The latter because some are zero but for rounding: the softmax doesn't see a bias of all keys.
     """
@@ -175,14 +175,14 @@ def errors(found, expected):
 
 @dataclass(frozen=True)
 class Raised:
-    """What was raised; ``refusal``: by the package, and meant for the user. A forward that was read wrongly is not."""
+    """Holds what was raised; ``refusal``: by the package, and meant for the user. A forward that was read wrongly is not."""
 
     message: str
     refusal: bool
 
 
 def attempt(function, *args):
-    """What it returns, or `Raised`."""
+    """Return what it returns, or `Raised`."""
     try:
         return function(*args)
     except Exception as error:
@@ -196,7 +196,7 @@ def attempt(function, *args):
 
 @dataclass
 class Trial:
-    """What one rank found of one model and batch.
+    """Holds what one rank found of one model and batch.
 
     stock, ours  errors (logits, worst gradient), or what was raised; ours with one and two head groups
     got, lacks   of each attention layer what is overlapped in it, and why not more
@@ -211,7 +211,7 @@ class Trial:
 
 
 def overlapped(model, batch, rank, groups, *expected, trial=None):
-    """Errors of the overlapped model against the nearest of ``expected``, or what was raised."""
+    """Return the errors of the overlapped model against the nearest of ``expected``, or what was raised."""
     group = dist.group.WORLD
     report = attempt(ds_sp_overlap.enable, model, {"head_groups": groups}, group)
     try:
@@ -227,7 +227,7 @@ def overlapped(model, batch, rank, groups, *expected, trial=None):
 
 
 def judge(rank, kind, small=False):
-    """``kind`` in all its configs and batches: {name: `Trial`}, or `Raised` where the whole sequence can't be had.
+    """Judge ``kind`` in all its configs and batches: {name: `Trial`}, or `Raised` where the whole sequence can't be had.
 
     small   the first config and batch, and packed documents alone
     """
@@ -248,7 +248,7 @@ def judge(rank, kind, small=False):
 
 
 def _first(rank, model):
-    """The first config and batch: stock, one and two head groups, and faults that must be seen."""
+    """Try the first config and batch: stock, one and two head groups, and faults that must be seen."""
     trial, batch = Trial(), batch_of("first")
     expected = attempt(whole, model, batch)
     if isinstance(expected, Raised):
@@ -268,7 +268,7 @@ def _first(rank, model):
 
 
 def more(rank, model, name):
-    """Another config or batch: two head groups, and stock Ulysses not registered.
+    """Try another config or batch: two head groups, and stock Ulysses not registered.
 
     Packed or padded documents are right one by one, or as transformers computes a row: it counts Llama 4's temperature by row, and the
     convolution of RecurrentGemma sees padding in front of a document.
@@ -353,6 +353,6 @@ def overlaps(trial):
 
 
 def reasons(trial):
-    """Why layers are overlapped at their attention function alone."""
+    """Say why layers are overlapped at their attention function alone."""
     own = [lacks for what, lacks in zip(trial.got, trial.lacks) if what == "attention function"]
     return list(dict.fromkeys(lacks.replace(f"; {OWN}", "") for lacks in own))

@@ -25,7 +25,7 @@ from ds_sp_overlap.relayout import ops
 
 
 class Armed:
-    """What `spoiled_buffers` did, and what it had to do by the layouts of the exchanges that it saw.
+    """Counts what `spoiled_buffers` did, and what it had to do by the layouts of the exchanges that it saw.
 
     delayed    exchanges that `Late` or `Delayed` delivered
     owned      those whose send buffer is the package's own: nobody else has a right to read it
@@ -40,7 +40,7 @@ class Armed:
         self.counting = threading.Lock()
 
     def owns(self, send):
-        """Whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
+        """Return whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
         if self.launching is None:
             raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
         for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
@@ -49,7 +49,7 @@ class Armed:
         return True
 
     def blind(self):
-        """What it failed to do, in a line; empty if nothing."""
+        """Say what it failed to do, in a line; empty if nothing."""
         lacking = sorted(what for what, due in self.due.items() if self.acted[what] < due)
         if self.due and not lacking:
             return ""
@@ -57,12 +57,12 @@ class Armed:
 
 
 def _packs(in_flight):
-    """Whether what is sent is copied first."""
+    """Return whether what is sent is copied first."""
     return in_flight.layout.sources.elements > 0 and (in_flight.rope is not None or in_flight.copies.flat is None)
 
 
 def _makes_memory(in_flight, copies, sides, rope):
-    """Whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
+    """Return whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
     relayout = ops.implementation(in_flight.sp_group.kernels)
     by_kernel = relayout.pack is not None and sides.cut is not None
     return rope is None and copies and in_flight.dtypes is None and not by_kernel
@@ -73,12 +73,12 @@ def _unpacks(in_flight):
 
 
 def _places(x, side):
-    """What the parts of a side hold of ``x``."""
+    """Return what the parts of a side hold of ``x``."""
     return [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
 
 
 def _is_written_by_ours(source):
-    """Whether a node of ours wrote ``source``: inside it there is no graph."""
+    """Return whether a node of ours wrote ``source``: inside it there is no graph."""
     return source.grad_fn is None
 
 
@@ -161,7 +161,7 @@ def is_spoiled(buffer):
 
 
 def alias(tensor):
-    """Another tensor on the same memory that doesn't keep ``tensor`` alive."""
+    """Return another tensor on the same memory that doesn't keep ``tensor`` alive."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -173,7 +173,7 @@ def move(send, recv, send_sizes, recv_sizes, group):
 
 
 class Transfer:
-    """One exchange: what is watched on it while it is under way."""
+    """Holds one exchange: what is watched on it while it is under way."""
 
     def __init__(self, faults, send, recv, send_sizes, recv_sizes, group, name):
         self.faults, self.name = faults, name
@@ -273,7 +273,7 @@ class Recording:
 
 
 class Failing:
-    """Its wait raises for one exchange, on the ranks given, as a collective that is aborted does."""
+    """Raises in its wait for one exchange, on the ranks given, as a collective that is aborted does."""
 
     def __init__(self, what, ranks=(0, 1)):
         self.what, self.ranks = what, ranks

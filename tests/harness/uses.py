@@ -110,7 +110,7 @@ def second_backward(call, layer, x, dy):
 
 
 def grad_of_input_then_backward(call, layer, x, dy):
-    """What a backward that didn't reach the weights left behind doesn't reach them with the next."""
+    """Backward to the input alone; what it leaves behind must not reach the weights with the next."""
     y = call(x)
     (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
     y.backward(dy)
@@ -127,7 +127,7 @@ def grad_of_one_weight_then_backward(call, layer, x, dy):
 
 
 def frozen_between(call, layer, x, dy):
-    """A projection that trains in forward and in the next one, and not in the backward between them."""
+    """Freeze a projection that trains in forward and in the next one, and not in the backward between them."""
     y, trained = call(x), [p for p in layer["v_proj"].parameters() if p.requires_grad] if "v_proj" in layer else []
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -147,7 +147,7 @@ def refused_second_derivatives(call, layer, x, dy):
 
 
 def updated_in_place(call, layer, x, dy):
-    """As a residual, or a dropout, may be."""
+    """Change the output as a residual, or a dropout, may."""
     y = call(x)
     y += 2
     y.backward(dy)
@@ -155,7 +155,7 @@ def updated_in_place(call, layer, x, dy):
 
 
 def backward_abandoned_halfway(call, layer, x, dy):
-    """A forward whose backward never comes."""
+    """Call it once without a backward."""
     call(3 * x)
     return layers.backward(call, layer, x, dy)
 
@@ -252,7 +252,7 @@ def weight_normed(layer):
 
 
 def hooked_key(layer):
-    """By a hook that must run once."""
+    """Add a hook that must run once."""
     layer["k_proj"].register_forward_hook(lambda module, args, y: 1.25 * y)
 
 

@@ -42,7 +42,7 @@ def python_of(venv):
 
 
 def made(combination, folder):
-    """A venv with the combination."""
+    """Make a venv with the combination."""
     python, *versions = combination
     venv = folder / "-".join(["py" + python, *(f"{name}{version or 'newest'}" for name, version in zip(NAMES, versions))])
     if not (venv / "ready").exists():
@@ -63,7 +63,7 @@ def made(combination, folder):
 
 
 def outcome(venv, words):
-    """What a run says at its end, in few words."""
+    """Say in few words what a run says at its end."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -24,7 +24,7 @@ def tokens_of(seq, rows=2):
 
 
 def inputs_of(tokens, lengths, rank, positions=None, mask=None):
-    """This rank's part of a batch, and its labels."""
+    """Return this rank's part of a batch, and its labels."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
     given = dict(input_ids=tokens, position_ids=positions, labels=tokens.roll(-1, 1))
     given |= {} if mask is None else dict(attention_mask=mask)
@@ -40,7 +40,7 @@ def share(model, inputs, labels):
 
 
 def found(model, losses, group=None):
-    """Loss and every gradient, summed over the group; zero where a rank has none, as of an expert without tokens."""
+    """Return loss and every gradient, summed over the group; zero where a rank has none, as of an expert without tokens."""
     model.zero_grad()
     loss = sum(losses)
     loss.backward()
@@ -60,7 +60,7 @@ def on_all_ranks(rank, model, lengths=(16, 16)):
 
 
 def each_alone(model, tokens, lengths_of_rows):
-    """Losses of every document of the rows run alone, whose labels run on into the next."""
+    """Yield the losses of every document of the rows run alone, whose labels run on into the next."""
     labels = tokens.roll(-1, 1)
     for row, lengths in enumerate(lengths_of_rows):
         for piece, of in zip(tokens[row].split(lengths), labels[row].split(lengths)):
@@ -68,7 +68,7 @@ def each_alone(model, tokens, lengths_of_rows):
 
 
 def again_in_double(checkpoint):
-    """In backward PyTorch has no modes."""
+    """Checkpoint so that backward recomputes in fp64, where PyTorch has no modes."""
 
     def in_both(run, *args):
         with Double():
@@ -78,7 +78,7 @@ def again_in_double(checkpoint):
 
 
 def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
-    """Losses and gradients of each step, and parameters at the end; section None: of the whole sequence, without DeepSpeed.
+    """Return losses and gradients of each step, and parameters at the end; section None: of the whole sequence, without DeepSpeed.
 
     The steps are small, so that rounding isn't amplified.
     """
@@ -120,7 +120,7 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
 
 
 def trained(rank, kind, stages, section, steps=3):
-    """Of each stage, with checkpoints or without, the largest relative difference of losses, gradients and parameters from the
+    """Return for each stage, with checkpoints or without, the largest relative difference of losses, gradients and parameters from the
     whole sequence's."""
     off, expected = {}, training(rank, kind, 0, None, steps)
     for stage, checkpoints in stages:
@@ -134,7 +134,7 @@ def trained(rank, kind, stages, section, steps=3):
 
 
 def split_error(rank, model, expected, section, lengths, positions=None, mask=None, says="", evaluated=False):
-    """Error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence; evaluated before, if asked for.
+    """Return the error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence; evaluated before, if asked for.
 
     The report holds the pattern ``says``.
     """
@@ -150,7 +150,7 @@ def split_error(rank, model, expected, section, lengths, positions=None, mask=No
 
 
 def against_whole(rank, make, cases, says, evaluated=False):
-    """Errors of each case, (kind, options, lengths, sections), by each of its sections."""
+    """Return the errors of each case, (kind, options, lengths, sections), by each of its sections."""
     errors = {}
     with in_double():
         for kind, options, lengths, sections in cases:
@@ -163,7 +163,7 @@ def against_whole(rank, make, cases, says, evaluated=False):
 
 
 def documents(rank, make, kind, lengths, rows, section):
-    """Errors of packed documents from those of each alone, by their lengths."""
+    """Return the errors of packed documents from those of each alone, by their lengths."""
     errors = {}
     with in_double():
         model = make(kind)
@@ -174,7 +174,7 @@ def documents(rank, make, kind, lengths, rows, section):
 
 
 def padding(rank, make, kind, lengths, section):
-    """Errors of rows with padding in front or behind from those of their tokens alone."""
+    """Return the errors of rows with padding in front or behind from those of their tokens alone."""
     errors, tokens = [], tokens_of(32)
     labels = tokens.roll(-1, 1)
     with in_double():
@@ -189,7 +189,7 @@ def padding(rank, make, kind, lengths, section):
 
 
 def checkpointed(rank, make, kind, reentrant, section):
-    """Error of two forwards with documents of their own, then one backward."""
+    """Return the error of two forwards with documents of their own, then one backward."""
     tokens, layouts = tokens_of(32), ([[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]])
     with in_double():
         model = make(kind)
@@ -205,7 +205,7 @@ def checkpointed(rank, make, kind, reentrant, section):
 
 
 def against_itself(rank, model):
-    """Error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
+    """Return the error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
     learning = {name for name, p in model.named_parameters() if p.requires_grad}
     assert learning
     mine = on_all_ranks(rank, model)
@@ -215,7 +215,7 @@ def against_itself(rank, model):
 
 
 def partly_trained(rank, make, kind, words, section):
-    """Error where no more learns than parameters with one of ``words`` in their names."""
+    """Return the error where no more learns than parameters with one of ``words`` in their names."""
     with in_double():
         model = make(kind)
         for name, p in model.named_parameters():
@@ -225,12 +225,12 @@ def partly_trained(rank, make, kind, words, section):
 
 
 def adapted(model, *targets):
-    """The model with adapters, none of them zero, on the projections of these names."""
+    """Return the model with adapters, none of them zero, on the projections of these names."""
     return get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)).double()
 
 
 def adapters_trained(rank, make, kind, targets, section):
-    """Error of the adapters' gradients."""
+    """Return the error of the adapters' gradients."""
     with in_double():
         model = adapted(make(kind), *targets)
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
@@ -238,7 +238,7 @@ def adapters_trained(rank, make, kind, targets, section):
 
 
 def on_and_off(rank, model, section, meanwhile):
-    """What `enable` reports, errors of logits in training and evaluation with gradients and without, what ``meanwhile(model, inputs)``
+    """Return what `enable` reports, errors of logits in training and evaluation with gradients and without, what ``meanwhile(model, inputs)``
     gives, and whether `disable` gives every forward and parameter back."""
     tokens = tokens_of(32)
     forwards = {name: module.forward for name, module in model.named_modules()}
@@ -260,7 +260,7 @@ def on_and_off(rank, model, section, meanwhile):
 
 
 def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext(), given=lambda x, positions: ()):  # noqa: B008
-    """The exchanges of a layer, and what ``watching`` notes in the log of ``mover`` meanwhile, in their order, forward and backward."""
+    """Return the exchanges of a layer, and what ``watching`` notes in the log of ``mover`` meanwhile, in their order, forward and backward."""
     with transport(mover):
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
     x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
@@ -276,7 +276,7 @@ def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext
 
 
 def rounding(rank, make, kind, section, taps, factor, autocast):
-    """Errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
+    """Return the errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
     with in_double():
         exact = on_one_rank(make(kind), 64)
     model = make(kind).to(torch.float32 if autocast else torch.bfloat16)
@@ -294,7 +294,7 @@ def rounding(rank, make, kind, section, taps, factor, autocast):
 
 
 def assert_rounds_as_one_rank(make, kinds, section, taps, factor, autocasts=(False,)):
-    """Two ranks round bf16 by as much as one does, and taps that are off by ``factor`` are seen in one kind at least."""
+    """Assert that two ranks round bf16 by as much as one does, and taps that are off by ``factor`` are seen in one kind at least."""
     seen = []
     for kind in kinds:
         for autocast in autocasts:

@@ -76,7 +76,7 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
 @dataclass(frozen=True)
 class Program:
-    """A known forward with some lines changed.
+    """Describes a known forward with some lines changed.
 
     changes    pairs of what stands in its source, and what stands there instead
     setup      statements that give the module what the lines need, so that they do nothing; see `change`
@@ -95,7 +95,7 @@ class Program:
 
 
 class Scale(torch.autograd.Function):
-    """Nothing in forward; a factor in backward."""
+    """Does nothing in forward; a factor in backward."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -108,7 +108,7 @@ class Scale(torch.autograd.Function):
 
 
 class Times(nn.Module):
-    """A layer scale."""
+    """Scales a layer."""
 
     def __init__(self, size=()):
         super().__init__()
@@ -205,7 +205,7 @@ def config():
 
 
 def build(program, own_config=None):
-    """A decoder layer with the program in it, in fp64, and the module whose forward it is."""
+    """Make a decoder layer with the program in it, in fp64, and the module whose forward it is."""
     cfg = own_config or config()
 
     def kind(of, base):

@@ -1,4 +1,4 @@
-"""Whether a model whose layers run a program of the zoo (`tests.harness.zoo`) is what stock Ulysses makes of it, on these ranks.
+"""Judge whether a model whose layers run a program of the zoo (`tests.harness.zoo`) is what stock Ulysses makes of it, on these ranks.
 
 A reading that is right in one process may still be driven wrongly. So the same ranks run the model under DeepSpeed's own Ulysses, and
 overlapped: first while the program's line does nothing, then active, which is when logits and gradients are compared.
@@ -18,12 +18,12 @@ MODES = {
 
 
 def names():
-    """Programs that a model can run: without arguments of their own, and without random numbers, of which fewer heads draw others."""
+    """Name the programs that a model can run: without arguments of their own, and without random numbers, of which fewer heads draw others."""
     return [name for name, program in PROGRAMS.items() if not program.given and not name.startswith("dropout")]
 
 
 def fill(model, program):
-    """Layers of the program in a model, alike on every rank; returns the modules whose forward it is."""
+    """Put layers of the program into a model, alike on every rank; returns the modules whose forward it is."""
     torch.manual_seed(0)
     built = [build(program, model.config) for _ in model.model.layers]
     for at, (layer, _) in enumerate(built):
@@ -39,7 +39,7 @@ def activate(program, modules):
 
 
 def verdicts(rank, chosen, config):
-    """Of each of the programs: "right", "refused" or "wrong", and why."""
+    """Say of each of the programs: "right", "refused" or "wrong", and why."""
     found = {}
     for name in chosen:
         program, tokens = PROGRAMS[name], batches(1)[0]

@@ -24,7 +24,7 @@ TWO = {"head_groups": 2}
 
 
 def fails(outcome, names, sp_rank, size=2, what="the exchange"):
-    """Whether a rank ended as it is to: in time, with nothing left, by the failure of ``what`` under one of the names."""
+    """Return whether a rank ended as it is to: in time, with nothing left, by the failure of ``what`` under one of the names."""
     assert outcome is not None, "it did not end"
     assert outcome.status == 1 and not outcome.left, outcome
     assert outcome.after_s < TIMEOUT_S + MARGIN_S
@@ -71,7 +71,7 @@ if not everything():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of all of them, which wait for one another's timeouts at the same time."""
+    """Run all of them at the same time, since they wait for one another's timeouts."""
     others = {**OTHERS, "order": {"order": (1, 0)}, "number": {"count": 3}}
     others = {name: Fault(other=other, more={"config": TWO}) for name, other in others.items()}
     return run(tmp_path_factory.mktemp("faults"), {**{name: fault for name, (fault, _) in STRUCK.items()}, **others})
@@ -115,7 +115,7 @@ def test_a_rank_with_more_layers_ends_all_by_the_layer_that_they_do_not_share(ou
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """Of a model through deepspeed.initialize, with checkpoints; one that was killed is resumed."""
+    """Train a model through deepspeed.initialize, with checkpoints; one that was killed is resumed."""
     folder = tmp_path_factory.mktemp("trainings")
     checkpoints = {"folder": str(folder / "checkpoints")}
     found = run(folder / "first", {
@@ -144,7 +144,7 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint_to_the_same
 
 
 def curve(rank, stage, backward):
-    """Losses and parameters of a training with exceptions in two of its steps; with none where ``backward`` is None."""
+    """Return losses and parameters of a training with exceptions in two of its steps; with none where ``backward`` is None."""
     model, losses = models.tiny(initializer_range=0.2), []
     with models.engine_of(model, models.ds_config(stage, sp_overlap={"head_groups": 2})) as (engine, group):
         for at, tokens in enumerate(models.batches(STEPS).unflatten(0, (STEPS, 1))):

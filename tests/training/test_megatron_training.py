@@ -34,7 +34,7 @@ WHOLE = dict(ranks=1, sp=1, planted=("reference",))  # one rank
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """`megatron_runs.train` with each run made once."""
+    """Make each run of `megatron_runs.train` once."""
     made = {}
 
     def train(**options):
@@ -47,7 +47,7 @@ def run(tmp_path_factory):
 
 
 def excess(one, other, limits=LIMITS):
-    """What differs by more than its limit."""
+    """Return what differs by more than its limit."""
     found = megatron_runs.apart(one, other)
     print(", ".join(f"{what} {far:.1e}" for what, far in found.items()))
     return {what: far for what, far in found.items() if not far <= limits[what]}

@@ -32,7 +32,7 @@ def test_what_is_lost_or_exchanged_is_seen_whatever_its_size(dtype, rotated, siz
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_lost_beside_one_large_token_is_seen(dtype, rotated):
-    """As an attention sink, whose k has a gradient a hundred times as large as those of others."""
+    """An attention sink is such a token: its k has a gradient a hundred times as large as those of others."""
     expected = numbers(dtype, 1.0).view(8, 8)
     expected[0] *= 100
     wrong = expected.clone()
@@ -44,7 +44,7 @@ def test_what_is_lost_beside_one_large_token_is_seen(dtype, rotated):
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("overflow", [torch.inf, -torch.inf, torch.nan])
 def test_beside_a_number_that_overflows_the_others_are_compared(overflow, rotated):
-    """As with fp16's first loss scale, whose step is skipped: nothing is raised, and a fault does not hide."""
+    """It is so with fp16's first loss scale, whose step is skipped: nothing is raised, and a fault does not hide."""
     expected = numbers(torch.float16, 1.0)
     expected[3] = overflow
     compared(expected.clone(), expected, rotated)

@@ -12,7 +12,7 @@ TOLD = "import sys, pathlib; pathlib.Path({!r}).write_text(repr((__name__, sys.a
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder that Python runs in; what a command changes in `sys` is put back."""
+    """Make a folder that Python runs in; what a command changes in `sys` is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ds-sp-overlap"])
     monkeypatch.setattr(sys, "path", ["/of/the/console/script", *sys.path])

@@ -74,7 +74,7 @@ def test_a_script_compiles(block):
 
 
 def keys(section=SpOverlapConfig, within=""):
-    """Of each key its default, as JSON, and the words among its values."""
+    """Yield of each key its default, as JSON, and the words among its values."""
     for name, field in section.model_fields.items():
         choices = [json.dumps(value) for kind in (field.annotation, *get_args(field.annotation)) for value in get_args(kind)
                    if isinstance(value, str)]  # fmt: skip

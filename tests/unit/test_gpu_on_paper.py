@@ -37,7 +37,7 @@ def product(tiles, us, stream=COMPUTE):
 
 
 def attention(tiles, us, backward=False):
-    """2.5 times ``us`` in backward."""
+    """Take 2.5 times ``us`` in backward."""
     return Attention(COMPUTE, 1, 1, tiles, us, backward)
 
 
@@ -72,7 +72,7 @@ def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_a
 
 
 def launched_by_the_package():
-    """A product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
+    """Launch a product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
     recorder = Recorder()
     side = SideStream(recorder, torch.device("cpu"))
     recorder.note(product(4, 10))
@@ -84,7 +84,7 @@ def launched_by_the_package():
 
 
 def without_gate(launches):
-    """The launches as they would be if compute did not wait for the launch of exchanges."""
+    """Return the launches as they would be if compute did not wait for the launch of exchanges."""
     gates = {each.event for each in launches if isinstance(each, Record) and each.stream == GATE}
     of_compute = [each for each in launches if isinstance(each, Host) or each.stream != GATE]
     return [each for each in of_compute if not isinstance(each, Wait) or each.event not in gates]

@@ -25,7 +25,7 @@ def plain(modules, x):
 
 
 def gradients(dtype, autocast, config):
-    """dx, the gradient of the norm's weight and those of the projections; of the plain layer without a ``config``."""
+    """Return dx, the gradient of the norm's weight and those of the projections; of the plain layer without a ``config``."""
     torch.manual_seed(0)
     modules = nn.ModuleDict(
         {f"{kind}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for kind in "qkvo"} | {"q_norm": nn.RMSNorm(HEAD_DIM)}

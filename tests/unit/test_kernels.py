@@ -78,7 +78,7 @@ def same_bits(a, b):
 
 
 def strided(values, order, gap, offset):
-    """``values`` in memory laid out in another order of dims, with a gap in its innermost rows and off alignment."""
+    """Return ``values`` in memory laid out in another order of dims, with a gap in its innermost rows and off alignment."""
     shape = [values.shape[d] for d in order]
     room = shape[:-1] + [shape[-1] + gap] if shape else shape
     memory = torch.full((math.prod(room) + offset,), math.nan, dtype=values.dtype, device=values.device)
@@ -90,7 +90,7 @@ def strided(values, order, gap, offset):
 
 @st.composite
 def geometries(draw):
-    """Shape, dim, parts, dtype, and how the tensor lies in memory."""
+    """Draw shape, dim, parts, dtype, and how the tensor lies in memory."""
     shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     shape[-1] = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 16, 24, 33]))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -236,7 +236,7 @@ def rotary(x, cos, sin):
 
 
 def allowed(exact, magnitude, dtype, terms):
-    """One rounding to ``dtype`` of a sum of ``terms`` products in fp32 (fp64 for fp64)."""
+    """Allow one rounding to ``dtype`` of a sum of ``terms`` products in fp32 (fp64 for fp64)."""
     arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     info = torch.finfo(dtype)
     return exact.abs() * info.eps / 2 * 1.001 + info.tiny * info.eps + magnitude * arithmetic * (terms + 2)
@@ -257,7 +257,7 @@ def rotations(draw):
 
 
 class Rotation:
-    """One call of rotate_pack and of unpack_rotate_back, with what exact arithmetic gives.
+    """Makes one call of rotate_pack and of unpack_rotate_back, with what exact arithmetic gives.
 
     broadcast      the tables are those of one batch element
     float_tables   they are float32 where x is of half precision

@@ -21,7 +21,7 @@ settings.load_profile("layout")
 
 @st.composite
 def geometries(draw):
-    """The geometry of every rank of one sp group."""
+    """Draw the geometry of every rank of one sp group."""
     size = draw(st.integers(1, 5))
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(max(1, -(-size // kv_heads)), max(4, -(-size // kv_heads))))
@@ -32,7 +32,7 @@ def geometries(draw):
 
 
 def exchanges(geometry):
-    """(kind, group) of everything that travels."""
+    """Return (kind, group) of everything that travels."""
     return [(kind, group) for group in range(geometry.groups) for kind in geometry.kinds[group] + "o"]
 
 
@@ -41,12 +41,12 @@ def members(ranges):
 
 
 def queries(geometry):
-    """Query heads of a rank, in the order of its groups."""
+    """Return the query heads of a rank, in the order of its groups."""
     return members(geometry.query_range(geometry.sp_rank, group) for group in range(geometry.groups))
 
 
 def received_kv(geometry):
-    """KV heads that a rank receives, in the order of arrival."""
+    """Return the KV heads that a rank receives, in the order of arrival."""
     return members(geometry.sent_range("k", geometry.sp_rank, group) for group in range(geometry.groups))
 
 
@@ -77,7 +77,7 @@ def test_each_rank_receives_each_kv_head_it_needs_once_and_no_other(ranks):
 
 @given(geometries())
 def test_every_query_head_finds_its_own_kv_head(ranks):
-    """Through `kv_pieces` and `kv_expansion`, as `Call.with_kv` reads them; GQA's ratio where there is no index."""
+    """It reads `kv_pieces` and `kv_expansion`, as `Call.with_kv` does; GQA's ratio where there is no index."""
     for rank in ranks:
         shared = rank.heads // rank.kv_heads
         arrived = [members([rank.sent_range("k", rank.sp_rank, group)]) for group in range(rank.groups)]
@@ -111,7 +111,7 @@ def unread_pieces(ranks):
 
 
 def pieces_are_read_where_a_rank_gets_none():
-    """The check of `test_every_rank_reads_each_piece_...` where it matters: 3 heads on 1 KV head, and 9 on 3."""
+    """Do the check of `test_every_rank_reads_each_piece_...` where it matters: 3 heads on 1 KV head, and 9 on 3."""
     faults = []
     for heads, kv_heads, size, groups in ((9, 3, 2, 4), (5, 5, 2, 2), (10, 5, 4, 2), (12, 4, 2, 4), (12, 4, 3, 4)):
         faults += unread_pieces([Geometry(size, r, (2,) * size, 1, heads, kv_heads, groups) for r in range(size)])
@@ -142,7 +142,7 @@ def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first
 
 
 def packed_order(side):
-    """Linear indices of the tensor in the order in which its parts travel, from the definition."""
+    """Return the linear indices of the tensor in the order in which its parts travel, from the definition."""
     places = torch.arange(math.prod(side.shape)).view(side.shape)
     blocks = [places[tuple(slice(*ends) for ends in block)] for block in itertools.chain(*side.parts)]
     return [place for block in blocks for place in block.flatten().tolist()]

@@ -18,7 +18,7 @@ few = settings(deadline=None, max_examples=examples(200), derandomize=True)
 
 @st.composite
 def geometries(draw):
-    """The geometry of every rank of one sp group, of which some share their heads; also where each share is given its tokens."""
+    """Draw the geometry of every rank of one sp group, of which some share their heads; also where each share is given its tokens."""
     size = draw(st.sampled_from([2, 3, 4, 6, 8]))
     kv_heads = draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -37,7 +37,7 @@ def geometries(draw):
 
 
 def whole(geometry, kind):
-    """q, k or v of the whole sequence, no two numbers alike."""
+    """Return q, k or v of the whole sequence, no two numbers alike."""
     heads = geometry.heads if kind == "q" else geometry.kv_heads
     shape = geometry.shape(sum(geometry.seq_lens), heads, DIM)
     return torch.arange(1, 1 + torch.Size(shape).numel()).double().view(shape)
@@ -54,7 +54,7 @@ def local(geometry, kind, group):
 
 
 def received(geometry, kind, group):
-    """What a rank has to receive."""
+    """Return what a rank has to receive."""
     start, stop = geometry.sent_range(kind, geometry.sp_rank, group)
     x = whole(geometry, kind).narrow(2, start, stop - start)
     return cut(x, geometry.seq_dim, geometry.own_queries) if kind == "q" else x

@@ -16,7 +16,7 @@ def ranks_of(size, nodes, heads, kv_heads, lengths=None, groups=1, **more):
 
 
 def moved(layouts, tensors):
-    """What each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
+    """Return what each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
     wires = [packed(xs, layout.sources).split(layout.sources.sizes) for layout, xs in zip(layouts, tensors)]
     received = []
     for rank, layout in enumerate(layouts):
@@ -66,7 +66,7 @@ def test_a_piece_is_given_to_its_siblings_and_summed_by_one_copy():
 
 
 def elements_over_the_network(size, heads, kv_heads, shares, in_legs):
-    """Of each rank, forward and backward, in units of s d, in nodes of 8: the received elements; and the sum, over exchanges, of what
+    """Count for each rank, forward and backward, in units of s d, in nodes of 8: the received elements; and the sum, over exchanges, of what
     is more, received or sent."""
     nodes, counts = tuple(rank // 8 for rank in range(size)), []
     for rank in ranks_of(size, nodes if in_legs else None, heads, kv_heads, shares=shares, lengths=(4,) * size):

@@ -17,7 +17,7 @@ from tests.harness.streams import Backend
 
 
 class Copies(TorchDispatchMode):
-    """Each copy takes its time on the stream that is current; ``times`` has them all."""
+    """Lets each copy take its time on the stream that is current; ``times`` has them all."""
 
     def __init__(self, backend):
         super().__init__()
@@ -31,7 +31,7 @@ class Copies(TorchDispatchMode):
 
 @contextlib.contextmanager
 def on_streams():
-    """As on an accelerator."""
+    """Run the body as on an accelerator."""
     backend = Backend()
     side = SideStream(backend, torch.device("cpu"))
     nobody = staticmethod(lambda: None)
@@ -47,7 +47,7 @@ def copies():
 
 
 def is_over(copies, index=-1):
-    """Whether what the compute stream does next comes after a copy."""
+    """Return whether what the compute stream does next comes after a copy."""
     return copies.backend.compute.is_after(*copies.times[index])
 
 

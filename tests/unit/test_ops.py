@@ -49,12 +49,12 @@ def starts_stops(parts):
 
 
 def cut(x, dim, parts):
-    """One end of an exchange of ``x`` alone."""
+    """Return one end of an exchange of ``x`` alone."""
     return Sides((side(x, dim, parts),))
 
 
 def side(x, dim, parts):
-    """The end of ``x`` where it is cut along one dimension."""
+    """Return the end of ``x`` where it is cut along one dimension."""
     blocks = []
     for part in parts:
         block = [(0, size) for size in x.shape]
@@ -76,7 +76,7 @@ def unpack(wire, dim, starts, stops, out):
 
 
 def laid_out(x, order):
-    """``x`` with its dimensions in another order of memory."""
+    """Return ``x`` with its dimensions in another order of memory."""
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
@@ -106,7 +106,7 @@ def test_overlapping_halves_are_summed_in_fp32(dtype):
 
 
 def halves_summed_in_fp32(dtype=torch.bfloat16):
-    """Where all parts are alike, and where they are of two lengths, so that each is added by itself."""
+    """Sum where all parts are alike, and where they are of two lengths, so that each is added by itself."""
     small, found = torch.finfo(dtype).eps / 16, []
     expected = torch.tensor([1.0 + 64 * small]).to(dtype)
     assert expected.item() != 1.0  # else this could not fail
@@ -122,7 +122,7 @@ def halves_summed_in_fp32(dtype=torch.bfloat16):
 
 
 def unpacked_and_split(kinds, bits=False):
-    """What is wrong with tensors of these ``PARTS``, each unpacked by itself and all of them split from one transfer.
+    """List what is wrong with tensors of these ``PARTS``, each unpacked by itself and all of them split from one transfer.
 
     bits   expect the bits of a copy: a sum, which begins with 0, loses the sign of a zero
     """

@@ -18,7 +18,7 @@ GEOMETRY = Geometry(sp_size=2, sp_rank=0, seq_lens=(8, 8), batch=1, heads=8, kv_
 
 
 class Model:
-    """Some layers that only consult the policy, on one rank."""
+    """Holds some layers that only consult the policy, on one rank."""
 
     def __init__(self, count, costs, warmup_steps=16):
         self.said = []
@@ -29,7 +29,7 @@ class Model:
         self.policy.clock = self.clock
 
     def step(self, x=None, geometry=GEOMETRY, grad=True):
-        """One forward, backward and optimizer step; what each layer ran."""
+        """Run one forward, backward and optimizer step; return what each layer ran."""
         x, ran, tokens = torch.ones(2) if x is None else x, [], geometry.batch * sum(geometry.seq_lens)
         for index in self.indices:
             trial = self.policy.trial(geometry, x, self.off)
@@ -141,7 +141,7 @@ def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
 
 
 def evaluations_decide():
-    """What is kept where the fastest candidate had an evaluation that records graphs on its turns."""
+    """Return what is kept where the fastest candidate had an evaluation that records graphs on its turns."""
     model = Model(1, {1: 2.0, 2: 2.2, 4: 1.8})
     for _ in range(20):
         (ran,) = model.step()

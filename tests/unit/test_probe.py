@@ -38,7 +38,7 @@ def test_numbers_that_are_not_floating_are_compared_one_by_one():
 
 
 class OneRank:
-    """An sp group of one."""
+    """Stands for an sp group of one."""
 
     def gather(self, what, where):
         return [what]

@@ -56,7 +56,7 @@ def heads(rows, h=4, h_kv=2, seed=0):
 
 
 def results(sequence, pattern, name, chunks, h_kv=2, **options):
-    """o, and the gradients of q, k and v; attention is called once per chunk, or once if there are none."""
+    """Return o, and the gradients of q, k and v; attention is called once per chunk, or once if there are none."""
     q, k, v = (x.requires_grad_() for x in heads(sequence.rows, h_kv=h_kv))
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     layer = Layer(name)
@@ -75,7 +75,7 @@ def results(sequence, pattern, name, chunks, h_kv=2, **options):
 
 
 def error_of(got, expected):
-    """The largest of all; a gradient may be zero but for roundings."""
+    """Return the largest of all; a gradient may be zero but for roundings."""
     return max(float((x - y).norm() / y.norm().clamp_min(1)) for x, y in zip(got, expected, strict=True))
 
 
@@ -110,7 +110,7 @@ def test_every_token_may_be_a_chunk_of_its_own():
 
 
 def test_the_whole_sequence_is_what_a_plain_mask_gives():
-    """The expectation of the tests above, by torch's own code."""
+    """It is the expectation of the tests above."""
     for rows, pattern in itertools.product(PACKED.values(), PATTERNS):
         q, k, v = (x.transpose(1, 2) for x in heads(len(rows)))
         document = torch.tensor([np.repeat(range(len(row)), row).tolist() for row in rows])
@@ -165,7 +165,7 @@ def test_flash_attention_is_called_once_a_chunk_with_edges_that_the_host_knows()
 
 
 def work_of(sequence, chunks, window=None):
-    """The pairs of tokens that each share attends to."""
+    """Count the pairs of tokens that each share attends to."""
     row, start, stop = sequence.bounds.T
     seq = sum(sequence.lengths)
     seen = np.concatenate([np.arange(length) + 1 for length in stop - start]).reshape(-1, seq)

@@ -51,7 +51,7 @@ BARE = [(norm, V.replace("v_proj", f"{kind}_proj")) for kind, norm in (("q", Q_N
 
 
 class Layer(nn.Module):
-    """With a forward of its own source; no weight has any memory."""
+    """Has a forward of its own source; no weight has any memory."""
 
     def __init__(self, *changes):
         super().__init__()
@@ -77,7 +77,7 @@ class Layer(nn.Module):
 
 
 def layer(*changes):
-    """Each of a class of its own."""
+    """Make a layer of a class of its own."""
     return type("Attention", (Layer,), {"__module__": MADE_UP})(*changes)
 
 
@@ -195,7 +195,7 @@ def test_a_layer_that_computes_something_else_is_not_known(what):
 
 
 def renaming(old, new):
-    """The reading of a layer whose forward gives an argument its new name, as transformers decorates its own."""
+    """Read a layer whose forward gives an argument its new name, as transformers decorates its own."""
     module = layer(
         ("past_key_values=None", "cache=None"), ("if past_key_values is", "if cache is"), ("= past_key_values.", "= cache.")
     )
@@ -208,7 +208,7 @@ def test_a_cache_may_have_a_new_name():
 
 
 def other_names():
-    """Other arguments that may be given under two names, of which the driver would see the wrong one."""
+    """Yield other arguments that may be given under two names, of which the driver would see the wrong one."""
     for old, new in (("mask", "attention_mask"), ("past_key_values", "window"), ("window", "cache"), ("window", None)):
         try:
             renaming(old, new)
@@ -264,7 +264,7 @@ def test_what_a_forward_looked_at_is_looked_at_again():
 
 
 def twin(module):
-    """Another layer of its class, with the same config and parameters of its own."""
+    """Return another layer of its class, with the same config and parameters of its own."""
     return copy.deepcopy(module, {id(module.config): module.config})
 
 
@@ -364,7 +364,7 @@ def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_pro
 
 
 def as_a_module(function):
-    """What the package kernels makes of a function."""
+    """Return what the package kernels makes of a function."""
 
     class Func(nn.Module):
         def forward(self, *args, **kwargs):
@@ -486,7 +486,7 @@ HIDDEN_STATES = {  # by which a layer may find its scale, and of which later cal
 
 
 def by_hidden_state(what):
-    """A layer that computes its scale by something; what is said of it."""
+    """Make a layer that computes its scale by something; what is said of it."""
     expression, message = HIDDEN_STATES[what]
     module = layer(("scaling=self.scaling", f"scaling={expression}"), ("def forward", f"{DEFINITIONS}\ndef forward"))
     module.function, module.called = type(module).forward.__globals__["of_function"], "scale"
@@ -523,7 +523,7 @@ def test_a_registry_of_ones_own_is_not_taken_for_transformers(monkeypatch):
 
 
 def own_code():
-    """What is read of a class of one's own, and of a function of one's own."""
+    """Yield what is read of a class of one's own, and of a function of one's own."""
     for what in ("a class", "a function"):
         with contextlib.suppress(Unknown):
             yield f"{what} is read: {Reader('layer', OWN[what][0]()).reading}"

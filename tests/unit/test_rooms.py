@@ -49,7 +49,7 @@ def package_of(path):
 
 
 def imports(path, source=None):
-    """Modules of the package that a file imports, wherever in it, as far as they exist; and top-level names of others."""
+    """Return the modules of the package that a file imports, wherever in it, as far as they exist; and top-level names of others."""
     inside, outside = set(), set()
     for node in ast.walk(ast.parse(source or path.read_text())):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ FILES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def room(module):
-    """The innermost room of `LEVELS` that a module is in, or its top folder."""
+    """Return the innermost room of `LEVELS` that a module is in, or its top folder."""
     parts = module.split(".")
     inwards = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     return next((name for name in inwards if name in LEVEL), parts[0])
@@ -81,7 +81,7 @@ def upwards(module, inside):
 
 
 def circle(graph):
-    """Modules of a circle, in its order; empty if there is none."""
+    """Return the modules of a circle, in its order; empty if there is none."""
     done, path = set(), []
 
     def visit(module):

@@ -43,7 +43,7 @@ def test_a_message_names_the_place_it_is_from(saying):
 
 
 def records(act):
-    """What the logger passes on while ``act`` runs, at the level that it has by default."""
+    """Return what the logger passes on while ``act`` runs, at the level that it has by default."""
     found, handler = [], logging.Handler()
     handler.emit = found.append
     LOGGER.addHandler(handler)
@@ -83,7 +83,7 @@ def test_information_is_seen_on_rank_0_under_its_own_name(rank, names, monkeypat
 
 
 def calls_of(source):
-    """Names of what a file calls to say something by itself."""
+    """Return the names of what a file calls to say something by itself."""
     calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return {ast.unparse(function) for function in calls} & {"print", "warnings.warn", "warn", "log_dist"}
 

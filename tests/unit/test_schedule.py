@@ -30,7 +30,7 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
 
 
 def refuses_a_step_missing_or_twice(made, kinds, data, check=check):
-    """In either program."""
+    """Assert it of either program."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
@@ -241,7 +241,7 @@ def test_a_wider_window_computes_something_under_every_exchange_but_the_first_an
 
 
 def drawings(groups):
-    """Both, as they stand in a text."""
+    """Draw both, as they stand in a text."""
     made = by_head_groups(("qkv",) * groups)
     return [re.sub("^", "    ", draw(made, program), flags=re.M) for program in (made.forward, made.backward)]
 
@@ -253,7 +253,7 @@ def test_what_is_drawn_in_docstring_and_readme_is_printed_from_the_schedule():
 
 
 def pieces(drawing, columns=112):
-    """The rows of a drawing, cut where both have a blank, so that no piece is wider."""
+    """Yield the rows of a drawing, cut where both have a blank, so that no piece is wider."""
     names, rows = zip(*(row.split(" | ") for row in drawing.splitlines()))
     rows = [row.ljust(max(map(len, rows))) for row in rows]
     while any(rows):

@@ -47,7 +47,7 @@ def test_a_product_of_slices_is_that_of_their_copy(part, bias, transposed, dtype
 
 
 def added(a, b, part, onto):
-    """``onto`` with the product of ``a`` and the columns of ``b`` added at the slices, one after another."""
+    """Return ``onto`` with the product of ``a`` and the columns of ``b`` added at the slices, one after another."""
     place = 0
     for start, stop in part:
         onto[:, start:stop] += a @ b[:, place : place + stop - start]

@@ -41,7 +41,7 @@ class LoggingTransport(OneRank):
 
 @contextlib.contextmanager
 def logging_backend():
-    """A stand-in in whose log copies are, too."""
+    """Yield a stand-in in whose log copies are, too."""
     backend = Backend()
 
     def logged(name):
@@ -62,7 +62,7 @@ def backend():
 
 
 def q_exchange(backend):
-    """An exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
+    """Make an exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
     sp_group = SPGroup(None, LoggingTransport(backend))
     on_streams(sp_group, backend)
     parts = [(((0, 2), (0, 3), half, (0, 8)),) for half in ((0, 2), (2, 4))]

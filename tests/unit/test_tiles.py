@@ -56,7 +56,7 @@ MODULES = {
 
 
 def pair(make, dtype=torch.float64):
-    """A module with random weights, and a copy that runs in tiles."""
+    """Make a module with random weights, and a copy that runs in tiles."""
     torch.manual_seed(0)
     module = make().to(dtype).train()
     with torch.no_grad():
@@ -73,7 +73,7 @@ def inputs(dtype=torch.float64, requires_grad=True):
 
 
 def step(module, x, dy, run=lambda module, x: module(x), backwards=1):
-    """Output, and the gradients of the input and of each weight (or None)."""
+    """Return the output, and the gradients of the input and of each weight (or None)."""
     x = x.detach().requires_grad_(x.requires_grad)
     module.zero_grad()
     y = run(module, x)
@@ -216,7 +216,7 @@ def test_second_derivatives_are_refused():
 
 
 class Layer(nn.Module):
-    """An MLP at the end, or in front of a norm."""
+    """Has an MLP at the end, or in front of a norm."""
 
     def __init__(self, mlp, norm=None):
         super().__init__()

@@ -24,7 +24,7 @@ def forward(self, x):
 
 
 def mlp(*changes):
-    """As of transformers, with ``changes`` of its forward; its weights have no memory."""
+    """Make one as of transformers, with ``changes`` of its forward; its weights have no memory."""
     forward = compiled(FORWARD, changes, {**globals(), "__name__": MADE_UP})
     with torch.device("meta"):
         return type("MLP", (LlamaMLP,), {"forward": forward, "__module__": MADE_UP})(CONFIG)
@@ -205,7 +205,7 @@ def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
 
 
 def read_of_ones_own():
-    """What is taken for a function of a token though it goes by the length beyond those that are tried."""
+    """Yield what is taken for a function of a token though it goes by the length beyond those that are tried."""
 
     class Norm(LlamaRMSNorm):
         def forward(self, x):

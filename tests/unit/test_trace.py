@@ -15,7 +15,7 @@ COMPUTE, TRANSFER, OF_NCCL = 7, 20, 24  # streams
 
 
 def event(category, name, begin, end, thread=HOST, **args):
-    """An event of a trace; times in ms."""
+    """Make an event of a trace; times in ms."""
     return dict(ph="X", cat=category, name=name, pid=1, tid=thread, ts=begin * 1e3, dur=(end - begin) * 1e3, args=args)
 
 
@@ -27,7 +27,7 @@ def written(path, events, rank=0):
 
 
 def on_gpu():
-    """An H100's trace in small: a step with one exchange, under a product, and another one's under nothing.
+    """Write an H100's trace in small: a step with one exchange, under a product, and another one's under nothing.
 
     compute    | Wk 10..30                 | unpack 50..53 | attention 60..70 |
     NCCL              | q0 20........50 |                       | dq0 65 ....... 80 |
@@ -60,7 +60,7 @@ def on_gpu():
 
 
 def on_host():
-    """A CPU's: the threads of gloo take up two exchanges at a time, between them one of somebody else's."""
+    """Write a CPU's: the threads of gloo take up two exchanges at a time, between them one of somebody else's."""
     return [
         event("user_annotation", "ProfilerStep#0", 0, 15),
         event("user_annotation", "layers.0.attn q start", 1, 2),

@@ -59,7 +59,7 @@ def test_the_comparison_on_real_numbers_sees_a_wrong_gradient(monkeypatch):
 
 
 def unless(name, expected=FINE):
-    """What is wrong with a program's verdict."""
+    """Return a check that a program's verdict is expected."""
 
     def check():
         verdict, why = judge(PROGRAMS[name])
@@ -69,7 +69,7 @@ def unless(name, expected=FINE):
 
 
 def unseen_by_the_probe():
-    """Whether the comparison on real numbers overlooks what the reading let through."""
+    """Return whether the comparison on real numbers overlooks what the reading let through."""
     with mock.patch.object(accounting, "MOVES", accounting.MOVES | {"abs"}):
         return unless("abs, of q", {"probe"})()
 

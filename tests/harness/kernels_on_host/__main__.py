@@ -20,12 +20,12 @@ ABOUT_KERNELS = "not refused and not division and not reference and not operator
 
 
 def memory_of(x):
-    """All of it, with what lies beside the elements of ``x``."""
+    """Return all of it, with what lies beside the elements of ``x``."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
 class Compared:
-    """The operators: each call once by the kernels and once by the CPU loops. Both must leave the same bits in memory."""
+    """Calls each operator once by the kernels and once by the CPU loops. Both must leave the same bits in memory."""
 
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))

@@ -36,7 +36,7 @@ class _Changes(importlib.abc.MetaPathFinder):
 
 
 def module(name, **attributes):
-    """A module that was never on disk."""
+    """Make a module that was never on disk."""
     made = sys.modules[name] = types.ModuleType(name)
     vars(made).update(attributes)
     parent, _, child = name.rpartition(".")
@@ -46,7 +46,7 @@ def module(name, **attributes):
 
 
 def rewritten(function, **pieces):
-    """``function`` with pieces of its source replaced, each of which must be there once."""
+    """Return ``function`` with pieces of its source replaced, each of which must be there once."""
     source = textwrap.dedent(inspect.getsource(function))
     for before, after in pieces.items():
         if source.count(before) != 1:
@@ -80,7 +80,7 @@ def flash_attn_unpadded_func(q, k, v, *args, **kwargs):
 
 
 class FlashAttentionBuilder:
-    """The accelerator's own flash attention, [b, h, s, d]."""
+    """Loads the accelerator's own flash attention, [b, h, s, d]."""
 
     def __new__(cls):
         if "builder" not in WANTED:
@@ -102,7 +102,7 @@ def _attention(transformer):
 
 
 def _reference(transformer):
-    """Attention on the whole sequence, grouped queries too, from the rows [all q | all k | all v] of the projection."""
+    """Attend on the whole sequence, grouped queries too, from the rows [all q | all k | all v] of the projection."""
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
         mixed, _ = self.query_key_value(hidden_states)
@@ -114,14 +114,14 @@ def _reference(transformer):
 
 
 def _wrong(execution):
-    """The planted error: v of every layer off by one part in 10^5."""
+    """Plant the error: v of every layer off by one part in 10^5."""
     right = "pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)"
     wrong = rewritten(execution.with_kv, **{right: f"({right}) * (1.00001 if kind == 'v' else 1)"})
     execution.with_kv.__code__ = wrong.__code__  # for whoever has imported it
 
 
 def _packages(_):
-    """Packages that are absent here. Once transformers is imported: it would take them for the real ones."""
+    """Stand in for packages that are absent here. Once transformers is imported: it would take them for the real ones."""
     module("torchvision", get_image_backend=lambda: "PIL")
     module("torchvision.transforms")
     module("torchvision.datasets", VisionDataset=object)

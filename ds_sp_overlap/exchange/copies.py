@@ -8,6 +8,7 @@ with the number of ranks. The pairs are found once; `pack` and `unpack` only run
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..relayout.ops import sum_dtype
-from .layout import Block, Side, Sides, shape_of
+from .layout import Side, Sides, shape_of
 
 Strides = tuple[int, ...]
 
@@ -42,6 +43,11 @@ class Run(NamedTuple):
     offset: int
     wire_strides: Strides
     wire_offset: int
+
+    @property
+    def dims(self) -> tuple[tuple[int, int, int], ...]:
+        """Return size, stride and stride in the wire of each dimension."""
+        return tuple(zip(self.shape, self.strides, self.wire_strides))
 
     @property
     def repeats(self) -> list[int]:
@@ -99,25 +105,19 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     one = runs[0] if len(runs) == len(sizes) == 1 else None
     flat = None
     if runs and [sides.elements] == sizes:
-        shift = runs[0].offset - runs[0].wire_offset
-        alike = []
-        for run in runs:
-            alike.append(run.offset - run.wire_offset == shift)
-            # The stride of a dimension of one element does not matter.
-            for size, stride, in_wire in zip(run.shape, run.strides, run.wire_strides):
-                alike.append(size == 1 or stride == in_wire)
-        if all(alike):  # guard: lies as it travels
-            flat = shift
+        shifts = {run.offset - run.wire_offset for run in runs}
+        # The stride of a dimension of one element does not matter.
+        dims = [dim for run in runs for dim in run.dims if dim[0] > 1]
+        alike = all(stride == in_wire for _, stride, in_wire in dims)
+        if alike and len(shifts) == 1:  # guard: lies as it travels
+            flat = shifts.pop()
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
     if strides is None and disjoint and is_one_each and not any(repeats):
         for run in runs:
             # Order the dimensions as in the tensor's memory, largest stride first.
-            order = sorted(range(len(run.shape)), key=lambda dim: -run.strides[dim])
-            view_shape = tuple(run.shape[dim] for dim in order)
-            view_strides = tuple(run.wire_strides[dim] for dim in order)
-            view = view_shape, view_strides, run.wire_offset
-            in_order.append((view, sides.shapes[run.tensor]))
+            shape, _, wire_strides = zip(*sorted(run.dims, key=lambda dim: -dim[1]))
+            in_order.append(((shape, wire_strides, run.wire_offset), sides.shapes[run.tensor]))
     return Copies(
         tuple(runs),
         repeats,
@@ -184,10 +184,8 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
-        out = x.reshape(*shape)
-        if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
-            out = out.clone(memory_format=torch.contiguous_format)
-        outs.append(out)
+        x = x.clone(memory_format=torch.contiguous_format)  # guard: a copy, no view
+        outs.append(x.view(shape))
     return outs
 
 
@@ -209,73 +207,64 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
     place = 0  # in the wire
     for peer in range(len(sides.sizes)):
         for tensor, side in enumerate(sides.each):
-            for block in _continued(side.parts[peer]):
-                shape, offset = shape_of(block), 0
-                for (start, _), stride in zip(block, strides[tensor]):
+            for block in side.parts[peer]:
+                shape, offset, dims = shape_of(block), 0, []
+                for dim, ((start, _), stride) in enumerate(zip(block, strides[tensor])):
                     offset += start * stride
+                    # Leave out dimensions of one element, except the last dimension.
+                    if side.shape[dim] > 1 or dim == len(shape) - 1:
+                        dims.append((shape[dim], stride, math.prod(shape[dim + 1 :])))
                 if math.prod(shape):
-                    views = strides[tensor], offset, contiguous(shape), place
-                    runs.append(Run(tensor, shape, *views))
+                    runs.append(_run(tensor, dims, offset, place))
                 place += math.prod(shape)
-    # Sorted by tensor, since only views of one tensor merge.
+    # Sorted by tensor, since only views of one tensor are joined.
     runs.sort(key=lambda run: run.tensor)
-    # Merged views may be evenly spaced again, so merge until nothing changes.
-    while len(merged := _merged(runs)) < len(runs):
-        runs = merged
+    # Joined views may fit together again, so join until nothing changes.
+    count = 0
+    while len(runs) != count:
+        count, separate = len(runs), runs
+        runs = separate[:1]
+        for run in separate[1:]:
+            if (both := _joined(runs[-1], run)) is None:
+                runs.append(run)
+            else:
+                runs[-1] = both
     return runs
 
 
-def _continued(blocks: Sequence[Block]) -> list[Block]:
-    """Join successive blocks that are adjacent along one dimension, in tensor and wire."""
-    joined: list[Block] = []
-    for block in blocks:
-        before = joined[-1] if joined else ()
-        for dim, ((first, middle), (start, stop)) in enumerate(zip(before, block)):
-            if middle == start and before[dim + 1 :] == block[dim + 1 :]:
-                block = (*block[:dim], (first, stop), *block[dim + 1 :])
-                joined.pop()
-                break
-            # If an outer dimension has several elements, adjacent blocks interleave in the tensor
-            # but not in the wire. If it differs, the blocks are not adjacent.
-            if (first, middle) != (start, stop) or stop - start > 1:
-                break
-        joined.append(block)
-    return joined
+def _run(tensor: int, dims: Sequence[Sequence[int]], offset: int, wire_offset: int) -> Run:
+    """Return the copy with these `Run.dims`."""
+    shape, strides, wire_strides = zip(*dims)
+    return Run(tensor, shape, strides, offset, wire_strides, wire_offset)
 
 
-def _merged(runs: list[Run]) -> list[Run]:
-    """Merge successive views of one shape that are evenly spaced in the tensor and in the wire."""
-    merged: list[Run] = []
-    at = 0
-    while at < len(runs):
-        first, end, step = runs[at], at + 1, (0, 0)
-        while end < len(runs):
-            before, after = runs[end - 1], runs[end]
-            alike = after[:3] == first[:3] and after.wire_strides == first.wire_strides
-            shift = after.offset - before.offset, after.wire_offset - before.wire_offset
-            # The first two views set the step of the run. Torch has no negative strides.
-            if not alike or shift[0] < 0 or end > at + 1 and shift != step:
-                break
-            # A view that overlaps itself can't be written by one copy.
-            if _overlaps((end + 1 - at, *first.shape), (shift[0], *first.strides)):
-                break
-            end, step = end + 1, shift
-        if end > at + 1:
-            shape, strides = (end - at, *first.shape), (step[0], *first.strides)
-            wire_strides = step[1], *first.wire_strides
-            first = Run(first.tensor, shape, strides, first.offset, wire_strides, first.wire_offset)
-        merged.append(first)
-        at = end
-    return merged
+def _joined(first: Run, second: Run) -> Run | None:
+    """Return one copy in place of two successive ones; None if one view can't hold both."""
+    shift = second.offset - first.offset, second.wire_offset - first.wire_offset
+    (size, *steps), *inner = first.dims
+    (more, *others), *rest = second.dims
+    # Whether the second copy begins where the first dimension of the first one ends.
+    continues = [*shift] == [size * step for step in steps]
+    if continues and [*second.dims] == inner:
+        more = 1
+    elif first.dims == second.dims and not continues:
+        size, more, steps, inner = 1, 1, [*shift], [*first.dims]
+    elif not continues or (others, rest) != (steps, inner):
+        return None
+    dims = [(size + more, *steps), *inner]
+    # Torch has no negative strides. A view that overlaps itself can't be written by one copy.
+    if first.tensor != second.tensor or shift[0] < 0 or _overlaps(dims):
+        return None
+    return _run(first.tensor, dims, first.offset, first.wire_offset)
 
 
-def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def _overlaps(dims: Sequence[Sequence[int]]) -> bool:
     """Return whether a view may contain an element twice, except along dimensions of stride 0.
 
     A dimension of stride 0 repeats a slice for several peers; `unpack` sums over it.
     """
     reach = 0
-    for stride, size in sorted(zip(strides, shape)):
+    for size, stride, _ in sorted(dims, key=operator.itemgetter(1)):
         if stride == 0 or size == 1:
             continue
         if stride <= reach:

@@ -18,19 +18,18 @@ import gzip
 import json
 import operator
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tabulate import tabulate
 
+from ..exchange.layout import Range, joined, total
 from ..warn import inform
-
-# Begin and end, in ms.
-Span = tuple[float, float]
 
 HALF = re.compile(r"(.+) (\S+) (start|finish)")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -45,37 +44,18 @@ class Exchange:
         step: The optimizer step.
         layer: The name of the layer.
         name: The name of the exchange, for instance ``dv0``.
-        host: The spans of its start and of its finish, on the host.
-        transfers: The spans of its transfers.
-        exposed: The spans in which it was exposed.
+        host: The ranges of its start and of its finish on the host, in ns.
+        transfer_ns: The time of its transfers.
+        exposed_ns: The time for which it was exposed.
     """
 
     rank: int
     step: int
     layer: str
     name: str
-    host: list[Span]
-    transfers: list[Span] = field(default_factory=list)
-    exposed: list[Span] = field(default_factory=list)
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the union of ``spans``, as ordered spans that don't overlap."""
-    joined: list[Span] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def without(span: Span, busy: Sequence[Span]) -> list[Span]:
-    """Return the parts of ``span`` outside of ``busy``, a result of `merged`."""
-    begin, end = span
-    beside = busy[max(0, bisect_right(busy, span) - 1) : bisect_right(busy, (end, end))]
-    edges = [begin, *(min(max(time, begin), end) for each in beside for time in each), end]
-    return [left for left in zip(edges[::2], edges[1::2]) if left[0] < left[1]]
+    host: list[Range]
+    transfer_ns: float = 0
+    exposed_ns: float = 0
 
 
 def read(path: str, index: int = 0) -> list[Exchange]:
@@ -100,12 +80,13 @@ def read(path: str, index: int = 0) -> list[Exchange]:
     _on_device(events, of_launch)
     if not of_launch:
         for exchange in exchanges:
-            exchange.exposed = exchange.host
+            exchange.exposed_ns = total(exchange.host)
     return exchanges
 
 
-def _span(event: dict[str, Any]) -> Span:
-    return event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+def _range(event: dict[str, Any]) -> Range:
+    """Return the begin and the end of an event in ns; in a trace they are in us."""
+    return round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
 
 
 def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, Exchange]]:
@@ -119,11 +100,11 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
     unfinished: dict[tuple[str, str], Exchange] = {}
     of_launch: dict[int, Exchange] = {}
     launched: list[Exchange | None] = []
-    transfers: list[Span] = []
+    transfers: list[Range] = []
     # By thread: the open ranges of exchanges around the current event, each with its end.
-    around: dict[Any, list[tuple[float, Exchange]]] = defaultdict(list)
+    around: dict[Any, list[tuple[int, Exchange]]] = defaultdict(list)
     for event in events:
-        name, span, inside = event["name"], _span(event), around[event["pid"], event["tid"]]
+        name, span, inside = event["name"], _range(event), around[event["pid"], event["tid"]]
         while inside and inside[-1][0] <= span[0]:
             inside.pop()
         exchange = inside[-1][1] if inside else None
@@ -149,7 +130,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
     # The threads of gloo run the exchanges in the order of their launch.
     for exchange, span in zip(launched, transfers):
         if exchange is not None:
-            exchange.transfers.append(span)
+            exchange.transfer_ns += total([span])
     return [each for each in exchanges if len(each.host) == 2], of_launch
 
 
@@ -164,20 +145,22 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
         is_exchange = event["args"]["correlation"] in of_launch or event["name"].startswith("nccl")
         if event["cat"] == "kernel" and not is_exchange:
             streams.add(event["args"]["stream"])
-    busy = merged(_span(event) for event in ran if event["args"]["stream"] in streams)
+    busy = joined(_range(event) for event in ran if event["args"]["stream"] in streams)
+    # The time computed up to each begin and end of ``busy``, and up to 0.
+    edges = [0, *chain(*busy)]
+    lengths = np.diff(edges)
+    lengths[::2] = 0
+    computed = np.cumsum([0, *lengths])
     for event in ran:
         exchange = of_launch.get(event["args"]["correlation"])
         if exchange is None:
             continue
-        if event["args"]["stream"] in streams:
-            exchange.exposed.append(_span(event))
-        else:
-            exchange.transfers.append(_span(event))
-            exchange.exposed += without(_span(event), busy)
-
-
-def _ms(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
+        begin, end = _range(event)
+        exchange.exposed_ns += end - begin
+        if event["args"]["stream"] not in streams:
+            exchange.transfer_ns += end - begin
+            hidden_from, hidden_to = np.interp((begin, end), edges, computed)
+            exchange.exposed_ns -= hidden_to - hidden_from
 
 
 def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
@@ -189,7 +172,7 @@ def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
     table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:
         row = table[operator.attrgetter(*of)(each)]
-        row[:] = row[0] + 1, row[1] + _ms(each.transfers), row[2] + _ms(each.exposed)
+        row[:] = row[0] + 1, row[1] + each.transfer_ns / 1e6, row[2] + each.exposed_ns / 1e6
     return table
 
 

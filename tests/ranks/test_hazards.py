@@ -242,7 +242,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
 WATCHED = [
     Watched("waits before it reads", "pass", late_delivery),
     Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
-    Watched("a copy, no view", "if False:", late_delivery),
+    Watched("a copy, no view", "x = x.reshape(shape)", late_delivery),
     Watched("lies as it travels", "if True:", one_position_a_rank),
     Watched(
         "memory of its own",

@@ -63,11 +63,13 @@ def results(sequence, pattern, name, chunks, h_kv=2, **options):
     if pattern.window is not None and name == flash.NAME:
         options["sliding_window"] = pattern.window
     if chunks is None:
-        o = local_attention(layer, q, k, v, sequence=sequence, pattern=pattern, **options)
+        o = local_attention(layer, q, k, v, sequence=sequence, pattern=pattern, options=options)
     else:
         pieces = []
         for a, b in chunks:
-            pieces.append(local_attention(layer, q[:, a:b], k, v, sequence=sequence, pattern=pattern, queries=(a, b), **options))
+            pieces.append(
+                local_attention(layer, q[:, a:b], k, v, sequence=sequence, pattern=pattern, queries=(a, b), options=options)
+            )
             assert pieces[-1].shape == q[:, a:b].shape
         o = torch.cat(pieces, 1)
     (o * weight).sum().backward()
@@ -219,28 +221,28 @@ def test_one_document_is_not_dealt_by_work():
 # Refusals.
 
 
-def attend(layer, **options):
+def attend(layer, pattern):
     q, k, v = heads(1)
-    return local_attention(layer, q[:, 3:9], k, v, sequence=sequence_of([[SEQ]]), queries=(3, 9), **options)
+    return local_attention(layer, q[:, 3:9], k, v, sequence=sequence_of([[SEQ]]), pattern=pattern, options={}, queries=(3, 9))
 
 
 def test_a_function_that_nobody_has_declared_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "my_flash", lambda *args, **options: None)
     with pytest.raises(ValueError, match='Layer: "my_flash" is not known to take the last queries.*share query heads'):
-        attend(Layer("my_flash"), pattern=Pattern())
+        attend(Layer("my_flash"), Pattern())
 
 
 def test_flash_attention_that_aligns_at_the_top_left_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(attention_function, "_aligns_top_left", lambda: True)
     with pytest.raises(ValueError, match='Layer: "flash_attention_2" aligns.*flash-attn >= 2.1'):
-        attend(Layer(flash.NAME), pattern=Pattern())
+        attend(Layer(flash.NAME), Pattern())
 
 
 @since_transformers("5.1")
 def test_flash_attention_refuses_chunks_on_every_rank():
     """Also with queries that lie within the first chunk."""
     with flash.flash_attention(), pytest.raises(ValueError, match="no attention in chunks of 9"):
-        attend(Layer(flash.NAME), pattern=Pattern(chunk=9))
+        attend(Layer(flash.NAME), Pattern(chunk=9))
 
 
 def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):

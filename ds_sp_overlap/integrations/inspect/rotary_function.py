@@ -31,19 +31,17 @@ def as_given(tables: Any) -> tuple[Tensor, Tensor]:
 def backwards(tables: Any) -> tuple[Tensor, Tensor]:
     """Return the tables of a rotation by negative angles."""
     cos, sin = tables
-    return cos.unsqueeze(2), -sin.unsqueeze(2)
+    return as_given((cos, -sin))
 
 
 def half_twice(tables: Any) -> tuple[Tensor, Tensor]:
     """Return each table followed by itself."""
-    cos, sin = (torch.cat((table, table), -1).unsqueeze(2) for table in tables)
-    return cos, sin
+    return as_given([torch.cat((table, table), -1) for table in tables])
 
 
 def each_twice(tables: Any) -> tuple[Tensor, Tensor]:
     """Return tables with each entry repeated: a, a, b, b, .."""
-    cos, sin = (table.repeat_interleave(2, -1).unsqueeze(2) for table in tables)
-    return cos, sin
+    return as_given([table.repeat_interleave(2, -1) for table in tables])
 
 
 def first_half_each_twice(tables: Any) -> tuple[Tensor, Tensor]:

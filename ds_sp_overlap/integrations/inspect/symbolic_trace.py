@@ -28,9 +28,6 @@ from .tokenwise import has_own_call
 
 # Arguments that layers ignore in training; `Driven` drops them.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
-# The path from a layer to its class, and the functions of the class that a call of a module runs.
-CLASS, RUNS = ("__class__",), ("forward", "__call__")
-
 # An attribute that a forward looked up: its path, starting at the layer, and its value.
 Lookup = tuple[tuple[str, ...], Any]
 
@@ -180,7 +177,7 @@ class Proxy:
     def _class(self) -> Any:
         """Return the class of the object, and record the lookup."""
         kind = own_class(type(self._value))
-        self._trace.lookups.append(((*self._path, *CLASS), kind))
+        self._trace.lookups.append(((*self._path, "__class__"), kind))
         return kind
 
     # For isinstance: a proxy of a layer is an instance of the layer's class.
@@ -233,7 +230,7 @@ class ChildProxy(Proxy):
         if getattr(module, "out_features", None) is None:
             if "forward" in vars(module):
                 trace.fail(f"calls {name} ({kind.__name__}), whose forward was replaced")
-            trace.lookups.append(((name, *CLASS, "forward"), self._class().forward))
+            trace.lookups.append(((name, "__class__", "forward"), self._class().forward))
         if kind is not nn.Dropout or not isinstance(module, nn.Dropout):
             return kind is nn.Identity
         trace.lookups.append(((name, "p"), module.p))
@@ -254,8 +251,8 @@ class _AttentionFunctions:
     __getitem__ = get_interface
 
 
-class Trace:
-    """A run of a layer's forward on labels. The constructor runs it.
+class Trace(Accounting):
+    """A run of a layer's forward on labels, which checks its code. The constructor runs it.
 
     Args:
         module: The layer.
@@ -292,7 +289,10 @@ class Trace:
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         self.rotated: list[TracedOutput] = []
         kind = own_class(type(module))
-        self.lookups: list[Lookup] = [((*CLASS, name), getattr(kind, name)) for name in RUNS]
+        # The functions of the class that a call of a module runs.
+        self.lookups: list[Lookup] = []
+        for name in ("forward", "__call__"):
+            self.lookups.append((("__class__", name), getattr(kind, name)))
         self._label_count = 0
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
@@ -308,29 +308,24 @@ class Trace:
             used.update(x for x in held if isinstance(x, int) and x)
         batch, *lengths = free_primes(used)
         self.batch, self.seq = batch if case.gives_optional else 1, lengths[not case.masked]
+        super().__init__((), {self.batch, self.seq, self.batch * self.seq})
+        # Hide the dtype of labels, which are integers, unlike hidden states.
+        self.hidden = HiddenDtype(self.fail)
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
         self.tables = Tables((cos, sin))
         self.weights, self.position_ids = Opaque(self.fail), Opaque(self.fail)
         self.mask = Opaque(self.fail) if case.masked else None
         self.o: Any = None
-        sizes = {self.batch, self.seq, self.batch * self.seq}
-        self.accounting = Accounting((), sizes)
-        # Hide the dtype of labels, which are integers, unlike hidden states.
-        self.accounting.hidden = HiddenDtype(self.fail)
         arguments = self._arguments(code.forward, keywords)
         with contextlib.ExitStack() as stack:
             for namespace, name, value in code.loaded_globals.values():
                 if (stand_in := self._stand_in(name, value)) is not None:
                     stack.enter_context(replaced(namespace, name, stand_in))
-            stack.enter_context(self.accounting)
+            stack.enter_context(self)
             self.returned = code.forward(self.layer, **arguments)
         if self.o is None:
             raise Unknown("its forward calls no attention function")
-
-    def fail(self, reason: str) -> NoReturn:
-        """Raise Unknown; see `Accounting.fail`."""
-        self.accounting.fail(reason)
 
     def new_labels(self, *shape: int) -> Tensor:
         """Return labels of ``shape``: whole numbers that no earlier call returned."""

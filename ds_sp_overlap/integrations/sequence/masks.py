@@ -8,10 +8,9 @@ gives the model a placeholder; see Note [Placeholder masks].
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +39,8 @@ from .positions import GlobalSequence
 class Pattern:
     """The restrictions of a mask other than causality, documents and padding.
 
+    A restriction that no sequence of the call is long enough for is left out (`read`).
+
     Attributes:
         window: The number of tokens that a token attends to, itself included; None for no limit.
         chunk: The length of a chunk in tokens, if tokens attend only within their chunk; else None.
@@ -49,8 +50,8 @@ class Pattern:
     chunk: int | None = None
 
 
-def read(function: Callable) -> Pattern:
-    """Return the pattern of a mask function of transformers.
+def read(function: Callable, seq: int) -> Pattern:
+    """Return the pattern of a mask function of transformers, for a sequence of ``seq`` tokens.
 
     Called once for each mask that a model makes; computes no mask. Layers that declare themselves
     not causal were refused before (`modules.why_not`, `Layer.refuse_unhonoured`).
@@ -61,7 +62,7 @@ def read(function: Callable) -> Pattern:
     Raises:
         ValueError: if a closure is not known here, or none of them is causal.
     """
-    is_causal, pattern, left = False, Pattern(), [function]
+    is_causal, window, chunk, left = False, seq, seq, [function]
     while left:
         part = left.pop()
         maker, variables = repr(part), dict[str, Any]()
@@ -74,10 +75,9 @@ def read(function: Callable) -> Pattern:
         elif maker == "and_masks":
             left += variables["mask_functions"]
         elif maker == "sliding_window_overlay":
-            window = min(variables["sliding_window"], pattern.window or math.inf)
-            pattern = replace(pattern, window=window)  # guard: windows are read
-        elif maker == "chunked_overlay" and pattern.chunk in (None, variables["chunk_size"]):
-            pattern = replace(pattern, chunk=variables["chunk_size"])
+            window = min(window, variables["sliding_window"])  # guard: windows are read
+        elif maker == "chunked_overlay" and chunk in (seq, variables["chunk_size"]):
+            chunk = variables["chunk_size"]
         elif maker == "remap_positions_for_packed_sequence":
             left.append(variables["mask_function"])
         # Ignored, since the documents are known from the position_ids of all ranks.
@@ -85,7 +85,7 @@ def read(function: Callable) -> Pattern:
             raise ValueError(f"a mask with {maker}")
     if not is_causal:
         raise ValueError("attention that is not causal")
-    return pattern
+    return Pattern(window if window < seq else None, chunk if chunk < seq else None)
 
 
 # Names of two functions in transformers: the first finds documents by position_ids, the second
@@ -188,7 +188,7 @@ class Masks:
             if id(kwargs.get("config")) not in config_ids:
                 return original(*args, **kwargs)
             try:
-                pattern = read(kwargs["mask_function"])
+                pattern = read(kwargs["mask_function"], sum(sequence.lengths))
             except ValueError as error:
                 raise ValueError(
                     f"{where}: {error} can't be honoured on a sequence that is split over ranks"

@@ -203,7 +203,7 @@ class GlobalSequence:
 
     def _bounds_of(self, chunk: int | None) -> np.ndarray:
         """Return the `bounds` of the documents, cut into chunks of ``chunk`` tokens."""
-        if chunk is None or chunk >= sum(self.lengths):
+        if chunk is None:
             return self.bounds
         row, start, stop = self.bounds.T
         # The number of chunks of each document, and the index of each chunk in its document.

@@ -148,8 +148,9 @@ def local_attention(
     *,
     sequence: GlobalSequence,
     pattern: Pattern,
+    options: dict[str, Any],
     queries: Range | None = None,
-    **options: Any,
+    **per_head: Tensor,
 ) -> Tensor:
     """Attend over the whole sequence with one head group, by the layer's own attention function.
 
@@ -163,8 +164,10 @@ def local_attention(
         v: [b, s, h_kv', d].
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
+        options: Further keywords of the attention function. In one dict, a tensor such as the
+            labels [b, s/P] of Trainer is not mistaken for one with a slice for each head.
         queries: The range of tokens whose queries ``q`` holds; None for all tokens.
-        options: Further keywords of the attention function.
+        **per_head: The keywords with a slice for each head, those of the heads of ``q``.
 
     Returns:
         o [b, n, h', d].
@@ -178,17 +181,18 @@ def local_attention(
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
-    attention = functools.partial(_call, function, module, options)
+    attention = functools.partial(_call, function, module, {**options, **per_head})
     # The attention function reads this attribute. If ranks share KV heads, the number on this rank
     # differs from the layer's.
     with replaced(vars(module), "num_key_value_groups", q.shape[2] // k.shape[2]):
         if known.documents is None:
-            document = functools.partial(_attend_in_document, attention, known, sequence, pattern)
+            if known.takes_masks:
+                attention = functools.partial(_with_mask, attention, sequence, pattern.window)
             documents = sequence.documents(pattern.chunk, queries)
             if documents is None:
-                return document(q, k, v)
-            return documents.attend(document, q, k, v)
-        if pattern.chunk is not None and pattern.chunk < sum(sequence.lengths):
+                return attention(q, k, v)
+            return documents.attend(attention, q, k, v)
+        if pattern.chunk is not None:
             raise ValueError(
                 f'{type(module).__name__}: "{module.config._attn_implementation}" has no attention '
                 f'in chunks of {pattern.chunk}; use "sdpa"'
@@ -199,13 +203,13 @@ def local_attention(
             # If the first keys of the rows differ, the rows get different lengths: join them.
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
-                return attention(q, k, v, None, **edges)  # guard: edges, no positions
+                return attention(q, k, v, **edges)  # guard: edges, no positions
             q_row, k_row, v_row = _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first)
-            return attention(q_row, k_row, v_row, None, **edges)[0].unflatten(0, (len(q), -1))
+            return attention(q_row, k_row, v_row, **edges)[0].unflatten(0, (len(q), -1))
         if sequence.one_document or q.shape[0] == 1:
-            return attention(q, k, v, None, position_ids=sequence.position_ids)
+            return attention(q, k, v, position_ids=sequence.position_ids)
         rows = zip(*(x.split(1) for x in (q, k, v, sequence.position_ids)))
-        return torch.cat([attention(q, k, v, None, position_ids=at) for q, k, v, at in rows])
+        return torch.cat([attention(q, k, v, position_ids=at) for q, k, v, at in rows])
 
 
 def _call(
@@ -215,7 +219,7 @@ def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Any,
+    mask: Any = None,
     **more: Any,
 ) -> Tensor:
     """Call a layer's attention function, which takes [b, h, n, d], with q, k and v [b, n, h, d]."""
@@ -223,19 +227,19 @@ def _call(
     return function(module, q, k, v, mask, **{**options, **more})[0]
 
 
-def _attend_in_document(
+def _with_mask(
     attention: Callable[..., Tensor],
-    known: AttentionFunction,
     sequence: GlobalSequence,
-    pattern: Pattern,
+    window: int | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Attend within documents [n, length, h, d]; the queries belong to the last tokens of each."""
-    if not known.takes_masks:
-        return attention(q, k, v, None)
-    length, keys, window, mask = q.shape[1], k.shape[1], pattern.window, None
+    """Attend within documents [n, length, h, d]; the queries belong to the last tokens of each.
+
+    Gives the attention function a mask where it needs one.
+    """
+    length, keys, mask = q.shape[1], k.shape[1], None
     if window is not None and window < keys:
         # No query attends to the keys before the window of the first query.
         first = max(keys - (length + window - 1), 0)
@@ -382,16 +386,15 @@ class Layer:
         stock = stock_for(self.module) if self.overlap.policy else None
         if stock is None or refusal_of(stock) is not None:
             return False
-        same_ranks = (
-            dist.get_process_group_ranks(stock.process_group) == self.overlap.sp_group.ranks
-        )
-        fits_length = stock.seq_length_is_variable or x.shape[1] == stock.local_seq_length
-        same_heads = (stock.attn_head_count, stock.global_kv_head_count) == heads
-        fits = same_ranks and fits_length and same_heads and x.shape[0] == stock.batch_size
-        seq, even = sum(sequence.lengths), len(set(sequence.lengths)) == 1
-        unlimited = all(limit is None or limit >= seq for limit in (pattern.window, pattern.chunk))
-        whole = even and unlimited and sequence.one_document
-        return fits and whole and keywords.get("position_ids") is not None
+        lengths = {*sequence.lengths}
+        if not stock.seq_length_is_variable:
+            lengths.add(stock.local_seq_length)
+        if len(lengths) > 1 or not sequence.one_document or pattern != Pattern():
+            return False
+        counts = stock.batch_size, stock.attn_head_count, stock.global_kv_head_count
+        same_ranks = dist.get_process_group_ranks(stock.process_group)
+        fits = same_ranks == self.overlap.sp_group.ranks and counts == (x.shape[0], *heads)
+        return fits and keywords.get("position_ids") is not None
 
 
 class FunctionLayer(Layer):
@@ -434,8 +437,9 @@ class FunctionLayer(Layer):
         if options.get("s_aux") is not None:
             per_head["s_aux"] = PerHead(options.pop("s_aux"))
         q = _scaled_by_position(module, q, sequence, rank=overlap.sp_group.rank)
-        options |= {"sequence": sequence, "pattern": pattern}
-        local = functools.partial(local_attention, module, **options)
+        local = functools.partial(
+            local_attention, module, sequence=sequence, pattern=pattern, options=options
+        )
         attention = with_queries_if_taken(module, local)
         heads, baseline = (q.shape[2], k.shape[2]), None
         if self.has_baseline(q, heads, sequence, pattern=pattern, keywords=options_of_stock):

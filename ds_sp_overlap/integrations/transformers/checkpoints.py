@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,34 +83,28 @@ class Checkpoints:
                 function = vars(module).get(FUNCTION)
                 if function is None or not is_checkpointed(module):
                     continue
-                if self._can_save(at or self.name, module, function):
-                    # All of transformers' functions except torch's checkpoint offload the inputs.
-                    moves = getattr(function, "func", function) is not checkpoint
-                    offloads = self.config.keeps_where_possible and moves
-                    saving = functools.partial(keep_attention, offloads)
-                    keeping = functools.partial(function, context_fn=saving)
-                    originals.enter_context(replaced(vars(module), FUNCTION, keeping))
+                reason, kind = _why_not(function), type(module).__name__
+                if reason and not self.config.keeps_where_possible:
+                    raise ValueError(
+                        f"{at or self.name} ({kind}) is checkpointed {reason}, over which "
+                        "sp_overlap.checkpointing can't keep attention; use "
+                        'gradient_checkpointing_kwargs={"use_reentrant": False}, or set '
+                        'sp_overlap.checkpointing to "recompute"'
+                    )
+                if reason:
+                    warn_once(
+                        f"sp_overlap: attention is computed again in backward: {kind} is "
+                        f"checkpointed {reason}; with gradient_checkpointing_kwargs="
+                        '{"use_reentrant": False} it is kept'
+                    )
+                    continue
+                # All of transformers' functions except torch's checkpoint offload the inputs.
+                moves = getattr(function, "func", function) is not checkpoint
+                offloads = self.config.keeps_where_possible and moves
+                saving = functools.partial(keep_attention, offloads)
+                keeping = functools.partial(function, context_fn=saving)
+                originals.enter_context(replaced(vars(module), FUNCTION, keeping))
             yield
-
-    def _can_save(self, at: str, module: nn.Module, function: Callable) -> bool:
-        """Return whether a checkpoint function can save attention.
-
-        Raises:
-            ValueError: on this rank, if it can't, but the section asks for it.
-        """
-        reason, kind = _why_not(function), type(module).__name__
-        if reason and not self.config.keeps_where_possible:
-            raise ValueError(
-                f"{at} ({kind}) is checkpointed {reason}, over which sp_overlap.checkpointing "
-                'can\'t keep attention; use gradient_checkpointing_kwargs={"use_reentrant": False}, '
-                'or set sp_overlap.checkpointing to "recompute"'
-            )
-        if reason:
-            warn_once(
-                f"sp_overlap: attention is computed again in backward: {kind} is checkpointed "
-                f'{reason}; with gradient_checkpointing_kwargs={{"use_reentrant": False}} it is kept'
-            )
-        return not reason
 
 
 def is_checkpointed(module: nn.Module) -> bool:

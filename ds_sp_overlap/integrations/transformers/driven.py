@@ -38,11 +38,6 @@ def _join(*modules: nn.Module) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.Sequential(*modules)
 
 
-def _attend(module, q, k, v, options, queries=None, **per_head):
-    """Attend with the layer's attention function; ``options`` holds its keywords."""
-    return local_attention(module, q, k, v, queries=queries, **options, **per_head)
-
-
 class Driven(Layer):
     """An attention layer whose forward `SelfAttention` replaces.
 
@@ -77,7 +72,9 @@ class Driven(Layer):
             if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
                 pure.add(type(norm).forward)
         self.block = SelfAttention(
-            local_attention=with_queries_if_taken(module, functools.partial(_attend, module)),
+            local_attention=with_queries_if_taken(
+                module, functools.partial(local_attention, module)
+            ),
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=reading.head_dim,
@@ -139,24 +136,22 @@ class Driven(Layer):
         self.use()
         self.block.falls_back = self.falls_back
         sequence, pattern = self.forwards.of(self.name, module, x, mask=mask, kwargs=rest)
-        options: dict[str, Any] = {"sequence": sequence, "pattern": pattern}
-        if reader.reading.passes_keywords:
-            options |= rest
         # The keywords that the layer itself passes override those that its caller passes.
+        options = {**rest} if reader.reading.passes_keywords else {}
         options |= reader.options(module)
         self.refuse_unhonoured(options, sequence, pattern)
         if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
             refuse_difference(self, own, arguments, reader.options(module))
         per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
         timed = self.has_baseline(x, self.heads, sequence, pattern=pattern, keywords=arguments)
-        # Pass the options as one dict. As separate keywords, a tensor such as the labels [b, s/P]
-        # of Trainer could be mistaken for a tensor with a slice for each head.
         y = self.block(
             x,
             baseline=(lambda x: own(**{**arguments, "hidden_states": x})[0]) if timed else None,
             position_embeddings=tables,
             sequence_lengths=sequence.lengths,
             query_chunks=sequence.query_chunks(self.shares),
+            sequence=sequence,
+            pattern=pattern,
             options=options,
             **per_head,
         )

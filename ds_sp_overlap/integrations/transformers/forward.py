@@ -150,7 +150,7 @@ class _Running(NamedTuple):
         self.ran[name] = module
 
 
-def _given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
+def given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
     """Return the first of these arguments that is not None; None if all are None."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
@@ -244,10 +244,10 @@ class Host:
             RuntimeError: after the body, if a module ran that should have exchanged but did not: a
                 `FunctionLayer`, or one of `Watched.suspects`.
         """
-        forwards, cache = self.forwards, _given(arguments, CACHES)
+        forwards, cache = self.forwards, given(arguments, CACHES)
         sequence = forwards.positions.gather(
             self.name,
-            _given(arguments, TOKENS),
+            given(arguments, TOKENS),
             arguments.get("position_ids"),
             mask=arguments.get("attention_mask"),
             cache=cache,

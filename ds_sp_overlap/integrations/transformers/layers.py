@@ -292,13 +292,20 @@ class _Search:
                 forward = functools.partial(run_with_largest_position, name, module, self.forwards)
                 self.binds[module] = functools.partial(rebind, module, forward)
         watched = modules.Watched(self.model, bound)
-        host_of = functools.partial(Host, forwards=self.forwards, watched=watched)
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
             name, model = at or type(self.model).__name__, self.named[at]
             # Of this model alone: another one beside it may be checkpointed in another way.
             checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
-            host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
+            host = Host(
+                name,
+                model,
+                self.forwards,
+                layer=layer,
+                own_code=inside,
+                checkpoints=checkpoints,
+                watched=watched,
+            )
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )

@@ -27,7 +27,7 @@ from ..rebinding import rebind
 from ..sequence.pieces import pieces_of
 from . import mixers_by_heads as heads
 from . import mixers_by_states as states
-from .forward import Forwards
+from .forward import Forwards, given
 from .modules import by_name, off_in_eval, parameters_of
 
 # The supported mixers. A key is the digest of the source of the layer's forward and of the method
@@ -137,8 +137,7 @@ class _Driven:
         positions = arguments.get("position_ids") if mixer.by_positions else None
         if positions is not None:
             positions = positions.expand(hidden_states.shape[:2])
-        mask, of_zaya = arguments.pop("attention_mask", None), arguments.pop("conv_mask", None)
-        mask = of_zaya if mask is None else mask
+        mask = given(arguments, ("attention_mask", "conv_mask"))
         sequence, _ = self.forwards.of(name, layer, hidden_states, mask=mask, kwargs=arguments)
         rank = self.run.runtime.sp_group.rank
         pieces = pieces_of(

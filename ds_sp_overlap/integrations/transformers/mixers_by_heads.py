@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...attention.mixer import Mixer, Sections, Source
 from ..inspect.library import names_around, own_class
-from .mixers_by_states import PER_HEAD, StandIn, convolve, in_proj_parts, itself
+from .mixers_by_states import PER_HEAD, Mamba, StandIn, convolve, itself
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -86,9 +86,8 @@ class _DeltaNet(Mixer):
         layer, (taps, taps_bias, decay, bias) = self.layer, learned
         v, b, a = vba.split([vba.shape[-1] - 1 - bias.shape[-1], 1, bias.shape[-1]], -1)
         flat = [x.flatten(2) for x in (q, k, v)]
-        joined, taps = torch.cat(flat, -1).transpose(1, 2), taps.squeeze(1)
-        convolution = names_around(layer)["causal_conv1d_fn"]
-        mixed = convolution(joined, taps, taps_bias, activation=layer.activation).transpose(1, 2)
+        joined = torch.cat(flat, -1)
+        mixed = convolve(layer, joined, taps, taps_bias, activation=layer.activation)
         parts = zip(mixed.split([x.shape[-1] for x in flat], -1), (q, k, v))
         beta = b.squeeze(-1).sigmoid()
         output, *_ = names_around(layer)[self.rule](
@@ -205,24 +204,17 @@ class Kimi(Bailing):
     gate = ["g_a_proj", "g_b_proj"]
 
 
-class Mamba1(Mixer):
+class Mamba1(Mamba):
     """Mamba 1, which has a decay for each channel and state; its heads are channels.
 
     in_proj returns x, which is convolved, and the gate z. x_proj returns the latent of dt, B and C,
     which all channels share.
     """
 
-    split, late, by_heads = "in_proj", ["z"], "selective scan"
+    late, by_heads = ["z"], "selective scan"
 
-    def sources(self, splits: bool) -> list[Source]:
-        size = self.layer.intermediate_size
-        return in_proj_parts(self.layer, splits, {"x": size, "z": size})
-
-    def reach(self) -> int:
-        return self.layer.conv_kernel_size - 1
-
-    def convolve(self, x: Tensor) -> Tensor:
-        return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
+    def sizes(self) -> dict[str, int]:
+        return dict.fromkeys(("x", "z"), self.layer.intermediate_size)
 
     def inputs(self, given: dict[str, Tensor]) -> list[Source]:
         """Return the source of three tensors: x by channels, dt's latent, and B with C."""
@@ -252,10 +244,10 @@ class Mamba1(Mixer):
             )
         return layer.intermediate_size, 1
 
-    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+    def learned(self) -> Sequence[Tensor]:
         """Return weight and bias of dt's projection, the log decays, and D, each [channels, ..]."""
         layer, dt = self.layer, self.layer.dt_proj
-        return [(x, PER_HEAD) for x in (dt.weight, dt.bias, layer.A_log, layer.D)]
+        return dt.weight, dt.bias, layer.A_log, layer.D
 
     def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
         """Scan some channels; equal runs of successive channels share a head of dt, B and C."""
@@ -301,7 +293,7 @@ class Zamba(Mamba1):
     def counts(self) -> tuple[int, int]:
         return self.layer.intermediate_size, self.layer.n_mamba_heads
 
-    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+    def learned(self) -> Sequence[Tensor]:
         layer = self.layer
         of_heads = layer.dt_proj_weight, layer.dt_proj_bias, layer.A_log, layer.D
-        return [(x.flatten(0, 1), PER_HEAD) for x in of_heads]
+        return [x.flatten(0, 1) for x in of_heads]

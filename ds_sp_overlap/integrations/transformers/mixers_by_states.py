@@ -31,24 +31,10 @@ def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor]
     return [functools.partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
 
 
-def in_proj_parts(layer: Any, splits: bool, sizes: dict[str, int]) -> list[Source]:
-    """Return the sources of the results of ``in_proj``.
-
-    Args:
-        layer: The layer.
-        splits: Whether to compute each result by itself, from its rows of the weight.
-        sizes: The widths of the results, by name, in the order of the rows.
-    """
-    if splits:
-        rows = _rows(layer.in_proj, [*sizes.values()])
-        return [Source([name], project) for name, project in zip(sizes, rows)]
-    return [Source([*sizes], lambda x: layer.in_proj(x).split([*sizes.values()], -1))]
-
-
-def convolve(layer: Any, convolution: nn.Conv1d, x: Tensor, **options: Any) -> Tensor:
-    """Return the causal convolution of x, one document [b, n, channels]."""
-    function, weight = names_around(layer)["causal_conv1d_fn"], convolution.weight.squeeze(1)
-    return function(x.transpose(1, 2), weight, convolution.bias, **options).transpose(1, 2)
+def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    """Return the causal convolution of x, one document [b, n, channels], as the layer does it."""
+    function = names_around(layer)["causal_conv1d_fn"]
+    return function(x.transpose(1, 2), weight.squeeze(1), bias, **options).transpose(1, 2)
 
 
 class StandIn:
@@ -92,31 +78,58 @@ class Short(Mixer):
         return self.layer.conv_kernel_size - 1
 
     def convolve(self, x: Tensor) -> Tensor:
-        return convolve(self.layer, self.layer.conv, x)
+        return convolve(self.layer, x, self.layer.conv.weight, self.layer.conv.bias)
 
     def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
         return self.layer.out_proj(given["c"] * y)
 
 
-class Mamba2(Mixer):
-    """Mamba 2: in_proj returns the gate z, then x with B and C, which are convolved, then dt."""
+class Mamba(Mixer):
+    """A Mamba: in_proj returns several results, of which x is convolved.
 
-    split, beside, late = "in_proj", ["dt"], ["z"]
-    by_states, by_heads = True, "scan without final states"
+    Attributes:
+        sizes: Returns the widths of the results of in_proj by name, in the order of the rows.
+        learned: Returns the parameters that are cut by heads. Each has one row for each head.
+    """
 
-    def _sizes(self) -> dict[str, int]:
-        layer = self.layer
-        sizes = layer.intermediate_size, layer.conv1d.in_channels, layer.num_heads
-        return dict(zip(("z", "x", "dt"), sizes))
+    split = "in_proj"
+    sizes: Callable[[], dict[str, int]]
+    learned: Callable[[], Sequence[Tensor]]
 
     def sources(self, splits: bool) -> list[Source]:
-        return in_proj_parts(self.layer, splits, self._sizes())
+        sizes = self.sizes()
+        if splits:
+            rows = _rows(self.layer.in_proj, [*sizes.values()])
+            return [Source([name], project) for name, project in zip(sizes, rows)]
+        return [Source([*sizes], lambda x: self.project_in(x).split([*sizes.values()], -1))]
+
+    def project_in(self, x: Tensor) -> Tensor:
+        return self.layer.in_proj(x)
 
     def reach(self) -> int:
         return self.layer.conv_kernel_size - 1
 
     def convolve(self, x: Tensor) -> Tensor:
-        return convolve(self.layer, self.layer.conv1d, x, activation=self.layer.activation)
+        layer, taps = self.layer, self.layer.conv1d
+        return convolve(layer, x, taps.weight, taps.bias, activation=layer.activation)
+
+    def parameters(self) -> list[tuple[Tensor, Sections]]:
+        return [(x, PER_HEAD) for x in self.learned()]
+
+
+class Mamba2(Mamba):
+    """Mamba 2: in_proj returns the gate z, then x with B and C, which are convolved, then dt."""
+
+    beside, late = ["dt"], ["z"]
+    by_states, by_heads = True, "scan without final states"
+
+    def sizes(self) -> dict[str, int]:
+        layer = self.layer
+        return dict(z=layer.intermediate_size, x=layer.conv1d.in_channels, dt=layer.num_heads)
+
+    def learned(self) -> Sequence[Tensor]:
+        """Return the log decays, D, and the bias of dt."""
+        return self.layer.A_log, self.layer.D, self.layer.dt_bias
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the convolution's result into x [b, n, h, d], B and C [b, n, groups, n_state]."""
@@ -129,7 +142,7 @@ class Mamba2(Mixer):
     def _kernel(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
     ) -> Any:
-        """Run the scan on some heads; ``learned`` are the `parameters` of these heads."""
+        """Run the scan on some heads; ``learned`` are the parameters of these heads."""
         layer, (a_log, d, bias) = self.layer, learned
         options |= dict(chunk_size=layer.chunk_size, dt_softplus=True)
         options |= dict(D=d, dt_bias=bias, dt_limit=layer.time_step_limit)
@@ -138,8 +151,7 @@ class Mamba2(Mixer):
 
     def scan(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Any]:
         inner, b, c = self.parts(x)
-        learned = [x for x, _ in self.parameters()]
-        results = self._kernel(inner, dt, b, c, *learned, return_final_states=True)
+        results = self._kernel(inner, dt, b, c, *self.learned(), return_final_states=True)
         return results if isinstance(results, tuple) else (results, None)
 
     def log_decay(self, x: Tensor, dt: Tensor) -> Tensor:
@@ -154,14 +166,10 @@ class Mamba2(Mixer):
         return y.reshape(*y.shape[:2], self.layer.num_heads, self.layer.head_dim)
 
     def widths(self) -> list[int]:
-        return [*self._sizes().values()][1:]
+        return [*self.sizes().values()][1:]
 
     def counts(self) -> tuple[int, int]:
         return self.layer.num_heads, self.layer.n_groups
-
-    def parameters(self) -> list[tuple[Tensor, Sections]]:
-        """Return the log decays, D, and the bias of dt."""
-        return [(x, PER_HEAD) for x in (self.layer.A_log, self.layer.D, self.layer.dt_bias)]
 
     def inputs(self, given: dict[str, Tensor]) -> list[Source]:
         """Return the source of three tensors: x with dt appended to each head, B, and C."""
@@ -187,11 +195,7 @@ class Falcon(Mamba2):
 
     split = ""
 
-    def sources(self, splits: bool) -> list[Source]:
-        sizes = self._sizes()
-        return [Source([*sizes], lambda x: self._project(x).split([*sizes.values()], -1))]
-
-    def _project(self, x: Tensor) -> Tensor:
+    def project_in(self, x: Tensor) -> Tensor:
         return self.layer.in_proj(x * self.layer.ssm_in_multiplier) * self.layer.mup_vector
 
 

@@ -302,7 +302,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     for name, module in reversed(modules.items()):
         models = models_around(name, modules)
         of_tokens = models and takes_tokens(models[0][1])
-        if not of_tokens or name in exchanged or name.startswith(inside_exchanged):
+        if not of_tokens or f"{name}.".startswith(inside_exchanged):
             continue
         if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
             if models[0][1] not in decoders:

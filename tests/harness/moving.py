@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.copies import copies_of, pack
+from ds_sp_overlap.exchange.copies import copies_of, pack, unpack
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.relayout import kernels, ops
 from tests.harness import relayout
@@ -54,6 +54,14 @@ def moving(kernels, direct):
         yield seen
 
 
-def packed(tensors, sides):
-    """Return what travels of ``tensors``."""
-    return pack(tensors, copies_of(sides, tuple(x.stride() for x in tensors)), tensors[0].new_empty).view(-1)
+def moved(layouts, tensors):
+    """Return what each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
+    pieces, received = [], []
+    for layout, xs in zip(layouts, tensors):
+        wire = pack(xs, copies_of(layout.sources, tuple(x.stride() for x in xs)), xs[0].new_empty)
+        pieces.append(wire.view(-1).split(layout.sources.sizes))
+    for rank, layout in enumerate(layouts):
+        assert [len(of_rank[rank]) for of_rank in pieces] == list(layout.targets.sizes)
+        received.append([torch.full(shape, torch.nan, dtype=torch.float64) for shape in layout.targets.shapes])
+        unpack(torch.cat([of_rank[rank] for of_rank in pieces]), copies_of(layout.targets), received[-1])
+    return received

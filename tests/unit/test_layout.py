@@ -148,24 +148,16 @@ def packed_order(side):
     return [place for block in blocks for place in block.flatten().tolist()]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("kv_heads", [8, 16])
-def test_dividing_heads_are_split_as_deepspeed_splits_them(size, kv_heads):
-    """`DistributedAttention` and `UlyssesSPAttentionHF` cut the heads into P equal ranges; uneven ones by KV heads."""
-    heads = 2 * kv_heads
-    for rank in range(size):
-        geometry = Geometry(size, rank, (4,) * size, 1, heads, kv_heads)
-        assert geometry.query_range(rank, 0) == (rank * heads // size, (rank + 1) * heads // size)
-        assert geometry.kv_range(rank, 0) == (rank * kv_heads // size, (rank + 1) * kv_heads // size)
-    sizes = get_shard_size_list(kv_heads, size, AutoTPMeta(num_kv_heads=kv_heads))
-    assert sizes == [stop - start for start, stop in (geometry.kv_range(rank, 0) for rank in range(size))]
-
-
-@pytest.mark.parametrize("heads,size", [(7, 4), (7, 2), (6, 4), (9, 2)])
-def test_uneven_mha_heads_are_split_as_deepspeed_splits_them(heads, size):
-    geometry = Geometry(size, 0, (4,) * size, 1, heads, heads)
-    sizes = get_shard_size_list(heads, size, AutoTPMeta(num_kv_heads=heads))
-    assert sizes == [stop - start for start, stop in (geometry.query_range(rank, 0) for rank in range(size))]
+@pytest.mark.parametrize("heads,kv_heads,size", [
+    *((2 * kv_heads, kv_heads, size) for kv_heads in (8, 16) for size in (1, 2, 4, 8)), (7, 7, 4), (7, 7, 2), (6, 6, 4), (9, 9, 2),
+])  # fmt: skip
+def test_heads_are_split_as_deepspeed_splits_them(heads, kv_heads, size):
+    """`DistributedAttention` and `UlyssesSPAttentionHF` cut heads that divide into P equal ranges; uneven ones are cut by KV heads."""
+    geometry, stop = Geometry(size, 0, (4,) * size, 1, heads, kv_heads), 0
+    for rank, count in enumerate(get_shard_size_list(kv_heads, size, AutoTPMeta(num_kv_heads=kv_heads))):
+        start, stop = stop, stop + count
+        assert geometry.kv_range(rank, 0) == (start, stop)
+        assert geometry.query_range(rank, 0) == (start * heads // kv_heads, stop * heads // kv_heads)
 
 
 @given(geometries())

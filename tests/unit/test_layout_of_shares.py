@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sp_overlap.exchange.copies import copies_of, unpack
+from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.geometry import Geometry, shares_for
 from ds_sp_overlap.exchange.shares import possible_shares
 from tests.harness.cases import examples
-from tests.harness.moving import packed
+from tests.harness.moving import moved
 from tests.harness.pages import ROOT, read
 
 DIM = 3
@@ -60,15 +60,6 @@ def received(geometry, kind, group):
     return cut(x, geometry.seq_dim, geometry.own_queries) if kind == "q" else x
 
 
-def exchanged(layouts, sent, outs):
-    """Move ``sent`` of every rank into ``outs`` of every rank."""
-    wires = [packed(xs, layout.sources) for xs, layout in zip(sent, layouts)]
-    pieces = [wire.split(layout.sources.sizes) for wire, layout in zip(wires, layouts)]
-    for rank, (layout, into) in enumerate(zip(layouts, outs)):
-        assert [len(of_rank[rank]) for of_rank in pieces] == list(layout.targets.sizes)
-        unpack(torch.cat([of_rank[rank] for of_rank in pieces]), copies_of(layout.targets), into)
-
-
 @few
 @given(ranks=geometries(), kinds=st.sampled_from(["q", "k", "qkv"]))
 def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, kinds):
@@ -76,8 +67,7 @@ def test_each_token_of_each_head_arrives_where_it_is_attended(ranks, kinds):
         if not set(kinds) <= set(ranks[0].kinds[group]):
             continue
         layouts = [rank.exchange(tuple(kinds), group, (DIM,) * len(kinds)) for rank in ranks]
-        outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
-        exchanged(layouts, [[local(rank, kind, group) for kind in kinds] for rank in ranks], outs)
+        outs = moved(layouts, [[local(rank, kind, group) for kind in kinds] for rank in ranks])
         for rank, got in zip(ranks, outs):
             for kind, x in zip(kinds, got):
                 assert torch.equal(x, received(rank, kind, group))
@@ -91,8 +81,7 @@ def test_the_inverse_and_o_bring_each_back_and_sum_what_several_ranks_had(ranks,
         layouts = [rank.exchange(tuple(kinds), group, (DIM,) * len(kinds)).inverse for rank in ranks]
         if what == "o":
             layouts = [rank.exchange("o", group, (DIM,)) for rank in ranks]
-        outs = [[torch.full(shape, torch.nan).double() for shape in layout.targets.shapes] for layout in layouts]
-        exchanged(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks], outs)
+        outs = moved(layouts, [[received(rank, kind, group) for kind in kinds] for rank in ranks])
         for rank, got in zip(ranks, outs):
             for kind, x in zip(kinds, got):
                 ranges = [rank.sent_range(kind, other, group) for other in range(rank.sp_size)]

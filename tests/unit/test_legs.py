@@ -3,27 +3,16 @@
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.copies import copies_of, unpack
+from ds_sp_overlap.exchange.copies import copies_of
 from ds_sp_overlap.exchange.geometry import Geometry
 from ds_sp_overlap.exchange.relayed import legs_of
-from tests.harness.moving import packed
+from tests.harness.moving import moved
 from tests.harness.pages import ROOT, read
 
 
 def ranks_of(size, nodes, heads, kv_heads, lengths=None, groups=1, **more):
     lengths = lengths or (2,) * size
     return [Geometry(size, rank, lengths, 2, heads, kv_heads, groups, nodes=nodes, **more) for rank in range(size)]
-
-
-def moved(layouts, tensors):
-    """Return what each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
-    wires = [packed(xs, layout.sources).split(layout.sources.sizes) for layout, xs in zip(layouts, tensors)]
-    received = []
-    for rank, layout in enumerate(layouts):
-        outs = [torch.full(shape, torch.nan, dtype=torch.float64) for shape in layout.targets.shapes]
-        unpack(torch.cat([parts[rank] for parts in wires]), copies_of(layout.targets), outs)
-        received.append(outs)
-    return received
 
 
 GRID = [

@@ -16,7 +16,7 @@ import torch
 from ds_sp_overlap.relayout import kernels
 
 TESTS = Path(__file__).parents[2] / "unit" / "test_kernels.py"
-ABOUT_KERNELS = "not refused and not division and not reference and not operators_say"
+ABOUT_KERNELS = "not refused and not division and not operators_say"
 
 
 def memory_of(x):

@@ -96,16 +96,11 @@ def _tiny(config_class, more):
     for name, value in known.items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             given[name] = 0.0
-    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
-        if isinstance(known.get(name), (list, tuple)):
-            given[name] = list(dict.fromkeys(known[name]))
-    lists = [given[name] for name in ("layer_types", "mlp_layer_types", "layers_block_type") if name in given]
+    lists = {name: known.get(name) for name in ("layer_types", "mlp_layer_types", "layers_block_type")}
+    lists = {name: list(dict.fromkeys(each)) for name, each in lists.items() if isinstance(each, (list, tuple))}
     if lists:
-        most = max(2, *map(len, lists))
-        given["num_hidden_layers"] = most
-        for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
-            if name in given:
-                given[name] = (given[name] * most)[:most]
+        given["num_hidden_layers"] = most = max(2, *map(len, lists.values()))
+        given |= {name: (each * most)[:most] for name, each in lists.items()}
     if "qk_nope_head_dim" in known:
         given.update(num_key_value_heads=HEADS, head_dim=8)  # latent attention: one latent for all heads, rotary of 8
     more = dict(more)

@@ -28,13 +28,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 from ds_sp_overlap.config import SpOverlapConfig
 from ds_sp_overlap.exchange.sp_group import SPGroup
@@ -65,7 +60,7 @@ def forward(self, hidden_states, position_embeddings=None, attention_mask=None, 
 """
 NORM = """
 def forward(self, x):
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
     y = self.weight * y
     return y
 """
@@ -165,36 +160,6 @@ def change(module, statements):
     exec(statements, globals(), {"self": module, "names": type(module).forward.__globals__})
 
 
-class Norm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), 1e-6
-
-
-class Attention(nn.Module):
-    def __init__(self, config, norm):
-        super().__init__()
-        self.config, self.head_dim, self.layer_idx = config, HEAD_DIM, 0
-        self.scaling, self.attention_dropout, self.is_causal = HEAD_DIM**-0.5, 0.0, True
-        self.num_key_value_groups = HEADS // KV_HEADS
-        for kind, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            self.add_module(f"{kind}_proj", nn.Linear(HIDDEN, heads * HEAD_DIM, bias=kind == "q"))
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
-        self.q_norm, self.k_norm = norm(HEAD_DIM), norm(HEAD_DIM)
-
-
-class Decoder(nn.Module):
-    def __init__(self, config, attention, norm, mlp):
-        super().__init__()
-        self.self_attn, self.mlp = attention, mlp
-        self.input_layernorm, self.post_attention_layernorm = norm(HIDDEN), norm(HIDDEN)
-
-    def forward(self, hidden_states, **kwargs):
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
 def config():
     made = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=48, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
@@ -213,9 +178,11 @@ def build(program, own_config=None):
         made.forward = compiled(SOURCES[of], program.changes if program.of == of else (), namespace())
         return made
 
-    norm = kind("q norm", Norm) if program.of == "q norm" else LlamaRMSNorm
-    attention = kind("attention", Attention)(cfg, norm)
-    layer = Decoder(cfg, attention, LlamaRMSNorm, LlamaMLP(cfg))
+    layer = Qwen3DecoderLayer(cfg, 0)
+    layer.self_attn = attention = kind("attention", Qwen3Attention)(cfg, 0)
+    if program.of == "q norm":
+        norm = kind("q norm", Qwen3RMSNorm)
+        attention.q_norm, attention.k_norm = norm(HEAD_DIM), norm(HEAD_DIM)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.3)
     for module in [attention] if program.of == "attention" else [attention.k_norm, attention.q_norm]:

@@ -122,30 +122,26 @@ def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copie
     assert len(copies.times) == 6 + 5  # one was still here
 
 
-def faults_of(*checks):
-    for check in checks:
+def passed(check, *args):
+    """Return a check that finds nothing where ``check`` passes."""
+
+    def run():
         with on_streams() as copies:
-            check(copies)
-    return []
+            check(copies, *args)
+        return []
+
+    return run
 
 
-def leaves():
-    return faults_of(test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy)
+LEAVES = passed(test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy)
+COMES_BACK = passed(test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy)
+IS_DROPPED = passed(test_memory_of_what_is_dropped_returns_behind_its_copy, True)
+WATCHED = [
+    Watched("copies what is ready", "self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])", LEAVES),
+    Watched("copied, then given back", "pass", LEAVES),
+    Watched("arrived, then read", "pass", COMES_BACK),
+    Watched("dropped behind its copy", "pass", IS_DROPPED),
+]
 
 
-def comes_back():
-    return faults_of(test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy)
-
-
-def is_dropped():
-    return faults_of(lambda copies: test_memory_of_what_is_dropped_returns_behind_its_copy(copies, True))
-
-
-test_the_suite_notices_without_the_guard = notices(
-    [
-        Watched("copies what is ready", "self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])", leaves),
-        Watched("copied, then given back", "pass", leaves),
-        Watched("arrived, then read", "pass", comes_back),
-        Watched("dropped behind its copy", "pass", is_dropped),
-    ]
-)
+test_the_suite_notices_without_the_guard = notices(WATCHED)

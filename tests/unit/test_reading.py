@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_sp_overlap.integrations.inspect import attention
@@ -50,27 +51,21 @@ V, ROTATE = "self.v_proj(hidden_states).view(shape).transpose(1, 2)", "apply_rot
 BARE = [(norm, V.replace("v_proj", f"{kind}_proj")) for kind, norm in (("q", Q_NORM), ("k", K_NORM))]  # no norms
 
 
-class Layer(nn.Module):
+class Layer(Qwen3Attention):
     """Has a forward of its own source; no weight has any memory."""
 
     def __init__(self, *changes):
-        super().__init__()
         namespace = {**globals(), "__name__": MADE_UP}
         type(self).forward, type(self).scale = compiled(FORWARD + SCALE, changes, namespace), namespace["scale"]
-        source = inspect.getsource(self.forward)
-        self.config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
-        self.config.window = 5
-        self.head_dim, self.layer_idx, self.attention_dropout, self.scaling = HEAD_DIM, 0, 0.25, 0.5
-        sizes = dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
+        sizes = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM)
         with torch.device("meta"):
-            for kind, heads in sizes.items():
-                self.add_module(f"{kind}_proj", nn.Linear(HIDDEN, heads * HEAD_DIM))
-            self.qkv_proj = nn.Linear(HIDDEN, sum(sizes.values()) * HEAD_DIM)
-            self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
-            self.q_norm, self.k_norm = nn.RMSNorm(HEAD_DIM), nn.RMSNorm(HEAD_DIM)
+            super().__init__(LlamaConfig(**sizes, attention_dropout=0.25, attention_bias=True), 0)
+            self.qkv_proj = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
             self.tanh, self.in_norm = nn.Tanh(), nn.RMSNorm(HIDDEN)
             self.wide_norm, self.each_norm = nn.RMSNorm(HEADS * HEAD_DIM), nn.LayerNorm((HEADS, HEAD_DIM))
             self.sinks, self.of_tokens = nn.Parameter(torch.zeros(HEADS)), nn.Parameter(torch.zeros(HIDDEN))
+        self.config.window, self.scaling = 5, 0.5
+        source = inspect.getsource(self.forward)
         for name in [*self._modules, *self._parameters]:
             if f"self.{name}" not in source:  # what learns is to be used
                 delattr(self, name)

@@ -76,7 +76,7 @@ shared() {
     fi
     local preload=${LD_PRELOAD:-}
     [ $device = cuda ] && [ -e "$work/libnccl.so.2" ] && preload=$work/libnccl.so.2
-    LD_PRELOAD=$preload run "$python" -m ds_sp_overlap.tools.shared_gpu "${rehearsed[@]}" --seconds $((limit - SECONDS - 15)) "$@"
+    LD_PRELOAD=$preload run "$python" benchmarks/shared_gpu.py "${rehearsed[@]}" --seconds $((limit - SECONDS - 15)) "$@"
 }
 
 tests_on_the_device() {

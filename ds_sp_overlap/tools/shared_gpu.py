@@ -1,26 +1,18 @@
-"""Runs a script on several ranks that share one GPU, over NCCL.
+"""Lets several ranks share one GPU over NCCL, for the self-check and for tests on one GPU.
 
-    python -m ds_sp_overlap.tools.shared_gpu RANKS SCRIPT ARGS...
-
-This tests training over NCCL on a machine with one GPU; it makes nothing faster. Before version
-2.30, NCCL refuses a second rank on a GPU; later versions accept it if `SHARING` is set. Every rank
-has ``LOCAL_RANK=0``.
-
-Kernels of several processes run at the same time only under CUDA's multi-process service (MPS).
-This script starts the service for the ranks, and ends it after them. Without MPS the processes take
-turns: an all-to-all of 16 MiB took 4.2 ms instead of 0.23 ms (H100). If a process under MPS is
-killed, the others fail.
+Before version 2.30, NCCL refuses a second rank on a GPU; later versions accept it if `SHARING` is
+set. Kernels of several processes run at the same time only under CUDA's multi-process service
+(MPS), which `sharing` starts and ends. Without MPS the processes take turns: an all-to-all of
+16 MiB took 4.2 ms instead of 0.23 ms (H100). If a process under MPS is killed, the others fail.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from unittest import mock
@@ -74,48 +66,3 @@ def sharing() -> Iterator[str]:
             finally:
                 if has_mps:
                     subprocess.run([MPS], input="quit -t 5\n", text=True, stdout=subprocess.DEVNULL)
-
-
-def run(ranks: int, command: list[str], seconds: float) -> int:
-    """Run a Python script on every rank, by torchrun.
-
-    Prints the output of rank 0, and the errors of all ranks.
-
-    Args:
-        ranks: The number of ranks.
-        command: The script and its arguments.
-        seconds: The time limit, in seconds.
-
-    Returns:
-        The exit status: 124 after the time limit, 1 if a rank failed, 0 if all succeeded.
-    """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    # By default, torchrun looks its own host up, which fails without a name server.
-    torchrun += ["--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
-    if ranks > 1:
-        torchrun.append(f"--redirects={','.join(f'{rank}:1' for rank in range(1, ranks))}")
-    # Only DeepSpeed's CPU accelerator reads LOCAL_SIZE.
-    rank = ["env", "LOCAL_RANK=0", f"LOCAL_SIZE={ranks}", sys.executable]
-    return subprocess.call(["timeout", f"{seconds:g}"] + torchrun + rank + command)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ds_sp_overlap.tools.shared_gpu")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a Python script with arguments")
-    parser.add_argument("--seconds", type=float, default=600, help="end the ranks after so long")
-    parser.add_argument("--rehearse", action="store_true", help="over gloo: shares no GPU")
-    args = parser.parse_args()
-    if args.rehearse:
-        return run(args.ranks, args.script, args.seconds)
-    if reason := lacks():
-        print(f"shared_gpu: {reason}", file=sys.stderr)
-        return 1
-    with sharing() as how:
-        version = ".".join(map(str, nccl_version()))
-        print(f"{args.ranks} ranks share one GPU, {how}, over NCCL {version}", flush=True)
-        return run(args.ranks, args.script, args.seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

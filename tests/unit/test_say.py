@@ -15,7 +15,6 @@ PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
 PRINTS = {
     "tools.cli",
     "tools.doctor",
-    "tools.shared_gpu",
     "tools.planner.command",
     "relayout.build",
 }  # commands

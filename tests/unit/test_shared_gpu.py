@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import shared_gpu as launcher
 from benchmarks import strip_nccl
 from benchmarks.profiles import kernels
 from ds_sp_overlap.tools import doctor, shared_gpu
@@ -33,19 +34,19 @@ def script(tmp_path):
 
 
 def test_every_rank_is_on_the_first_gpu_and_rank_0_is_heard(script, capfd):
-    assert shared_gpu.run(2, script(), 60) == 0
+    assert launcher.run(2, script(), 60) == 0
     assert capfd.readouterr().out == "0 2 0 2 None\n"
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_heard(script, capfd):
     begin = time.monotonic()
-    assert shared_gpu.run(2, script("if rank: sys.exit('no memory left')", "time.sleep(600)"), 600) == 1
+    assert launcher.run(2, script("if rank: sys.exit('no memory left')", "time.sleep(600)"), 600) == 1
     assert time.monotonic() - begin < 60
     assert "no memory left" in capfd.readouterr().err
 
 
 def test_ranks_are_ended_when_time_is_over(script, capfd):
-    assert shared_gpu.run(2, script("print(os.getpid(), flush=True)", "time.sleep(600)"), 15) == 124
+    assert launcher.run(2, script("print(os.getpid(), flush=True)", "time.sleep(600)"), 15) == 124
     _, rank_0 = capfd.readouterr().out.splitlines()
     deadline = time.monotonic() + 60
     while Path("/proc", rank_0).exists():
@@ -62,10 +63,10 @@ def test_mps_is_started_for_the_ranks_and_ended_after_them(status, says, script,
             f'#!/bin/sh\necho "$* in $CUDA_MPS_PIPE_DIRECTORY" >> {said}\n[ "$1" = -d ] && exit {status}\ncat >> {said}\n'
         )
         (tmp_path / shared_gpu.MPS).chmod(0o755)
-    monkeypatch.setattr(shared_gpu, "lacks", lambda: "")
-    monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 30, 7))
+    monkeypatch.setattr(launcher, "lacks", lambda: "")
+    monkeypatch.setattr(launcher, "nccl_version", lambda: (2, 30, 7))
     monkeypatch.setattr(sys, "argv", ["shared_gpu", "--seconds", "60", "2", *script()])
-    assert shared_gpu.main() == 0
+    assert launcher.main() == 0
     printed = capfd.readouterr().out.splitlines()
     assert printed[0].startswith(f"2 ranks share one GPU, {says}") and printed[0].endswith("over NCCL 2.30.7")
     assert printed[1] == "0 2 0 2 1"  # NCCL is asked to share
@@ -83,7 +84,7 @@ def test_an_older_nccl_is_refused_with_what_to_install(version, lacks, monkeypat
     assert bool(shared_gpu.lacks()) is lacks
     if lacks:
         monkeypatch.setattr(sys, "argv", ["shared_gpu", "2", "never.py"])
-        assert shared_gpu.main() == 1
+        assert launcher.main() == 1
         assert (
             "need NCCL 2.30, and 2.28.9 is loaded; pip install --no-deps --target DIR 'nvidia-nccl-cu13>=2.30'"
             in capfd.readouterr().err

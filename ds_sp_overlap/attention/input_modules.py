@@ -186,32 +186,26 @@ class InputModules:
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
-            needs: For each register of x and of the parameters, whether it needs a gradient.
+            needs: For the names of x and of each parameter, whether it needs a gradient.
         """
-        linear = 2 * self.cuts.rows[part].module
-        places = (linear, linear + 1, *self.cuts.norm_places.get(part[0], ()))
-        return needs["x",] or any(needs["parameter", index] for index in places)
-
-    def turns(self, part: Part) -> bool:
-        """Return whether `shape` rotates a part when tables are given."""
-        return part[0] != "v" and part not in self.folded
+        module, norm = self.cuts.rows[part].module, self.cuts.norms.get(part[0], ())
+        return any(map(needs.get, [("x",), ("weight", module), ("bias", module), *norm]))
 
     def shape(
         self,
         part: Part,
         heads: Tensor,
         tables: tuple[Tensor, ...],
-        norm_parameters: Sequence[Tensor] | None = None,
+        saved: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Apply the norm and the rotation to a projected part, and keep its order in memory.
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
             heads: [.., .., h_g, d]. The output of the linear layer, by heads.
-            tables: (cos, sin), [.., 1, d_rot] each, without a gradient; rotate q and k. Empty for
-                no rotation.
-            norm_parameters: In backward, the saved parameters of the norms. None in forward, where
-                each norm uses its own.
+            tables: (cos, sin), [.., 1, d_rot] each, without a gradient. Empty for no rotation.
+            saved: In backward, the saved parameters of the norm. None in forward, where the norm
+                uses its own.
 
         Returns:
             A tensor of the shape of ``heads``.
@@ -219,14 +213,13 @@ class InputModules:
         module = self.norms.get(part[0])
         # Not `__call__`, whose hooks would run for each part: they run once, around all parts.
         norm: Callable[..., Tensor] | None = None if module is None else module.forward
-        if module is not None and norm_parameters is not None:
-            place, first = self.cuts.norm_places[part[0]], 2 * len(self.projections)
-            norm = _with(module, norm_parameters[place.start - first : place.stop - first])
+        if module is not None and saved is not None:
+            norm = _with(module, saved)
         ranks = self.cuts.rows[part].ranks
         # In memory the ranks are the first dimension. Moved there, heads and result are contiguous.
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
-        heads = self.rope.rotate(heads, *tables) if tables and self.turns(part) else heads
+        heads = self.rope.rotate(heads, *tables) if tables else heads
         heads = norm(heads) if norm is not None and self.norm_last else heads
         return heads.movedim(0, 2) if ranks else heads
 

@@ -308,7 +308,7 @@ class SelfAttention:
     def _output(self, call: Call) -> End:
         """Return the output projection as an end."""
         tensors = partial(products_of, [self.o_proj], self.plain, call.autocast)
-        return End([self.o_proj], (("weight",), ("bias",)), tensors)
+        return End([self.o_proj], (("weight", "o"), ("bias", "o")), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Set up a call that runs by a window; return all projections as one end.

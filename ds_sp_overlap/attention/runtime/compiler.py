@@ -4,13 +4,13 @@ The names, for group g:
 
     ("x",)                the layer's input; later the input in autocast's dtype
     ("rows",)             x as a matrix, with a row for each token
-    ("parameter", i)      entry i of `InputModules.parameters`
+    ("weight", i)         the weight of projection i of `InputModules`; for "o", that of o_proj
+    ("bias", i)           the bias of this projection
+    ("norm", "q", i)      parameter i of the norm of q
     ("table", i)          cos and sin
     ("heads", ("q", g))   q as projected, before norm and rotation
     ("value", ("q", g))   q, k, v or o: before its exchange, then after its exchange
     ("merged", g)         local o as a matrix, the input of the output projection
-    ("weight",)           the weight of the output projection
-    ("bias",)             the bias of the output projection
     ("y",)                the layer's output
     ("learned", i)        entry i of `LocalAttention.learned`
     ("kept", g)           the tensors that the backward of local attention needs
@@ -41,6 +41,8 @@ from .slices import Parts, Ranges, Run
 
 # The shape and the dtype of a tensor.
 Kind = tuple[torch.Size, torch.dtype]
+# The weight of the output projection.
+_WO: Name = ("weight", "o")
 
 
 class Compiler:
@@ -177,45 +179,47 @@ class Compiler:
         """Project a part of q, k or v, then apply its norm and rotation."""
         (part,) = step.parts
         value = heads = ("value", part)
-        is_shaped = part[0] in self.projections.norms or self._is_rotated(part)
-        if is_shaped:
+        tables, norm = self._tables(part), self.projections.cuts.norms.get(part[0])
+        if tables or norm is not None:
             heads = ("heads", part)
         module, rows, ranks = self.projections.cuts.rows[part]
-        weight, bias = ("parameter", 2 * module), ("parameter", 2 * module + 1)
-        form = self._form(rows, ranks, self.projections.head_dim)
-        function = partial(operations.project, self._some(rows, weight), form)
-        if ranks:
-            function = partial(operations.project_by_rank, Run.dealt(rows, ranks), form)
-        self.add(function, [self._rows(), weight, bias], [heads])
-        if is_shaped:
+        operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
+        self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
+        if heads != value:
             # In forward each norm uses its own parameters; backward passes the saved ones.
-            tables, norms = self._tables(), self._norms() if self.is_backward else []
-            how = part, len(tables), self.is_backward
-            self.add(partial(operations.norm_and_rotate, *how), [heads, *tables, *norms], [value])
+            saved = norm or [] if self.is_backward else []
+            function = partial(operations.norm_and_rotate, part, len(tables))
+            self.add(function, [heads, *tables, *saved], [value])
+
+    def _multiply(
+        self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
+    ) -> None:
+        """Multiply a matrix by a part of a weight; the result is a value of heads.
+
+        Args:
+            operands: The matrix, the weight, and the bias if there is one.
+            dim: The dimension of ``part`` in the weight.
+            part: The ranges of the weight.
+            ranks: The size of the dimension for the ranks in the result; 0 for none.
+            head_dim: ``d``.
+            heads: The name of the result.
+        """
+        count = sum(stop - start for start, stop in part) // head_dim
+        of_ranks = (ranks, count // ranks) if ranks else (count,)
+        by_rank = Run.dealt(part, ranks) if ranks else None
+        how = dim, self._some(part, operands[1], dim), by_rank
+        form = self.tokens + of_ranks + (head_dim,)
+        self.add(partial(operations.multiply, *how, form), operands, [heads])
 
     def _some(self, ranges: Ranges, name: Name, dim: int = 0) -> Ranges | None:
         """Return the ranges of a weight along ``dim``; None if they cover all of ``dim``."""
         return None if ranges == ((0, self.shapes[name][dim]),) else ranges
 
-    def _form(self, rows: Ranges, ranks: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of the heads that ``rows`` project, with a dimension for the ranks.
-
-        ``ranks`` is the size of that dimension; 0 for none.
-        """
-        heads = sum(stop - start for start, stop in rows) // head_dim
-        return (*self.tokens, *((ranks, heads // ranks) if ranks else (heads,)), head_dim)
-
-    def _is_rotated(self, part: Part) -> bool:
-        """Return whether the layer rotates a part itself, instead of the kernel that packs it."""
-        return ("table", 0) in self.shapes and self.projections.turns(part)
-
-    def _tables(self) -> list[Name]:
+    def _tables(self, part: Part) -> list[Name]:
+        """Return the names of the tables that rotate a part; none if the packing kernel rotates."""
+        if part[0] == "v" or part in self.projections.folded:
+            return []
         return [name for name in self.shapes if name[0] == "table"]
-
-    def _norms(self) -> list[Name]:
-        """Return the names of the parameters of all norms."""
-        linear = 2 * len(self.projections.projections)
-        return [name for name in self.shapes if name[0] == "parameter" and name[1] >= linear]
 
     def _rows(self) -> Name:
         """Return the name of x as a matrix; make the matrix if it isn't written yet."""
@@ -229,21 +233,18 @@ class Compiler:
 
     def _arrive(self, part: Part) -> None:
         """Compute the backward of a part's rotation and norm."""
-        projections, tables = self.projections, self._tables()
+        cuts, tables = self.projections.cuts, self._tables(part)
         dy, heads = _gradient(("value", part)), ("d heads", part)
-        if part[0] in projections.norms:
-            own: list[Name] = [("parameter", i) for i in projections.cuts.norm_places[part[0]]]
-            learned, norms = list(filter(self.needs.get, own)), self._norms()
-            sums, places = list(map(_gradient, learned)), list(map(norms.index, learned))
-            reads = [dy, ("heads", part), *tables, *norms, *sums]
-            function = partial(operations.norm_back, part, len(tables), len(norms), places)
-            self.add(function, reads, [heads, *sums])
-        elif self._is_rotated(part):
+        if part[0] in cuts.norms:
+            norm = cuts.norms[part[0]]
+            sums = list(map(_gradient, norm))
+            reads = [dy, ("heads", part), *tables, *norm, *sums]
+            self.add(partial(operations.norm_back, part, len(tables)), reads, [heads, *sums])
+        elif tables:
             dtype = self.dtypes[1]
             self.add(partial(operations.rotate_back, dtype), [dy, *tables], [heads])
         else:
-            rows = projections.cuts.rows[part].rows
-            self._as_rows(dy, heads, sum(stop - start for start, stop in rows))
+            self._as_rows(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group; or add the term of a part of q, k or v to dx."""
@@ -251,18 +252,13 @@ class Compiler:
         if not self.needs.get(("value", part)):
             return
         if step.tensors == O:
-            columns, ranks = self._columns()[step.group], 0
-            if "o" in self.call.by_rank:
-                ranks = self.geometry.parts
-            form = self._form(columns, ranks, self.shapes["weight",][1] // self.geometry.heads)
-            some = self._some(columns, ("weight",), dim=1)
-            function = partial(operations.dgrad_of_output, some, form)
-            if ranks:
-                function = partial(operations.dgrad_by_rank, Run.dealt(columns, ranks), form)
-            self.add(function, [self._dy(), ("weight",)], [_gradient(("value", part))])
+            columns, do = self._columns(), _gradient(("value", part))
+            ranks = self.geometry.parts if "o" in self.call.by_rank else 0
+            head_dim = self.shapes[_WO][1] // self.geometry.heads
+            self._multiply([self._dy(), _WO], 1, columns[step.group], ranks, head_dim, do)
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
-            weight: Name = ("parameter", 2 * module)
+            weight: Name = ("weight", module)
             how = self._some(rows, weight), self.dtypes[0], self.geometry.groups == 1
             self.add(partial(operations.add_to_dx, *how), [("d heads", part), weight, dx], [dx])
 
@@ -270,18 +266,17 @@ class Compiler:
         """Compute a group's columns of dWo; or a part's rows of dW and db of its projection."""
         (part,) = step.parts
         if step.tensors == O:
-            if self.needs["weight",]:
+            if self.needs[_WO]:
                 columns = self._columns()
                 own, operands = columns[step.group], [self._dy(), ("merged", step.group)]
-                self._put(("weight",), 1, columns, own, torch.mm, operands)
+                self._put(_WO, 1, columns, own, torch.mm, operands)
         elif self.needs.get(("value", part)):
             module, rows, _ = self.projections.cuts.rows[part]
             dy, parts = ("d heads", part), self.projections.cuts.parts[module]
-            weight, bias = ("parameter", 2 * module), ("parameter", 2 * module + 1)
-            if self.needs[weight]:
-                self._put(weight, 0, parts, rows, torch.mm, [dy, self._rows()])
-            if self.needs[bias]:
-                self._put(bias, 0, parts, rows, operations.sum_rows, [dy])
+            if self.needs["weight", module]:
+                self._put(("weight", module), 0, parts, rows, torch.mm, [dy, self._rows()])
+            if self.needs["bias", module]:
+                self._put(("bias", module), 0, parts, rows, operations.sum_rows, [dy])
 
     def _put(
         self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
@@ -298,22 +293,22 @@ class Compiler:
 
     def merge(self, step: Step) -> None:
         """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
-        columns = self._some(self._columns()[step.group], ("weight",), dim=1)
+        columns = self._some(self._columns()[step.group], _WO, dim=1)
         o, y = ("value", ("o", step.group)), ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
-        reads: list[Name] = [o, ("weight",), ("bias",), y]
+        reads: list[Name] = [o, _WO, ("bias", "o"), y]
         self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])
 
     def _columns(self) -> Parts:
         """Return for each head group the columns of Wo that belong to its heads."""
-        geometry, head_dim = self.geometry, self.shapes["weight",][1] // self.geometry.heads
+        geometry, head_dim = self.geometry, self.shapes[_WO][1] // self.geometry.heads
         return tuple([geometry.rows_of("o", g, 0, head_dim) for g in range(geometry.groups)])
 
     def _dy(self) -> Name:
         """Return the name of dy as a matrix; make the matrix if it isn't written yet."""
         if ("d rows",) not in self.written:
-            self._as_rows(_gradient(("y",)), ("d rows",), self.shapes["weight",][0])
+            self._as_rows(_gradient(("y",)), ("d rows",), self.shapes[_WO][0])
         return ("d rows",)
 
     # Local attention, in a window.
@@ -321,21 +316,22 @@ class Compiler:
     def attend(self, step: Step) -> None:
         """Run the local attention of a group, or its backward."""
         group, pieces = step.group, self.geometry.kv_pieces(step.group)
-        keys = [(kind, sent) for kind in "kv" for sent, *_ in pieces]
-        heads = _values([("q", group), *keys])
-        o, kept = ("value", ("o", group)), ("kept", group)
-        needs = [self.needs["value", (kind, 0)] for kind in "qkv"]
+        parts: list[Part] = [("q", group)]
+        parts += [(kind, sent) for kind in "kv" for sent, *_ in pieces]
+        heads, o, kept = _values(parts), ("value", ("o", group)), ("kept", group)
+        needs = {kind: self.needs["value", (kind, 0)] for kind in "qkv"}
         if self.is_backward:
             # The gradients: of the parts of each kind that needs one, then of ``learned``.
-            wanted = [part for part in (("q", group), *keys) if needs["qkv".index(part[0])]]
+            wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
-            sums = list(map(_gradient, [*_values(wanted), *learned]))
-            function = partial(operations.attend_backward, group, keys, wanted)
+            sums = list(map(_gradient, _values(wanted) + learned))
+            function = partial(operations.attend_backward, parts, wanted)
             self.add(function, [*heads, kept, _gradient(o), ("received", group), *sums], sums)
         elif any(self.needs.values()):
-            self.add(partial(operations.attend, group, keys, needs), heads, [o, kept])
+            function = partial(operations.attend, parts, list(needs.values()))
+            self.add(function, heads, [o, kept])
         else:
-            self.add(partial(operations.attend_alone, group, keys), heads, [o])
+            self.add(partial(operations.attend_alone, parts), heads, [o])
 
     def _end(self) -> None:
         """Add the operations that follow the last step of backward."""
@@ -345,9 +341,9 @@ class Compiler:
         # One parameter at a time: its pieces are freed before those of the next are joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [_gradient(name[1])])
-        if self.needs.get(("bias",)):
+        if self.needs.get(("bias", "o")):
             whole = partial(operations.gradient_of_whole, operations.sum_rows)
-            self.add(whole, [self._dy()], [_gradient(("bias",))])
+            self.add(whole, [self._dy()], [_gradient(("bias", "o"))])
 
 
 def _values(parts: Sequence[Part]) -> list[Name]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ...exchange.geometry import Geometry
@@ -38,27 +39,21 @@ class Cuts:
     Attributes:
         rows: For each part, the rows that project it.
         parts: For each linear layer, the rows of each of its parts.
-        norms: For each norm, its kind, "q" or "k", and its number of parameters.
+        norms: For each norm, by its kind ("q" or "k"): the names of its parameters.
     """
 
     rows: dict[Part, Rows]
     parts: list[Parts]
-    norms: tuple[tuple[str, int], ...]
-
-    @cached_property
-    def norm_places(self) -> dict[str, range]:
-        """Return for each norm the indices of its parameters in `InputModules.parameters`."""
-        places, start = {}, 2 * len(self.parts)
-        for kind, count in self.norms:
-            places[kind] = range(start, start := start + count)
-        return places
+    norms: dict[str, list[Name]]
 
     @lru_cache(maxsize=4096)
     def names(self, tables: int) -> tuple[Name, ...]:
         """Return the names of x, of `InputModules.parameters` and of ``tables`` tables."""
-        count = 2 * len(self.parts) + sum(count for _, count in self.norms)
-        parameters = [("parameter", index) for index in range(count)]
-        return ("x",), *parameters, *(("table", index) for index in range(tables))
+        names: list[Name] = [("x",)]
+        for module in range(len(self.parts)):
+            names += [("weight", module), ("bias", module)]
+        names += chain(*self.norms.values(), (("table", index) for index in range(tables)))
+        return tuple(names)
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +73,7 @@ def cuts_of(
         by_rank: As in `Call`.
         of_kinds: `InputModules.of_kinds`.
         head_dim: ``d``.
-        norms: As in `Cuts`.
+        norms: For each norm, its kind and its number of parameters.
     """
     rows, modules = {}, dict(of_kinds)
     of_modules: dict[int, list[Ranges]] = {module: [] for module, _ in modules.values()}
@@ -89,4 +84,7 @@ def cuts_of(
         is_by_rank = kind in by_rank and part in schedule.alone
         rows[part] = Rows(module, elements, ranks=geometry.parts if is_by_rank else 0)
         of_modules[module].append(elements)
-    return Cuts(rows, list(map(tuple, of_modules.values())), norms)
+    parameters: dict[str, list[Name]] = {}
+    for kind, count in norms:
+        parameters[kind] = [("norm", kind, index) for index in range(count)]
+    return Cuts(rows, list(map(tuple, of_modules.values())), parameters)

@@ -84,37 +84,44 @@ def reshape(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
     return x.reshape(*shape)
 
 
-def project(
-    rows: Ranges | None,
+def multiply(
+    dim: int,
+    part: Ranges | None,
+    run: Run | None,
     form: tuple[int, ...],
     call: Call,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    if rows is not None and len(rows) > 1:
-        # Rows in several slices, see Note [Slices of weights].
-        return mm_of_slices(x, weight.t(), rows, bias).view(*form)
-    if rows is not None:
-        ((start, stop),) = rows
-        weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
-    return F.linear(x, weight, bias).view(*form)
+    """Multiply ``x`` by a part of the rows of a weight (y = x w_g^T) or of its columns (dy w_g).
+
+    Args:
+        dim: 0 for rows, 1 for columns.
+        part: The rows or columns; None for all.
+        run: The same, if the product writes to the layout of the send buffer, so that nothing packs
+            it; else None.
+        form: The shape of the result.
+        call: The call.
+        x: A matrix.
+        weight: The weight.
+        bias: The bias of all rows, or None.
+    """
+    if run is not None:
+        biases = None if bias is None else run.view(bias, 0)
+        return by_rank(x, run.view(weight, dim), biases).view(*form)
+    if part is not None and len(part) > 1:
+        # Several slices, see Note [Slices of weights].
+        return mm_of_slices(x, weight if dim else weight.t(), part, bias).view(*form)
+    if part is not None:
+        ((start, stop),) = part
+        weight = weight[:, start:stop] if dim else weight[start:stop]
+        bias = None if bias is None else bias[start:stop]
+    return (torch.mm(x, weight) if dim else F.linear(x, weight, bias)).view(*form)
 
 
-def project_by_rank(
-    rows: Run, form: tuple[int, ...], call: Call, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    # The product writes to the layout of the send buffer, so that nothing packs it.
-    biases = None if bias is None else rows.view(bias, 0)
-    return by_rank(x, rows.view(weight, 0), biases).view(*form)
-
-
-def norm_and_rotate(
-    part: Part, tables: int, again: bool, call: Call, heads: Tensor, *rest: Tensor
-) -> Tensor:
-    # In forward each norm uses its own parameters.
-    norms = rest[tables:] if again else None
-    return call.projections.shape(part, heads, rest[:tables], norms)
+def norm_and_rotate(part: Part, tables: int, call: Call, heads: Tensor, *rest: Tensor) -> Tensor:
+    return call.projections.shape(part, heads, rest[:tables], rest[tables:] or None)
 
 
 def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, *tables: Tensor) -> Tensor:
@@ -123,40 +130,31 @@ def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, *tables: Tensor) -> 
 
 
 def norm_back(
-    part: Part,
-    table_count: int,
-    norm_count: int,
-    learned: list[int],
-    call: Call,
-    dy: Tensor,
-    heads: Tensor,
-    *rest: Any,
+    part: Part, table_count: int, call: Call, dy: Tensor, heads: Tensor, *rest: Any
 ) -> Any:
     """Compute the backward of rotation and norm, for q or k.
 
     Args:
         part: The kind and the group.
         table_count: The number of tables.
-        norm_count: The number of parameters of all norms.
-        learned: The indices of the parameters, among those of all norms, that need a gradient.
         call: The call.
         dy: The gradient of q or k.
         heads: The input of the norm.
-        *rest: The tables; the parameters of all norms; for each of ``learned`` the sum of its
-            gradients over earlier groups, or None.
+        *rest: The tables; the parameters of the norm; for each parameter the sum of its gradients
+            over earlier groups, or None.
 
     Returns:
         The gradient of ``heads``, with a row for each token; and the new sums.
     """
-    tables, norms = rest[:table_count], rest[table_count : table_count + norm_count]
-    sums = list(rest[table_count + norm_count :])
+    tables, both = rest[:table_count], rest[table_count:]
+    parameters, sums = both[: len(both) // 2], list(both[len(both) // 2 :])
     # The norm is recomputed under autograd, since it may be any module.
     x = heads.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(**call.autocast):  # guard: as in forward
-        y = call.projections.shape(part, x, tables, norms)
-    # A parameter that was frozen since forward gets no gradient.
-    wanted = [place for place, index in enumerate(learned) if norms[index].requires_grad]
-    ends = [x, *(norms[learned[place]] for place in wanted)]
+        y = call.projections.shape(part, x, tables, parameters)
+    # Parameters that are frozen, also since forward, get no gradient.
+    wanted = [place for place, x in enumerate(parameters) if x.requires_grad]
+    ends = [x, *map(parameters.__getitem__, wanted)]
     dx, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
     for place, gradient in zip(wanted, gradients):
         if gradient is not None:
@@ -237,110 +235,64 @@ def merge(
     return y, rows
 
 
-def dgrad_by_rank(
-    columns: Run, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
-) -> Tensor:
-    # The product writes to the layout of the send buffer, so that nothing packs it.
-    return by_rank(dy, columns.view(weight)).view(*form)
-
-
-def dgrad_of_output(
-    columns: Ranges | None, form: tuple[int, ...], call: Call, dy: Tensor, weight: Tensor
-) -> Tensor:
-    # do = dy w_g; w_g is read through views, without a copy.
-    if columns is None:
-        return torch.mm(dy, weight).view(*form)
-    if len(columns) > 1:
-        return mm_of_slices(dy, weight, columns).view(*form)
-    return torch.mm(dy, cut_ranges(weight, 1, columns)).view(*form)
-
-
 # Local attention, in a window.
 
 
-def _heads(
-    group: int, keys: list[Part], call: Call, q: Tensor, received: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a group, from q and the received parts ``keys`` of k and v."""
-    values, geometry = dict(zip(keys, received)), call.geometry
-    return q, with_kv(geometry, "k", group, values), with_kv(geometry, "v", group, values)
+def _heads(parts: list[Part], call: Call, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return q, k and v of a group, from its q and the parts of k and v that it attends to."""
+    values, geometry, (_, group) = dict(zip(parts, received)), call.geometry, parts[0]
+    keys = [with_kv(geometry, kind, group, values) for kind in "kv"]
+    return received[0], *keys
 
 
 def attend(
-    group: int, keys: list[Part], needs: list[bool], call: Call, q: Tensor, *received: Tensor
+    parts: list[Part], needs: list[bool], call: Call, *received: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
+    heads, (_, group) = _heads(parts, call, received), parts[0]
     attend = partial(attend_in_pieces, call, call.local.attend, group)
-    heads = _heads(group, keys, call, q, received)
     o, call.attended[group], kept = attend_once(attend, heads, needs, call.local)
     return o, kept
 
 
-def attend_alone(group: int, keys: list[Part], call: Call, q: Tensor, *received: Tensor) -> Tensor:
-    return attend_group(call, call.local.attend, group, *_heads(group, keys, call, q, received))
+def attend_alone(parts: list[Part], call: Call, *received: Tensor) -> Tensor:
+    return attend_group(call, call.local.attend, parts[0][1], *_heads(parts, call, received))
 
 
-def attend_backward(
-    group: int,
-    keys: list[Part],
-    wanted: list[Part],
-    call: Call,
-    q: Tensor,
-    *rest: Any,
-) -> Any:
+def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: Any) -> Any:
     """Run the backward of the attention of a group.
 
     Args:
-        group: The head group.
-        keys: The parts of k and v that the group attends to.
-        wanted: The parts whose gradients are needed, in the order of q, k and v.
+        parts: The parts that the group attends to: q, then those of k, then those of v.
+        wanted: Those of ``parts`` whose gradients are needed.
         call: The call.
-        q: q of the group.
-        *rest: The received tensors of ``keys``; the tensors that `attend` returned beside o; do; o,
-            or None if o was not exchanged again; for each of ``wanted`` and each of
+        *values: The received tensors of ``parts``; the tensors that `attend` returned beside o; do;
+            o, or None if o was not exchanged again; for each of ``wanted`` and each of
             `LocalAttention.learned`, the sum of its gradients over earlier groups, or None.
 
     Returns:
         The new sums.
     """
-    received, (kept, do, o, *sums) = rest[: len(keys)], rest[len(keys) :]
-    heads, values = _heads(group, keys, call, q, received), dict(zip(keys, received))
+    received, (kept, do, o, *sums) = values[: len(parts)], values[len(parts) :]
+    leaves = [x.detach().requires_grad_(part in wanted) for part, x in zip(parts, received)]
+    # Heads may be cut, joined or repeated. Autograd derives how gradients return to the parts.
+    with torch.enable_grad():
+        joined = _heads(parts, call, leaves)
+    heads, group = [x.detach() for x in joined], parts[0][1]
     attend = partial(attend_in_pieces, call, call.local.attend, group)
     gradients = call.attended[group].backward(attend, heads, o, do, kept, call.local)
-    terms: list[Tensor | None] = []
-    for kind, dx, x in zip("qkv", gradients, heads):
-        parts = [part for part in wanted if part[0] == kind]
-        if not parts:
-            continue
-        if dx is None:
-            # Attention gave no gradient on this rank. Send zeros, since other ranks send theirs.
-            dx = torch.zeros_like(x)  # guard: others may exchange one
-        if kind == "q":
-            terms.append(dx)
-        else:
-            pieces = {part: values[part].detach().requires_grad_() for part in parts}
-            terms += _of_pieces(kind, group, dx, pieces, call)
+    ends, dxs = list[Tensor](), list[Tensor]()
+    for end, dx in zip(joined, gradients):
+        if end.requires_grad:
+            ends.append(end)
+            if dx is None:
+                # Attention gave no gradient on this rank. Send zeros, since other ranks send theirs.
+                dx = torch.zeros_like(end)  # guard: others may exchange one
+            dxs.append(dx)
+    inputs = [x for x in leaves if x.requires_grad]
+    terms = list(torch.autograd.grad(ends, inputs, dxs)) if inputs else []
     totals = []
     for so_far, term in zip(sums, terms + gradients[3:]):
         # Not in place: attention may return the same tensor for two gradients.
         both = so_far is not None and term is not None
         totals.append(so_far + term if both else term if so_far is None else so_far)
     return _one(totals)
-
-
-def _of_pieces(
-    kind: str, group: int, dx: Tensor, pieces: dict[Part, Tensor], call: Call
-) -> Sequence[Tensor]:
-    """Return the gradients of the received pieces from which `with_kv` made k or v of a group.
-
-    Args:
-        kind: "k" or "v".
-        group: The head group that attended.
-        dx: The gradient of what `with_kv` returns.
-        pieces: The pieces, as leaves.
-        call: The call.
-    """
-    # Heads may be cut, joined or repeated. Autograd derives how dx returns to the pieces.
-    with torch.enable_grad():
-        joined = with_kv(call.geometry, kind, group, pieces)
-    # If the result is a leaf, it is the one piece itself, and dx is the gradient of the piece.
-    return [dx] if joined.is_leaf else torch.autograd.grad(joined, list(pieces.values()), dx)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_sp_overlap
@@ -322,7 +323,7 @@ def held(rank, section, end):
             x = tokens(rank)
             y = checkpoint(body, x, use_reentrant=False, context_fn=context)
             entries = seen[-1]().entries
-            flat = {id(x): getattr(x, "host", x) for entry in entries for x in entry.leaves}.values()
+            flat = {id(x): getattr(x, "host", x) for x in tree_leaves(entries)}.values()
             size = sum(x.nbytes for x in flat if isinstance(x, torch.Tensor))
             del entries, flat
             if "abandoned" not in end:

@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...profiling.steps import in_backward
 from ...warn import warn_once
@@ -34,20 +34,6 @@ from .offload import OffloadedTensor
 from .saved_views import storage_of
 
 _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", default=None)
-
-
-class _Entry(NamedTuple):
-    """Holds the tree that one call of a layer saved, or the cache of a nested checkpoint.
-
-    Attributes:
-        where: Name of the layer; empty for a nested checkpoint.
-        leaves: The leaves of the tree.
-        tree: The structure of the tree.
-    """
-
-    where: str
-    leaves: list[Any]
-    tree: TreeSpec
 
 
 class CheckpointCache:
@@ -58,7 +44,9 @@ class CheckpointCache:
             then offload too.
 
     Attributes:
-        entries: One entry for each call of a layer and for each nested checkpoint.
+        entries: For each call of a layer, the layer's name and the tree that the call saved, in
+            which an `OffloadedTensor` may stand for a tensor. For each nested checkpoint, an empty
+            name and its cache.
         previous: Returns the checkpoint that was offloaded before this one, or None; see
             Note [Order of offloaded checkpoints].
     """
@@ -68,13 +56,12 @@ class CheckpointCache:
 
     def __init__(self, offloads: bool = False) -> None:
         self.offloads = offloads
-        self.entries: list[_Entry] = []
+        self.entries: list[tuple[str, Any]] = []
         self.previous: Callable[[], CheckpointCache | None] = lambda: None
 
     def offloaded(self) -> list[OffloadedTensor]:
         """Return the saved tensors that are offloaded."""
-        saved = [x for entry in self.entries for x in entry.leaves]
-        return [x for x in saved if isinstance(x, OffloadedTensor)]
+        return [x for x in tree_leaves(self.entries) if isinstance(x, OffloadedTensor)]
 
     def register_as_most_recent(self) -> None:
         """Register this checkpoint as the most recently offloaded one.
@@ -141,15 +128,14 @@ class CheckpointPass:
             offload: Whether to offload the tensors.
             shared: Tensors that stay in device memory anyhow; their views are not offloaded.
         """
-        leaves, tree = tree_flatten(what)
         if offload:
             self.cache.register_as_most_recent()
             # Offloading a view of a tensor that stays would free no memory.
             stay = set(map(storage_of, shared or ()))
-            for place, x in enumerate(leaves):
-                if isinstance(x, Tensor) and storage_of(x) not in stay:
-                    leaves[place] = OffloadedTensor(x)
-        self.cache.entries.append(_Entry(where, leaves, tree))
+            what = tree_map_only(
+                Tensor, lambda x: x if storage_of(x) in stay else OffloadedTensor(x), what
+            )
+        self.cache.entries.append((where, what))
 
     def take(self, where: str) -> Any:
         """Load what the next call saved in forward; called in recompute, in the order of forward.
@@ -164,7 +150,7 @@ class CheckpointPass:
             RuntimeError: if another layer saved this entry, or there are no more entries.
         """
         entries, index = self.cache.entries, self._next_entry
-        saved_by = entries[index].where if index < len(entries) else "nothing more"
+        saved_by, what = entries[index] if index < len(entries) else ("nothing more", None)
         if saved_by != where:
             raise RuntimeError(
                 f"{where or 'a checkpoint inside another'}: called when its checkpoint is computed "
@@ -174,9 +160,7 @@ class CheckpointPass:
         if index == 0:
             self.cache.prefetch()
         self._next_entry += 1
-        _, leaves, tree = entries[index]
-        on_device = [x.get() if isinstance(x, OffloadedTensor) else x for x in leaves]
-        return tree_unflatten(on_device, tree)
+        return tree_map_only(OffloadedTensor, OffloadedTensor.get, what)
 
 
 def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, AbstractContextManager]:

@@ -46,20 +46,19 @@ class SavedViews:
         seq_dim: The dimension of the sequence in q, k, v and o.
 
     Attributes:
-        saved: The tensors that autograd saves, until `settle`; empty if they are too large.
+        saved: The tensors that autograd saves, until `settle`.
         views: The description of each saved tensor.
         tensors: The tensor of each source, while a backward runs.
     """
 
     def __init__(self, heads: Sequence[Tensor], free: Sequence[Tensor], seq_dim: int):
-        q, _, v = heads
         self._seq_dim = seq_dim
-        self._names = {storage_of(x): kind for kind, x in zip("qkv", heads)}
-        self._starts = {kind: int(x.storage_offset()) for kind, x in zip("qkv", heads)}
+        # By storage: the name of q, k or v, and where it starts.
+        self._sources: dict[int, tuple[str, int]] = {}
+        for kind, x in zip("qkv", heads):
+            self._sources[storage_of(x)] = kind, int(x.storage_offset())
         self._strides = [x.stride() for x in heads]
         self._free = set(map(storage_of, free))
-        # Bytes that may still be saved: o, whose storage is not known yet, and MAX_SAVED beside it.
-        self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
         self._pieces: list[tuple[int, tuple[int, ...]]] = []
         self.saved: list[Tensor] = []
@@ -68,13 +67,7 @@ class SavedViews:
 
     def pack(self, x: Tensor) -> int:
         """Collect a tensor that autograd saves; return its index, which the graph holds instead."""
-        if storage_of(x) not in self._names and storage_of(x) not in self._free:
-            self._bytes_left -= x.nbytes
-        if self._bytes_left < 0:
-            # Backward recomputes attention: free the tensors at once.
-            self.saved.clear()
-        else:
-            self.saved.append(x)
+        self.saved.append(x)
         return len(self.saved) - 1
 
     def unpack(self, index: int) -> Tensor:
@@ -94,23 +87,20 @@ class SavedViews:
         Returns:
             The other tensors, which must be saved for backward; None if they are too large.
         """
-        if self._bytes_left < 0:
-            return None
         beside: list[Tensor] = []
-        size, names, starts = 0, {}, self._starts.copy()
+        size, names = 0, {}
         # The storage alone doesn't identify o: attention may cut o out of a larger tensor.
         for index, x in enumerate(pieces):
             names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
-            starts[f"o{index}"] = int(x.storage_offset())
             self._pieces.append((x.shape[self._seq_dim], x.stride()))
         for x in self.saved:
             place = storage_of(x), x.numel(), int(x.storage_offset())
-            source: str | int | None = self._names.get(place[0]) or names.get(place)
+            source: str | int | None
+            source, start = self._sources.get(place[0], (names.get(place), place[2]))
             if source is None or x.dtype != pieces[0].dtype:
                 source = len(beside)
                 beside.append(x.detach())
                 size += 0 if storage_of(x) in self._free else x.nbytes
-            start = starts[source] if isinstance(source, str) else 0
             self.views.append(_View(source, x.shape, x.stride(), place[2] - start))
         return beside if size <= MAX_SAVED * sum(x.nbytes for x in pieces) else None
 

@@ -141,7 +141,7 @@ class Schedule:
     backward: Program
     recompute: Program = ()
 
-    @property
+    @cached_property
     def is_windowed(self) -> bool:
         """Return whether backward recomputes q, k and v, see `window.by_window`."""
         return bool(self.recompute)

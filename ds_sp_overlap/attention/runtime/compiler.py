@@ -65,10 +65,11 @@ class Compiler:
         head_dims: dict[Name, int],
     ):
         self.needs, self.head_dims = needs, head_dims
-        self.shapes: dict[Name, Any] = {}
+        self.shapes: dict[Name, torch.Size] = {}
+        self.dtypes: dict[Name, torch.dtype] = {}
         for name, kind in kinds.items():
-            self.shapes[name] = None if kind is None else kind[0]
-        self.dtypes = [kind[1] for kind in kinds.values() if kind is not None]
+            if kind is not None:
+                self.shapes[name], self.dtypes[name] = kind
         self.call, self.schedule, self.geometry = call, call.schedule, call.geometry
         self.projections = call.projections
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
@@ -107,14 +108,13 @@ class Compiler:
         """Start the exchange of values, of o together with do, or of the needed gradients."""
         if sent := self._exchanged(step):
             launch, name = self._launch(step), self.schedule.name(step)
-            of_step = step.exchange, launch, f" {name}"
-            start: partial = partial(operations.start, *of_step)
+            start: Callable = operations.start
             if step.beside:
-                start = partial(operations.start_beside, *of_step)
+                start = operations.start_beside
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
-                start = partial(operations.start_rotated, step.grad, *of_step)
+                start = partial(operations.start_rotated, step.grad)
             self.label = self._on_wire(launch, f"{name} start")
-            self.add(start, sent)
+            self.add(partial(start, step.exchange, launch, f" {name}"), sent)
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o together with do, or of the needed gradients."""
@@ -241,7 +241,8 @@ class Compiler:
             reads = [dy, ("heads", part), *tables, *norm, *sums]
             self.add(partial(operations.norm_back, part, len(tables)), reads, [heads, *sums])
         elif tables:
-            dtype = self.dtypes[1]
+            # The rotation may have a wider dtype than the projection.
+            dtype = self.dtypes["weight", cuts.rows[part].module]
             self.add(partial(operations.rotate_back, dtype), [dy, *tables], [heads])
         else:
             self._as_rows(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
@@ -259,7 +260,7 @@ class Compiler:
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("weight", module)
-            how = self._some(rows, weight), self.dtypes[0], self.geometry.groups == 1
+            how = self._some(rows, weight), self.dtypes["x",], self.geometry.groups == 1
             self.add(partial(operations.add_to_dx, *how), [("d heads", part), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:

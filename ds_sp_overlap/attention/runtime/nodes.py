@@ -59,7 +59,8 @@ def run_piece(
     """Run a piece, as a node of autograd if gradients are recorded; return the node's outputs."""
     # Forward-mode AD may run without recording gradients; the node is used then, to refuse it.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-        return _Node.apply(piece, call, names, token, *given)
+        node = _Window if call.schedule.is_windowed else _Node
+        return node.apply(piece, call, names, token, *given)
     call.variant = piece.variant(call, names, (False,) * (1 + len(given)), given)
     made = call.variant.forward(call, [*given])
     return made[0] if piece.returns_y else (call.empty, *made)
@@ -72,9 +73,9 @@ class _Window(Node):
     """
 
     @staticmethod
-    def forward(ctx, piece, call, names, recorded, *given):
+    def forward(ctx, piece, call, names, token, *given):
         """Run the forward program, or only its merges if a checkpoint has saved attention."""
-        needs = (False, *(recorded and needed for needed in ctx.needs_input_grad[4:]))
+        needs = ctx.needs_input_grad[3:]
         # Taken out: the graph may outlive its backward, and what a checkpoint keeps must not.
         checkpoint, call.checkpoint = call.checkpoint, None
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
@@ -154,7 +155,4 @@ def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
     """
     if piece.section == "output":
         return run_piece(piece, call, end.names, first, end.tensors())
-    given = [first, *end.tensors()]
-    if piece.section == "inputs":
-        return run_piece(piece, call, end.names, None, given)
-    return _Window.apply(piece, call, end.names, torch.is_grad_enabled(), *given)
+    return run_piece(piece, call, end.names, None, [first, *end.tensors()])

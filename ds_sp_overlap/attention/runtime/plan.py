@@ -149,13 +149,11 @@ def _compiled(
     profiled: bool,
 ) -> Variant:
     """Compile a variant; ``kinds`` are shape and dtype of the inputs, else as `Piece.variant`."""
-    of_inputs = dict(zip(names, needs[1:]))
-    of_parts = dict(call.variant.needs) if call.variant else {}
+    of_inputs, of_parts, head_dims = dict(zip(names, needs[1:])), {}, {}
+    if call.variant is not None:
+        of_parts, head_dims = call.variant.needs.copy(), call.variant.head_dims.copy()
     of_parts.update(of_inputs)
-    head_dims = dict(call.variant.head_dims) if call.variant else {}
-    backward = piece.backward
-    if call.schedule.is_windowed:
-        backward = call.schedule.backward
+    backward = call.schedule.backward if call.schedule.is_windowed else piece.backward
     for step in piece.forward:
         if step.op is not Op.START:
             continue
@@ -223,14 +221,14 @@ def _saved(operations: list[Operation]) -> list[Name]:
 
 @lru_cache(maxsize=_MOST)
 def pieces_of(
-    schedule: Schedule, inputs: bool, output: bool, given: bool = False, arrives: bool = False
+    schedule: Schedule, ends: tuple[str, ...], given: bool = False, arrives: bool = False
 ) -> list[Piece]:
     """Cut the programs of a schedule into pieces, see Note [Pieces]; once for each schedule.
 
     Args:
         schedule: The schedule.
-        inputs: Whether the projections of q, k and v are computed part by part.
-        output: Whether the output projection is computed part by part.
+        ends: Those of the sections "inputs" and "output" whose projections are computed part by
+            part.
         given: Whether the caller gives q, k and v, so that nothing projects them.
         arrives: Whether foreign code changes q, k and v on arrival.
     """
@@ -239,8 +237,8 @@ def pieces_of(
     # For each piece, the foreign steps before it, and its own steps.
     cut: list[tuple[list[Step], list[Step]]] = [([], [])]
     for step in schedule.forward:
-        of_projections = step.op is Op.PROJECT and not inputs
-        if of_projections and given or step.op is Op.MERGE and not output:
+        of_projections = step.op is Op.PROJECT and "inputs" not in ends
+        if of_projections and given or step.op is Op.MERGE and "output" not in ends:
             continue
         is_foreign = of_projections or step.op is Op.ATTEND
         foreign, own = cut[-1]
@@ -252,15 +250,14 @@ def pieces_of(
     pieces = []
     for foreign, own in cut:
         name = section_of(own[0])
-        backward = tuple(step.mirror for step in reversed(own))  # guard: in the order drawn
-        if name == "inputs" and inputs or name == "output" and output:
-            backward = section(schedule.backward, name)  # guard: the wgrad comes last
         takes, gives = list[Part](), list[Part]()
-        for step in own:
-            if step.op is Op.START and (step.tensors == O or not inputs):
-                takes += step.parts
-            if step.op is Op.FINISH and (step.tensors != O or not output):
-                gives += step.parts
+        if name in ends:
+            backward = section(schedule.backward, name)  # guard: the wgrad comes last
+        else:
+            backward = tuple(step.mirror for step in reversed(own))  # guard: in the order drawn
+            for step in own:
+                if step.on_wire:
+                    (takes if step.op is Op.START else gives).extend(step.parts)
         of_piece = tuple(foreign), tuple(own), backward, tuple(takes), tuple(gives)
         pieces.append(Piece(name, *of_piece, is_last=own is cut[-1][1]))
     return pieces

@@ -48,20 +48,16 @@ class Walk:
         self.call, self.attend = call, attend
         self.project, self.arrive, self.ends = project, arrive, ends or {}
         self.pieces = pieces_of(
-            call.schedule,
-            "inputs" in self.ends,
-            "output" in self.ends,
-            given=project is None,
-            arrives=arrive is not None,
+            call.schedule, tuple(self.ends), given=project is None, arrives=arrive is not None
         )
         self.values: dict[Part, Tensor] = {}
         self._token: Tensor | None = None
 
     def run(self, *sections: str, x: Tensor | None = None) -> Any:
-        """Run the pieces of these sections.
+        """Run the pieces of these sections, or all pieces.
 
         Args:
-            *sections: The sections, in order; "" for a layer that has a window.
+            *sections: The sections; none for all.
             x: The layer's input; needed for the sections "inputs" and "".
 
         Returns:
@@ -69,7 +65,7 @@ class Walk:
         """
         y = None
         for piece in self.pieces:
-            if piece.section in sections:
+            if not sections or piece.section in sections:
                 for step in piece.foreign:
                     self._foreign(step)
                 y = self._piece(piece, x)

@@ -60,7 +60,7 @@ class ForAllHeads:
 
 
 def bind_arguments(
-    local_attention: Callable[..., Any], call: Call, args: tuple, kwargs: dict[str, Any]
+    local_attention: Callable[..., Any], args: tuple, kwargs: dict[str, Any], call: Call
 ) -> Callable[..., Any]:
     """Bind the arguments of a local attention beside q, k and v.
 

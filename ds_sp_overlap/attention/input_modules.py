@@ -41,7 +41,6 @@ class InputModules:
             forward saves only their input.
         cuts: In a call: how the projections are cut into parts.
         folded: In a call: the parts that the packing kernels rotate.
-        cast: In a call: the autocast state, see `linear.products_of`.
     """
 
     where: str
@@ -55,7 +54,6 @@ class InputModules:
     pure: Pure
     cuts: Cuts = field(init=False)
     folded: frozenset[Part] = field(init=False)
-    cast: dict[str, Any] = field(init=False)
 
     def use(
         self, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
@@ -112,7 +110,7 @@ class InputModules:
         """
         own = object.__new__(InputModules)
         cuts = self._cuts(call)
-        vars(own).update(vars(self), cuts=cuts, folded=call.folded, cast=call.autocast)
+        vars(own).update(vars(self), cuts=cuts, folded=call.folded)
         return own
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
@@ -176,7 +174,7 @@ class InputModules:
         Weights and biases are cast as autocast would cast them. Each linear layer has two places in
         the list, also without a bias (`products_of`).
         """
-        parameters = products_of(self.projections, self.plain, self.cast)
+        parameters = products_of(self.projections, self.plain)
         for norm in self.norms.values():
             parameters += norm.parameters()
         return parameters

@@ -33,7 +33,7 @@ from .arguments import bind_arguments
 from .call_geometry import Tokens, geometry_of
 from .layer import LayerRuntime
 from .projected import ProjectedAttention, types_of
-from .runtime.execution import Attend
+from .runtime.execution import Attend, Call
 from .runtime.linear import call_through, can_split
 from .runtime.parts import cut
 from .runtime.slices import Ranges
@@ -83,8 +83,6 @@ class LatentAttention(ProjectedAttention):
         value: Tensor,
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
-        *,
-        tokens: Tokens,
         **how: Any,
     ) -> Tensor:
         """Attend over the global sequence.
@@ -99,8 +97,7 @@ class LatentAttention(ProjectedAttention):
             value: The rotated key: as ``query``, with one head of d_rot.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            tokens: The layout of the tokens.
-            **how: As for `ProjectedAttention`; used only for k and v of all heads.
+            **how: As for `ProjectedAttention`; latents use ``tokens`` alone.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
@@ -108,32 +105,38 @@ class LatentAttention(ProjectedAttention):
         Raises:
             ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
         """
-        tensors, kwargs = (query, key, value), kwargs or {}
         if key.shape[2] == query.shape[2]:
-            whole, of_call = ProjectedAttention.__call__, (*tensors, args, kwargs)
-            return whole(self, local_attention, *of_call, tokens=tokens, **how)
-        projection: Any = self.projection()
+            whole = ProjectedAttention.__call__
+            return whole(self, local_attention, query, key, value, args, kwargs, **how)
+        body = partial(self._of_latents, local_attention, args, kwargs or {}, how["tokens"])
+        tensors = query, key, value
+        # Run inside of the projection's own call, so that ZeRO-3 has gathered the weight.
+        return call_through([self.projection()], body, *tensors)  # guard: its weight is whole
 
-        def body(*tensors: Tensor) -> Tensor:
-            """Run attention inside of the call of the projection, after its pre-hooks."""
-            weight = projection.weight
-            geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
-            learned = "gradients of q, latent, rotated key and projection"
-            types = partial(types_of, tensors, (*tensors, weight), learned)
-            run, call = self.layer.begin(geometry, types, tensors)
-            # `begin` returns None only where a baseline is to run, and latents have no baseline.
-            assert call is not None
-            # The weight has this many rows for each head: d - d_rot of k, then d_v of v.
-            per_head = weight.shape[0] // query.shape[2]
+    def _of_latents(
+        self,
+        local_attention: Callable[..., Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        tokens: Tokens,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Run attention inside of the call of the projection, after its pre-hooks."""
+        weight: Any = self.projection().weight
+        geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
+        learned = "gradients of q, latent, rotated key and projection"
+        types = partial(types_of, tensors, (*tensors, weight), learned)
+        # The weight has this many rows for each head: d - d_rot of k, then d_v of v.
+        per_head = weight.shape[0] // tensors[0].shape[2]
+
+        def bind(call: Call) -> Attend:
             own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
             parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
             rows = cut(weight, 0, parts)  # guard: rows of its heads
-            attend = bind_arguments(local_attention, call, args, kwargs)
-            expand = partial(self._expand, attend, rows, per_head)
-            return run.end(self.overlapped(call, run.inputs, expand))
+            attend = bind_arguments(local_attention, args, kwargs, call)
+            return partial(self._expand, attend, rows, per_head)
 
-        # Run inside of the projection's own call, so that ZeRO-3 has gathered the weight.
-        return call_through([projection], body, *tensors)  # guard: its weight is whole
+        return self.layer.run(geometry, types, tensors, partial(self.overlapped, bind, None))
 
     def _one_head(self, tensors: Sequence[Tensor], tokens: Tokens, extra: tuple) -> Geometry:
         """Return the geometry of a call; the latent counts as one KV head."""

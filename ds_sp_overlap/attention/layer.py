@@ -1,4 +1,4 @@
-"""Begins the calls of attention layers of all kinds, once the ranks have agreed on them.
+"""Runs the calls of attention layers of all kinds, once the ranks have agreed on them.
 
 Note [Agreement of the ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -69,7 +69,7 @@ def _policy_of(config: SpOverlapConfig, sp_group: SPGroup) -> Policy | None:
 
 
 class LayerRuntime:
-    """Begins the calls of one layer; all kinds of attention layer use this class.
+    """Runs the calls of one layer; all kinds of attention layer use this class.
 
     Args:
         sp_group: The sp group.
@@ -129,14 +129,15 @@ class LayerRuntime:
             "save its state_dict()"
         )
 
-    def begin(
+    def run(
         self,
         geometry_of_call: FindGeometry,
         types: FindTypes,
         inputs: tuple[Tensor, ...],
-        has_baseline: bool = False,
-    ) -> tuple[TimedCall, Call | None]:
-        """Begin a call, with the number of head groups that the policy chooses.
+        body: Callable[..., Any],
+        baseline: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run a call, with the number of head groups that the policy chooses.
 
         Collective in those calls in which `call` or `Calls.count` is.
 
@@ -144,11 +145,12 @@ class LayerRuntime:
             geometry_of_call: Returns the geometry.
             types: Returns what else the ranks compare; called only where they compare.
             inputs: The input tensors of the layer.
-            has_baseline: Whether a baseline computes the same without overlap.
+            body: Takes the `Call` and ``inputs``; returns the output of the layer.
+            baseline: Computes the same of ``inputs`` without overlap, as a candidate of the policy;
+                None for no such candidate.
 
         Returns:
-            The clock of the call, and the call itself, or None where the baseline is to run. The
-            layer must use the clock's ``inputs``, and pass its output to the clock's ``end``.
+            The output of the layer.
 
         Raises:
             RuntimeError: if a CUDA graph that can't hold the call is being captured; and as
@@ -165,7 +167,7 @@ class LayerRuntime:
             self.refuse_graph("exchanges by gloo")
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
         # The baseline is stock attention, which needs a query head for each rank.
-        has_baseline = has_baseline and call.geometry.heads >= call.geometry.sp_size
+        has_baseline = baseline is not None and call.geometry.heads >= call.geometry.sp_size
         least = 1
         if self.windowed and self.config.window is not None:
             # The baseline would need more memory than the window that was asked for, and so would
@@ -181,12 +183,13 @@ class LayerRuntime:
                 tokens = geometry.batch * sum(geometry.seq_lens)
                 policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
-            return run, None
+            assert baseline is not None
+            return run.end(baseline(*run.inputs))
         if candidate != geometry.groups:
             call = self._call_of(geometry.in_groups(candidate), call.checked)
         call.window = self.config.window_of(candidate)
         call.begin(inputs[0])
-        return run, call
+        return run.end(body(call, *run.inputs))
 
     def refuse_graph(self, what: str) -> None:
         """Raise RuntimeError, on this rank, if a CUDA graph is being captured.
@@ -239,7 +242,7 @@ class LayerRuntime:
         return self._reads_o.setdefault(kind, any(reads for reads, _ in answers))
 
     def call(self, geometry_of_call: FindGeometry, types: FindTypes) -> Call:
-        """Make a call; the arguments are those of `begin`.
+        """Make a call; the arguments are those of `run`.
 
         Collective in the layer's first call, and with ``sp_overlap.check`` in every call. See
         Note [Agreement of the ranks].
@@ -286,8 +289,8 @@ class LayerRuntime:
     def refuse(self, error: Exception) -> None:
         """Raise ``error``, on every rank if this is the layer's first call.
 
-        A layer that refuses its arguments before `begin` calls this instead of `begin`. The other
-        ranks, which call `begin`, then raise too and do not wait for this rank.
+        A layer that refuses its arguments before `run` calls this instead of `run`. The other
+        ranks, which call `run`, then raise too and do not wait for this rank.
         """
 
         def raising() -> NoReturn:
@@ -300,7 +303,7 @@ class LayerRuntime:
 
         Args:
             geometry: The geometry of the call.
-            types: As for `begin`; may raise ValueError.
+            types: As for `run`; may raise ValueError.
 
         Raises:
             ValueError: if this rank can't run the layer; `SPGroup.agree` raises it on all ranks.

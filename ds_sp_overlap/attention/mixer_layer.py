@@ -79,19 +79,18 @@ class MixerLayer:
         """
         projection: Any = getattr(self.mixer.layer, self.mixer.split, None)
         splits = projection is not None and can_split(projection)
-        geometry = partial(self._geometry, hidden_states, pieces.lengths)
-        run, call = self.runtime.begin(
-            geometry, partial(self._types, hidden_states), (hidden_states,)
-        )
-        # `begin` returns None only where a baseline is to run, and a mixer has no baseline.
-        assert call is not None
+        modules = [projection] if splits else []
 
-        def body(x: Tensor) -> Tensor:
+        def body(call: Call, x: Tensor) -> Any:
             """Run the mixer inside of the call of the projection that is computed in parts."""
-            projected = Projected(self.mixer.sources(splits), x)
-            return self._mix(call, projected, pieces, positions)
+            return call_through(modules, partial(self._mix, call, splits, pieces, positions), x)
 
-        return run.end(call_through([projection] if splits else [], body, *run.inputs))
+        return self.runtime.run(
+            partial(self._geometry, hidden_states, pieces.lengths),
+            partial(self._types, hidden_states),
+            (hidden_states,),
+            body,
+        )
 
     def _geometry(self, hidden_states: Tensor, lengths: list[int]) -> Geometry:
         """Return the geometry of a call."""
@@ -144,10 +143,11 @@ class MixerLayer:
         mixer.by_states = False
 
     def _mix(
-        self, call: Call, projected: Projected, pieces: Pieces, positions: Tensor | None
+        self, call: Call, splits: bool, pieces: Pieces, positions: Tensor | None, x: Tensor
     ) -> Any:
         """Convolve, exchange and scan or mix, and return the layer's output."""
-        mixer, of_heads = self.mixer, projected
+        mixer = self.mixer
+        projected = of_heads = Projected(mixer.sources(splits), x)
         given = {} if positions is None else {"positions": positions}
         if mixer.convolve is not None:
             y, beside = self._convolved(projected, pieces, call.checked)

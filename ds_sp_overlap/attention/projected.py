@@ -123,34 +123,31 @@ class ProjectedAttention:
 
         inputs = query, key, value
         types = partial(types_of, inputs, inputs, "gradients of q, k, v")
-        run, call = self.layer.begin(geometry, types, inputs, has_baseline=baseline is not None)
-        # The policy has chosen the baseline.
-        if call is None:
-            assert baseline is not None
-            return run.end(baseline(*run.inputs))
-        local = bind_arguments(local_attention, call, args, kwargs)
-        return run.end(self.overlapped(call, run.inputs, local, arrive))
+        bind = partial(bind_arguments, local_attention, args, kwargs)
+        body = partial(self.overlapped, bind, arrive)
+        return self.layer.run(geometry, types, inputs, body, baseline)
 
     def overlapped(
-        self, call: Call, inputs: Sequence[Tensor], local: Attend, arrive: Arrive | None = None
+        self, bind: Callable[[Call], Attend], arrive: Arrive | None, call: Call, *inputs: Tensor
     ) -> Tensor:
         """Run the forward in the order of the schedule; autograd runs the mirrored backward.
 
         Args:
-            call: The call.
-            inputs: The tensors that travel as q, k and v, each with its own number of heads and
-                head dim.
-            local: The local attention of a head group; o may be 3-D, with its heads flattened.
+            bind: Returns the local attention of a head group; o may be 3-D, with its heads
+                flattened.
             arrive: As for `__call__`.
+            call: The call.
+            *inputs: The tensors that travel as q, k and v, each with its own number of heads and
+                head dim.
 
         Returns:
             As for `__call__`.
         """
         self.layer.warn_if_window_is_ignored()
-        walk = Walk(call, local, arrive=arrive)
+        walk = Walk(call, bind(call), arrive=arrive)
         for kind, x in zip("qkv", inputs):
             walk.values |= cut_heads(call, kind, x)
-        walk.run("inputs", "attention", "output")
+        walk.run()
         o = join_heads(call, walk.values)
         # Exchanges need o 4-D; the caller gets o in the form that the local attention returns.
         return o.flatten(2) if call.is_flat else o

@@ -152,7 +152,7 @@ class SelfAttention:
         self.layer.tells = not isinstance(config, SpOverlapConfig)
         projections = dict(q_proj=q_proj, k_proj=k_proj, v_proj=v_proj, qkv_proj=qkv_proj)
         self.use(o_proj, **projections, q_norm=q_norm, k_norm=k_norm)
-        self.layer.windowed = self.can_window(self.split_projections())
+        self.layer.windowed = self.can_window()
         # A wrong number of heads would cut the projections at wrong rows. Only `nn.Linear` is known
         # to have its sizes as attributes.
         sizes = {
@@ -193,18 +193,19 @@ class SelfAttention:
         if not self.layer.config.projections:
             return []
         split = list(self.inputs.projections) if self.inputs.can_split() else []
-        return [*split, self.o_proj] if can_split(self.o_proj, self.plain) else split
+        return split + [self.o_proj] if can_split(self.o_proj, self.plain) else split
 
-    def can_window(self, split: list[nn.Module]) -> bool:
-        """Return whether a call that computes ``split`` part by part can run by a window."""
+    def can_window(self) -> bool:
+        """Return whether the layer, with its current modules, can run by a window."""
         # All projections must be split, since the backward of a window recomputes q, k and v.
+        split = self.split_projections()
         return not self.falls_back and self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
         """Return whether the layer, with its current modules, saves attention in a checkpoint."""
         config = self.layer.config
         is_asked = config.checkpointing != "recompute" or config.keeps_where_possible
-        return is_asked and self.can_window(self.split_projections())
+        return is_asked and self.can_window()
 
     # As `torch.compiler.disable`, but that would import torch._dynamo here, which takes a second.
     @torch._disable_dynamo
@@ -241,21 +242,16 @@ class SelfAttention:
             ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
         """
         tokens = Tokens(self.batch_first, sequence_lengths, query_chunks)
-        run, call = self.layer.begin(
+        return self.layer.run(
             partial(self._geometry, hidden_states, tokens, (*args, *kwargs.values())),
             partial(self._types, hidden_states, position_embeddings),
             (hidden_states,),
-            has_baseline=baseline is not None,
+            partial(self._overlapped, position_embeddings, args, kwargs),
+            baseline,
         )
-        (x,) = run.inputs
-        # The policy has chosen the baseline.
-        if call is None:
-            assert baseline is not None
-            return run.end(baseline(x))
-        return run.end(self._overlapped(call, x, position_embeddings, args=args, kwargs=kwargs))
 
     def _overlapped(
-        self, call: Call, hidden_states: Tensor, position_embeddings: Any, args: tuple, kwargs: dict
+        self, position_embeddings: Any, args: tuple, kwargs: dict, call: Call, hidden_states: Tensor
     ) -> Tensor:
         """Run the layer in the order of its schedule; the arguments are those of `__call__`.
 
@@ -263,16 +259,16 @@ class SelfAttention:
         q, k and v, and that of o, are each either one node that computes part by part, or called
         whole.
         """
-        split = self.split_projections()
-        tables = self.inputs.tables(position_embeddings)
+        split, tables = self.split_projections(), self.inputs.tables(position_embeddings)
         # None if a table needs a gradient: call projections whole, so that autograd sees the
         # rotation.
+        windowed = call.window is not None and tables is not None and self.can_window()
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
-        attend = bind_arguments(self.local_attention, call, args, kwargs)
+        attend = bind_arguments(self.local_attention, args, kwargs, call)
         ends: dict[str, End] = {}
         project = None
-        if call.window is not None and self.can_window(split):
+        if windowed:
             call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
             ends[""] = self._windowed(call, tables)
         else:
@@ -283,9 +279,9 @@ class SelfAttention:
                 rotate = self.inputs.rotation(position_embeddings)
                 project = self.inputs.whole(call, hidden_states, rotate)
             if self.o_proj in split:
-                ends["output"] = self._output(call)
+                ends["output"] = self._output()
         walk = Walk(call, attend, project, ends=ends)
-        y = walk.run("", "inputs", "attention", "output", x=hidden_states)
+        y = walk.run(x=hidden_states)
         if self.o_proj in split:
             return returned_by(self.o_proj, self.plain, y)
         return self.o_proj(join_heads(call, walk.values).flatten(2))
@@ -303,11 +299,11 @@ class SelfAttention:
         """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
         projections = call.projections = self.inputs.of_call(call)
         names = projections.cuts.names(len(tables))
-        return End(projections.modules, names, lambda: [*projections.parameters(), *tables])
+        return End(projections.modules, names, lambda: projections.parameters() + list(tables))
 
-    def _output(self, call: Call) -> End:
+    def _output(self) -> End:
         """Return the output projection as an end."""
-        tensors = partial(products_of, [self.o_proj], self.plain, call.autocast)
+        tensors = partial(products_of, [self.o_proj], self.plain)
         return End([self.o_proj], (("weight", "o"), ("bias", "o")), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
@@ -325,10 +321,10 @@ class SelfAttention:
         call.offloads = config.checkpointing == "offload" or (
             call.checkpoint is not None and call.checkpoint.cache.offloads
         )
-        inputs, output, learned = self._inputs(call, tables), self._output(call), call.local.learned
-        names = (*inputs.names, *output.names, *(("learned", i) for i in range(len(learned))))
-        modules = [*inputs.modules, *output.modules]
-        return End(modules, names, lambda: [*inputs.tensors(), *output.tensors(), *learned])
+        inputs, output, learned = self._inputs(call, tables), self._output(), call.local.learned
+        names = inputs.names + output.names + tuple([("learned", i) for i in range(len(learned))])
+        modules = inputs.modules + output.modules
+        return End(modules, names, lambda: inputs.tensors() + output.tensors() + learned)
 
     def local_of(
         self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
@@ -426,6 +422,6 @@ class SelfAttention:
             for trained in self.inputs.learns()
         ]
         # A window makes other exchanges in backward, and a hook on one rank could prevent it there.
-        windowed = self.may_window and self.can_window(self.split_projections())
+        windowed = self.may_window and self.can_window()
         words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
         return str(hidden.dtype), self.head_dim, *words

@@ -50,7 +50,7 @@ class Calls:
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Count a call; every `EVERY` calls, read the last comparison and begin the next.
 
-        `LayerRuntime.begin` calls this before the layer exchanges anything. Collective in every
+        `LayerRuntime.run` calls this before the layer exchanges anything. Collective in every
         `EVERY`-th call. Calls that are captured in a CUDA graph are counted, and compared after the
         capture.
 

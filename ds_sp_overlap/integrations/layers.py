@@ -148,7 +148,7 @@ class OverlapSettings(NamedTuple):
             words.append(f"r = {shares} ranks share query heads")
         windowed = False
         if block is not None and config.window_of(groups) is not None:
-            windowed = block.can_window(block.split_projections())
+            windowed = block.can_window()
         if windowed:
             # With a policy, G is not known yet.
             live = config.window if self.policy else config.window_of(groups)

@@ -220,13 +220,10 @@ def autocast(*tensors: Any) -> Sequence[Any]:
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
-def products_of(
-    modules: Sequence[nn.Module], plain: Plain, cast: dict[str, Any]
-) -> list[Tensor | None]:
+def products_of(modules: Sequence[nn.Module], plain: Plain) -> list[Tensor | None]:
     """Return weight and bias of each plain linear layer, cast as autocast would cast them.
 
-    The bias is None if the layer has none, or leaves it to its caller (`Plain`). ``cast`` is the
-    autocast state, as keywords of ``torch.autocast``.
+    The bias is None if the layer has none, or leaves it to its caller (`Plain`).
     """
     parameters: list[Tensor | None] = []
     for module in modules:
@@ -234,7 +231,7 @@ def products_of(
         has_none = leaves_bias is not None and leaves_bias(module)
         parameters.append(parameter_of(module, "weight"))
         parameters.append(None if has_none else parameter_of(module, "bias"))
-    return list(autocast(*parameters)) if cast["enabled"] else parameters
+    return list(autocast(*parameters))
 
 
 def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:

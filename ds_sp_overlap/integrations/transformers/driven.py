@@ -111,7 +111,7 @@ class Driven(Layer):
         """Return whether the layer's current modules on this rank prevent a window."""
         self.use()
         self.block.falls_back = False
-        return not self.block.can_window(self.block.split_projections())
+        return not self.block.can_window()
 
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the block instead of the layer's own forward. Collective.

@@ -55,9 +55,7 @@ class InputModules:
     cuts: Cuts = field(init=False)
     folded: frozenset[Part] = field(init=False)
 
-    def use(
-        self, q_proj=None, k_proj=None, v_proj=None, qkv_proj=None, q_norm=None, k_norm=None
-    ) -> None:
+    def use(self, q_norm: Any = None, k_norm: Any = None, **projections: Any) -> None:
         """Set the modules for the calls that follow.
 
         The arguments are those of the constructor of `SelfAttention`.
@@ -65,21 +63,19 @@ class InputModules:
         Raises:
             ValueError: unless either all three separate projections or the fused one is given.
         """
-        modules = {"q_proj": q_proj, "k_proj": k_proj, "v_proj": v_proj, "qkv_proj": qkv_proj}
-        given = [name for name, module in modules.items() if module is not None]
-        if given not in (["q_proj", "k_proj", "v_proj"], ["qkv_proj"]):
+        given = [name for name, module in projections.items() if module is not None]
+        is_fused = given == ["qkv_proj"]
+        if not is_fused and sorted(given) != ["k_proj", "q_proj", "v_proj"]:
             raise ValueError(
                 f"{self.where}: give q_proj, k_proj and v_proj, or qkv_proj alone, got "
                 f"{', '.join(given) or 'none'}"
             )
-        of_kinds = [modules[name] for name in given] if qkv_proj is None else [qkv_proj] * 3
+        of_kinds = [projections["qkv_proj" if is_fused else f"{kind}_proj"] for kind in "qkv"]
         # A module that is given for several of q, k and v is called once.
         self.projections: list[Any] = list(dict.fromkeys(of_kinds))
         norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
         self.norms = {kind: norm for kind, norm in norms.items() if norm is not None}
-        first_heads = (0, 0, 0)
-        if qkv_proj is not None:
-            first_heads = (0, self.heads, self.heads + self.kv_heads)
+        first_heads = (0, self.heads, self.heads + self.kv_heads) if is_fused else (0, 0, 0)
         rows: list[tuple[str, tuple[int, int | tuple[int, ...]]]] = []
         for kind, module, head in zip("qkv", of_kinds, first_heads):
             first = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
@@ -129,8 +125,8 @@ class InputModules:
         the shape of its input.
         """
         rope = self.rope
-        if rope is None or isinstance(rope, Rotary):
-            return None if rope is None else lambda heads: rope(heads, position_embeddings)
+        if rope is None:
+            return None
 
         def rotate(heads: Tensor) -> Tensor:
             """Call the caller's ``rope``; raise ValueError if the result has another shape."""

@@ -9,7 +9,7 @@ The names, for group g:
     ("norm", "q", i)      parameter i of the norm of q
     ("table", i)          cos and sin
     ("heads", ("q", g))   q as projected, before norm and rotation
-    ("value", ("q", g))   q, k, v or o: before its exchange, then after its exchange
+    ("q", g)              q, k, v or o: before its exchange, then after its exchange
     ("merged", g)         local o as a matrix, the input of the output projection
     ("y",)                the layer's output
     ("learned", i)        entry i of `LocalAttention.learned`
@@ -35,7 +35,7 @@ from ...exchange.relayed import Relayed, legs_of
 from ...schedule import O, Op, Part, Program, Step
 from . import operations
 from .execution import Call
-from .flat import Name, Operation
+from .flat import Name, Operation, gradients
 from .parts import Pieces
 from .slices import Parts, Ranges, Run
 
@@ -134,18 +134,17 @@ class Compiler:
 
     def _exchanged(self, step: Step) -> list[Name]:
         """Return the names of the values that a start reads or a finish writes."""
-        values = _values(step.parts)
         if step.beside:
             sent = "merged" if step.op is Op.START else "received"
-            return [(sent, step.group), *map(_gradient, values)]
+            return [(sent, step.group)] + gradients(step.parts)
         if not step.grad:
-            return values
+            return list(step.parts)
         needed = self._needed(step)  # guard: to those that need it
-        return list(map(_gradient, _values(needed)))
+        return gradients(needed)
 
     def _needed(self, step: Step) -> list[Part]:
         """Return the parts of an exchange whose gradients are needed."""
-        return [part for part in step.parts if self.needs.get(("value", part))]
+        return list(filter(self.needs.get, step.parts))
 
     def _launch(self, step: Step) -> partial:
         """Return the constructor of the transfer that a step starts or finishes.
@@ -153,11 +152,11 @@ class Compiler:
         The constructor takes the arguments of `InFlight` after its layout.
         """
         kinds, geometry, group = step.tensors, self.geometry, step.group
-        for value in _values(step.parts):
-            if value not in self.head_dims:
-                shape = self.shapes.get(value)
-                self.head_dims[value] = self.projections.head_dim if shape is None else shape[-1]
-        dims = tuple(map(self.head_dims.__getitem__, _values(step.parts)))
+        for part in step.parts:
+            if part not in self.head_dims:
+                shape = self.shapes.get(part)
+                self.head_dims[part] = self.projections.head_dim if shape is None else shape[-1]
+        dims = tuple(map(self.head_dims.__getitem__, step.parts))
         if step.beside:
             # o and do go to the ranks that attend, in the layout of q.
             kinds, dims = ("q", "q"), dims * 2
@@ -178,18 +177,18 @@ class Compiler:
     def project(self, step: Step) -> None:
         """Project a part of q, k or v, then apply its norm and rotation."""
         (part,) = step.parts
-        value = heads = ("value", part)
+        heads: Name = part
         tables, norm = self._tables(part), self.projections.cuts.norms.get(part[0])
         if tables or norm is not None:
             heads = ("heads", part)
         module, rows, ranks = self.projections.cuts.rows[part]
         operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
         self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
-        if heads != value:
+        if heads != part:
             # In forward each norm uses its own parameters; backward passes the saved ones.
             saved = norm or [] if self.is_backward else []
             function = partial(operations.norm_and_rotate, part, len(tables))
-            self.add(function, [heads, *tables, *saved], [value])
+            self.add(function, [heads, *tables, *saved], [part])
 
     def _multiply(
         self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
@@ -222,22 +221,25 @@ class Compiler:
         return [name for name in self.shapes if name[0] == "table"]
 
     def _rows(self) -> Name:
-        """Return the name of x as a matrix; make the matrix if it isn't written yet."""
-        if ("rows",) not in self.written:
-            self._as_rows(("x",), ("rows",), self.shapes["x",][-1])
-        return ("rows",)
+        """Return the name of x as a matrix."""
+        return self._matrix(("x",), ("rows",), self.shapes["x",][-1])
 
-    def _as_rows(self, name: Name, rows: Name, width: int) -> None:
-        """Reshape a value to a matrix called ``rows``, with a row of ``width`` for each token."""
-        self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
+    def _matrix(self, name: Name, rows: Name, width: int) -> Name:
+        """Return ``rows``, the name of a value as a matrix with a row of ``width`` for each token.
+
+        The first use makes the matrix.
+        """
+        if rows not in self.written:
+            self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
+        return rows
 
     def _arrive(self, part: Part) -> None:
         """Compute the backward of a part's rotation and norm."""
         cuts, tables = self.projections.cuts, self._tables(part)
-        dy, heads = _gradient(("value", part)), ("d heads", part)
+        dy, heads = ("d", part), ("d heads", part)
         if part[0] in cuts.norms:
             norm = cuts.norms[part[0]]
-            sums = list(map(_gradient, norm))
+            sums = gradients(norm)
             reads = [dy, ("heads", part), *tables, *norm, *sums]
             self.add(partial(operations.norm_back, part, len(tables)), reads, [heads, *sums])
         elif tables:
@@ -245,18 +247,18 @@ class Compiler:
             dtype = self.dtypes["weight", cuts.rows[part].module]
             self.add(partial(operations.rotate_back, dtype), [dy, *tables], [heads])
         else:
-            self._as_rows(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
+            self._matrix(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group; or add the term of a part of q, k or v to dx."""
-        (part,), dx = step.parts, _gradient(("x",))
-        if not self.needs.get(("value", part)):
+        (part,), dx = step.parts, ("d", ("x",))
+        if not self.needs.get(part):
             return
         if step.tensors == O:
-            columns, do = self._columns(), _gradient(("value", part))
+            columns = self._columns()[step.group]
             ranks = self.geometry.parts if "o" in self.call.by_rank else 0
             head_dim = self.shapes[_WO][1] // self.geometry.heads
-            self._multiply([self._dy(), _WO], 1, columns[step.group], ranks, head_dim, do)
+            self._multiply([self._dy(), _WO], 1, columns, ranks, head_dim, ("d", part))
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("weight", module)
@@ -271,7 +273,7 @@ class Compiler:
                 columns = self._columns()
                 own, operands = columns[step.group], [self._dy(), ("merged", step.group)]
                 self._put(_WO, 1, columns, own, torch.mm, operands)
-        elif self.needs.get(("value", part)):
+        elif self.needs.get(part):
             module, rows, _ = self.projections.cuts.rows[part]
             dy, parts = ("d heads", part), self.projections.cuts.parts[module]
             if self.needs["weight", module]:
@@ -285,7 +287,7 @@ class Compiler:
         """Compute the gradient of a parameter for ``part`` of its dimension ``dim``."""
         shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
-            self.add(partial(operations.gradient_of_whole, compute), operands, [_gradient(name)])
+            self.add(partial(operations.gradient_of_whole, compute), operands, [("d", name)])
             return
         make = partial(Pieces, shape, dim, parts, self.schedule.is_windowed)
         self.add(partial(operations.put, make, part, compute), [pieces, *operands], [pieces])
@@ -295,7 +297,7 @@ class Compiler:
     def merge(self, step: Step) -> None:
         """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
         columns = self._some(self._columns()[step.group], _WO, dim=1)
-        o, y = ("value", ("o", step.group)), ("y",)
+        (o,), y = step.parts, ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
         reads: list[Name] = [o, _WO, ("bias", "o"), y]
@@ -307,10 +309,8 @@ class Compiler:
         return tuple([geometry.rows_of("o", g, 0, head_dim) for g in range(geometry.groups)])
 
     def _dy(self) -> Name:
-        """Return the name of dy as a matrix; make the matrix if it isn't written yet."""
-        if ("d rows",) not in self.written:
-            self._as_rows(_gradient(("y",)), ("d rows",), self.shapes[_WO][0])
-        return ("d rows",)
+        """Return the name of dy as a matrix."""
+        return self._matrix(("d", ("y",)), ("d rows",), self.shapes[_WO][0])
 
     # Local attention, in a window.
 
@@ -319,39 +319,29 @@ class Compiler:
         group, pieces = step.group, self.geometry.kv_pieces(step.group)
         parts: list[Part] = [("q", group)]
         parts += [(kind, sent) for kind in "kv" for sent, *_ in pieces]
-        heads, o, kept = _values(parts), ("value", ("o", group)), ("kept", group)
-        needs = {kind: self.needs["value", (kind, 0)] for kind in "qkv"}
+        (o,), kept = step.parts, ("kept", group)
+        needs = {kind: self.needs[kind, 0] for kind in "qkv"}
         if self.is_backward:
             # The gradients: of the parts of each kind that needs one, then of ``learned``.
             wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
-            sums = list(map(_gradient, _values(wanted) + learned))
+            sums = gradients(wanted + learned)
             function = partial(operations.attend_backward, parts, wanted)
-            self.add(function, [*heads, kept, _gradient(o), ("received", group), *sums], sums)
+            self.add(function, [*parts, kept, ("d", o), ("received", group), *sums], sums)
         elif any(self.needs.values()):
             function = partial(operations.attend, parts, list(needs.values()))
-            self.add(function, heads, [o, kept])
+            self.add(function, parts, [o, kept])
         else:
-            self.add(partial(operations.attend_alone, parts), heads, [o])
+            self.add(partial(operations.attend_alone, parts), parts, [o])
 
     def _end(self) -> None:
         """Add the operations that follow the last step of backward."""
-        dx = _gradient(("x",))
+        dx = ("d", ("x",))
         if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
         # One parameter at a time: its pieces are freed before those of the next are joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
-            self.add(operations.whole, [name], [_gradient(name[1])])
+            self.add(operations.whole, [name], [("d", name[1])])
         if self.needs.get(("bias", "o")):
             whole = partial(operations.gradient_of_whole, operations.sum_rows)
-            self.add(whole, [self._dy()], [_gradient(("bias", "o"))])
-
-
-def _values(parts: Sequence[Part]) -> list[Name]:
-    """Return the names of the values of ``parts``."""
-    return [("value", part) for part in parts]
-
-
-def _gradient(name: Name) -> Name:
-    """Return the name of the gradient of the value called ``name``."""
-    return ("d", name)
+            self.add(whole, [self._dy()], [("d", ("bias", "o"))])

@@ -11,12 +11,12 @@ A loop that interprets the list would cost the host more time than most of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-# The name of a value: ("value", ("q", 0)) is q of group 0, ("d", ("value", ("q", 0))) its gradient.
+# The name of a value: ("q", 0) is q of group 0, ("d", ("q", 0)) its gradient.
 Name = tuple[Any, ...]
 # A function that takes the call and a list of values, empties the list, and returns values.
 Flat = Callable[[Any, list[Any]], tuple[Any, ...]]
@@ -35,6 +35,11 @@ class Operation(NamedTuple):
     function: Callable[..., Any]
     reads: tuple[Name, ...]
     writes: tuple[Name, ...]
+
+
+def gradients(names: Iterable[Name]) -> list[Name]:
+    """Return the names of the gradients of the values called ``names``."""
+    return [("d", name) for name in names]
 
 
 def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence[Name]) -> Flat:

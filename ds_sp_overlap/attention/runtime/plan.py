@@ -27,7 +27,7 @@ its last use (`flat`). Compiling a variant finds both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,7 +38,7 @@ from ...schedule import O, Op, Part, Program, Schedule, Step
 from ...schedule.steps import section, section_of
 from .compiler import Compiler, Kind
 from .execution import Call
-from .flat import Flat, Name, Operation, flat
+from .flat import Flat, Name, Operation, flat, gradients
 
 # The values whose names begin with one of these words are made only in backward.
 _OF_BACKWARD = ("d", "d rows", "d heads", "pieces", "received")
@@ -103,8 +103,6 @@ class Piece:
         self._variants: dict[tuple, Variant] = {}
         # Whether the node returns the layer's output alone, without a token.
         self.returns_y = self.is_last and not self.gives
-        # The names of ``takes``.
-        self.names = tuple([("value", part) for part in self.takes])
 
     def variant(
         self, call: Call, names: tuple[Name, ...], needs: tuple[bool, ...], given: Sequence[Any]
@@ -158,20 +156,19 @@ def _compiled(
         if step.op is not Op.START:
             continue
         for part in step.parts:
-            name = ("value", part)
             if step.tensors == O:
-                of_parts[name] = needs[0] or of_inputs.get(name, False)
+                of_parts[part] = needs[0] or of_inputs.get(part, False)
             elif call.projections is not None:
-                of_parts[name] = call.projections.is_needed(  # guard: only what is needed
+                of_parts[part] = call.projections.is_needed(  # guard: only what is needed
                     part, of_inputs
                 )
     if call.schedule.is_windowed:
         # Equal on all ranks: the ranks compared in the first call which projections and norms need
         # a gradient. They did not compare ``learned``, which users must give alike on all ranks.
         learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
-        reaches = any(learned) or any(of_parts["value", (kind, 0)] for kind in "qkv")
+        reaches = any(learned) or any(of_parts[kind, 0] for kind in "qkv")
         for group in call.groups:
-            of_parts["value", ("o", group)] = reaches
+            of_parts["o", group] = reaches
         if not reaches:
             # Only Wo and its bias need a gradient: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
@@ -180,19 +177,19 @@ def _compiled(
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)
     back = compiler.compile(backward, True, profiled) if any(needs) else []
-    outputs: list[Name] = [("y",)] if piece.returns_y else [("value", part) for part in piece.gives]
+    outputs: Sequence[Name] = [("y",)] if piece.returns_y else piece.gives
     token: list[Name] = [] if piece.returns_y else [("d", "token")]
     saved = _saved(back)
     held, attended = dict.fromkeys(saved), list[Name]()
     if call.schedule.is_windowed:
         written = [name for operation in forward for name in operation.writes]
         held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
-        attended = [("value", ("o", group)) for group in call.groups]
+        attended = [("o", group) for group in call.groups]
     return Variant(
         needs=of_parts,
         head_dims=head_dims,
         forward=flat(forward, names, [*outputs, *held]),
-        backward=flat(back, [*saved, *token, *_gradients(outputs)], _gradients(names)),
+        backward=flat(back, [*saved, *token, *gradients(outputs)], gradients(names)),
         again=flat(again, [*names, *attended], [*outputs, *held]),
         saved=saved,
         held=list(held),
@@ -201,10 +198,6 @@ def _compiled(
             place for place, name in enumerate(outputs) if not of_parts.get(name, True)
         ],
     )
-
-
-def _gradients(names: Iterable[Name]) -> list[Name]:
-    return [("d", name) for name in names]
 
 
 def _saved(operations: list[Operation]) -> list[Name]:

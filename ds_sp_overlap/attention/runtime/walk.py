@@ -80,7 +80,7 @@ class Walk:
             y = call_through(end.modules, partial(run_end, piece, self.call, end), first)
         else:
             given = [self.values.pop(part) for part in piece.takes]
-            y = run_piece(piece, self.call, piece.names, self._token, given)
+            y = run_piece(piece, self.call, piece.takes, self._token, given)
         if piece.returns_y:
             return y
         self._token, *received = y  # guard: leads to each of them

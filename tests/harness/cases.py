@@ -64,17 +64,13 @@ def beyond(rows, together):
     return set(range(len(rows))) - kept
 
 
-def singles(rows):
+def singles(rows, together=1):
     """Return all of ``rows`` with ``--all``, else few that hold every option."""
-    return _few(rows, 1)
+    rows = list(rows)
+    left_out = set() if everything() else beyond(rows, together)
+    return [row for at, row in enumerate(rows) if at not in left_out]
 
 
 def pairs(rows):
     """Return all of ``rows`` with ``--all``, else few that hold every pair of options."""
-    return _few(rows, 2)
-
-
-def _few(rows, together):
-    rows = list(rows)
-    left_out = set() if everything() else beyond(rows, together)
-    return [row for at, row in enumerate(rows) if at not in left_out]
+    return singles(rows, 2)

@@ -84,10 +84,9 @@ class Launches(TorchDispatchMode):
         def counted(method):
             def run(*args, **kwargs):
                 self._joining += 1
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    self._joining -= 1
+                result = method(*args, **kwargs)
+                self._joining -= 1
+                return result
 
             return run
 
@@ -117,13 +116,8 @@ def fused(layer, interleaved, **config):
     })  # fmt: skip
     first_rows = None
     if interleaved:
-        blocks = [group * (shared + 2) for group in range(shape.kv_heads)]
-        places = {
-            "q": [first + head for first in blocks for head in range(shared)],
-            "k": [first + shared for first in blocks],
-            "v": [first + shared + 1 for first in blocks],
-        }
-        first_rows = {kind: tuple(place * shape.head_dim for place in of_kind) for kind, of_kind in places.items()}
+        blocks = torch.arange(heads).view(shape.kv_heads, -1).mul(shape.head_dim).split((shared, 1, 1), 1)
+        first_rows = {kind: tuple(rows.flatten().tolist()) for kind, rows in zip("qkv", blocks)}
     layer.projections = projections
     block = ds_sp_overlap.SelfAttention(
         local_attention=layer.local, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, batch_first=False,

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 from dataclasses import dataclass, field
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm
@@ -142,12 +143,12 @@ def engine_of(model, config, size=2):
 def scaled_values(factor):
     """Plant a fault: overlapped attention sees v times ``factor``."""
     right = attention_function.local_attention
-    for module in (driven, attention_function):
-        module.local_attention = lambda module, q, k, v, **options: right(module, q, k, v * factor, **options)
-    try:
+
+    def scaled(module, q, k, v, **options):
+        return right(module, q, k, v * factor, **options)
+
+    with mock.patch.object(driven, "local_attention", scaled), mock.patch.object(attention_function, "local_attention", scaled):
         yield
-    finally:
-        driven.local_attention = attention_function.local_attention = right
 
 
 def overlapped_layers(model):

@@ -1,6 +1,7 @@
 """Policies whose time is scripted: a clock that moves by what a candidate is said to cost, when it runs."""
 
 import contextlib
+from unittest import mock
 
 import torch
 
@@ -40,7 +41,7 @@ class Tick(torch.autograd.Function):
 def scripted(costs):
     """Run the body with every candidate costing ``costs[candidate]`` in forward and in backward, or as a function of the
     tokens of a call; yields what was run."""
-    clock, follow, clock_of, ran = ScriptedClock(), Policy.follow, policies.clock_of, []
+    clock, follow, ran = ScriptedClock(), Policy.follow, []
 
     def ticking(self, run, trial, candidate, tokens):
         ran.append((self.step, candidate))
@@ -49,11 +50,8 @@ def scripted(costs):
         end = run.end
         run.end = lambda y: end(Tick.apply(y, clock, cost))
 
-    Policy.follow, policies.clock_of = ticking, lambda device: clock
-    try:
+    with mock.patch.object(Policy, "follow", ticking), mock.patch.object(policies, "clock_of", lambda device: clock):
         yield ran
-    finally:
-        Policy.follow, policies.clock_of = follow, clock_of
 
 
 def followed(policy, trial, candidate, tokens, body, *inputs):

@@ -77,10 +77,7 @@ def check_window(schedule, kinds, last_use, window):
     for step, earlier in backward.items():
         with_o = [_with(schedule.beside, need) for need in earlier]
         backward_beside[_with(schedule.beside, step)] = with_o
-    for name, program, needs in (
-        ("forward", schedule.forward, forward),
-        ("backward", schedule.backward, backward_beside),
-    ):
+    for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward_beside)):
         check_program(name, program, needs)
         # The groups between their projection of q and the end of their attention.
         live = set()

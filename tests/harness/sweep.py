@@ -73,15 +73,10 @@ def in_double():
         torch.set_default_dtype(torch.float32)
 
 
-@contextlib.contextmanager
 def transport(made):
     """Have every sp group use the transport ``made``."""
-    by_name, made.prepare = ds_sp_overlap.exchange.sp_group.by_name, lambda sp_group: None
-    ds_sp_overlap.exchange.sp_group.by_name = lambda *_: made
-    try:
-        yield
-    finally:
-        ds_sp_overlap.exchange.sp_group.by_name = by_name
+    made.prepare = lambda sp_group: None
+    return mock.patch.object(ds_sp_overlap.exchange.sp_group, "by_name", lambda *_: made)
 
 
 # Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.

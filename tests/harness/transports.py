@@ -45,7 +45,8 @@ class Armed:
             raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
         for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
             if source.untyped_storage().data_ptr() == send.untyped_storage().data_ptr():
-                return source.dim() == 5 and _is_written_by_ours(source)  # only what the package computes has a dimension for ranks
+                # Only what the package computes has a dimension for ranks, and there is no graph inside its nodes.
+                return source.dim() == 5 and source.grad_fn is None
         return True
 
     def blind(self):
@@ -70,16 +71,6 @@ def _makes_memory(in_flight, copies, sides, rope):
 
 def _unpacks(in_flight):
     return in_flight.layout.targets.elements > 0 and (in_flight.rope_back is not None or in_flight.copies_back.flat is None)
-
-
-def _places(x, side):
-    """Return what the parts of a side hold of ``x``."""
-    return [block for peer in range(len(side.parts)) for block in blocks_of(x, side, peer)]
-
-
-def _is_written_by_ours(source):
-    """Return whether a node of ours wrote ``source``: inside it there is no graph."""
-    return source.grad_fn is None
 
 
 armed: Armed | None = None  # the one in force
@@ -121,7 +112,9 @@ def spoiled_buffers():
         make = self._new_outs
 
         def fill(outs):
-            places = [place for each, out in zip(self.layout.targets.each, outs) for place in _places(out, each) if place.numel()]
+            sides = zip(self.layout.targets.each, outs)
+            places = [place for side, out in sides for peer in range(len(side.parts)) for place in blocks_of(out, side, peer)]
+            places = [place for place in places if place.numel()]
             here.acted["filled"] += bool(places) and all(map(is_spoiled, places))
             return outs
 

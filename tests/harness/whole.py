@@ -13,7 +13,7 @@ import ds_sp_overlap
 from tests.harness.families import draw, tiny_config, tiny_model
 from tests.harness.models import ds_config, engine_of, packed, worst
 from tests.harness.ranks import on_ranks
-from tests.harness.sweep import Double, in_double, transport
+from tests.harness.sweep import Double, gradients, in_double, transport
 
 RATE = 1e-3
 FP32 = 1e-3  # of trainings: sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
@@ -44,8 +44,7 @@ def found(model, losses, group=None):
     model.zero_grad()
     loss = sum(losses)
     loss.backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    result = {"loss": loss.detach().clone(), **gradients}
+    result = {"loss": loss.detach().clone(), **gradients(model)}
     for x in result.values() if group is not None else ():
         dist.all_reduce(x, group=group)
     return result
@@ -88,35 +87,27 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
     model = draw(type(tiny_model(kind))(config))
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses, gradients = [], {}
-    if section is None:
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
-        for _ in range(steps):
-            inputs, labels = inputs_of(tokens_of(32), [32], 0)
-            loss = share(model, inputs, labels) / labels.numel()
-            model.zero_grad()
-            loss.backward()
-            gradients |= {f"{len(losses)} {name}": p.grad.clone() for name, p in model.named_parameters()}
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses, every, is_whole = [], {}, section is None
     given = ds_config(stage, 1, torch.float32, "SGD", sp_overlap=section)
-    given["optimizer"]["params"]["lr"] = RATE
-    given["gradient_clipping"] = 0.0
-    with engine_of(model, given, size) as (engine, _):
+    given["optimizer"]["params"]["lr"], given["gradient_clipping"] = RATE, 0.0
+    optimizer, size = torch.optim.SGD(model.parameters(), RATE), 1 if is_whole else size
+    inputs, labels = inputs_of(tokens_of(32), [32 // size] * size, 0 if is_whole else rank)
+    with contextlib.nullcontext((model, None)) if is_whole else engine_of(model, given, size) as (engine, _):
         for _ in range(steps):
-            inputs, labels = inputs_of(tokens_of(32), [32 // size] * size, rank)
             loss = share(engine, inputs, labels) / (size * labels.numel())
-            engine.backward(loss)
-            for name, p in engine.module.named_parameters():
-                gradients[f"{len(losses)} {name}"] = deepspeed.utils.safe_get_full_grad(p).clone()
-            engine.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item())
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
-            parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    return losses, gradients, parameters
+            loss.backward() if is_whole else engine.backward(loss)
+            for name, p in model.named_parameters():
+                every[f"{len(losses)} {name}"] = deepspeed.utils.safe_get_full_grad(p).clone()
+            if is_whole:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                engine.step()
+                dist.all_reduce(loss := loss.detach().clone())
+            losses.append(loss.item())
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, every, parameters
 
 
 def trained(rank, kind, stages, section, steps=3):

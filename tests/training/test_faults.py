@@ -126,10 +126,7 @@ def trainings(tmp_path_factory):
     return {**found, **run(folder, {"resumed": Fault(train="llama", more={**checkpoints, "resume": True})})}
 
 
-@pytest.mark.parametrize(
-    "name, step, under_way",
-    [("killed", 3, "do0 dv0 dk0"), ("stuck", 1, "o0 o1")],
-)
+@pytest.mark.parametrize("name, step, under_way", [("killed", 3, "do0 dv0 dk0"), ("stuck", 1, "o0 o1")])
 def test_a_training_ends_by_the_name_of_the_exchange(trainings, name, step, under_way):
     other, last = trainings[name]
     assert fails(other, [f"model.layers.1.self_attn {what}" for what in under_way.split()], 0)

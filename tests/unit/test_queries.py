@@ -265,7 +265,7 @@ WATCHED = [
         "the last query sees the last key",
         "return attention(q, k, v, None)",
         lambda: faults([("one document", Pattern(), "sdpa", 2)]),
-    ),
+    )
 ]
 
 

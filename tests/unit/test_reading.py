@@ -321,10 +321,7 @@ ROTARIES = {
     "gpt_oss": ("half_twice", False, False, "promoted"),
 }
 # In older versions the first has llama's, and the second is not there.
-NEWER_ROTARIES = {
-    "modernbert_decoder": ("as_given", False, False, "fp32"),
-    "nanochat": ("backwards", False, False, "promoted"),
-}
+NEWER_ROTARIES = {"modernbert_decoder": ("as_given", False, False, "fp32"), "nanochat": ("backwards", False, False, "promoted")}
 HEADS_FIRST = ("batch", 3, "seq", 16), ("batch", 2, "seq", 16), Table.COS, Table.SIN
 
 

@@ -152,11 +152,7 @@ def test_enable_a_layer_and_the_drop_in_load_no_framework_and_no_tool():
 
 @pytest.mark.parametrize("command", ["--help", "--version", "plan --help"])
 def test_a_command_that_computes_nothing_loads_neither_torch_nor_a_framework(command):
-    new, printed = loaded_by(
-        "from ds_sp_overlap.tools import cli",
-        f"try: cli.main({command.split()})",
-        "except SystemExit: pass",
-    )
+    new, printed = loaded_by("from ds_sp_overlap.tools import cli", f"try: cli.main({command.split()})", "except SystemExit: pass")
     assert printed and roots(new).isdisjoint(FRAMEWORKS | {"torch", "numpy", "pydantic"})
 
 
@@ -184,8 +180,7 @@ def test_deepspeed_is_wrapped_once_whoever_is_imported_first(order):
 def test_accelerate_leaves_the_section_alone_whoever_is_imported_first(ours_first):
     lines = ["import ds_sp_overlap", "from accelerate.utils import DeepSpeedPlugin"]
     new, printed = loaded_by(
-        *(lines if ours_first else reversed(lines)),
-        "print(DeepSpeedPlugin.fill_match(None, 'sp_overlap.head_groups'))",
+        *(lines if ours_first else reversed(lines)), "print(DeepSpeedPlugin.fill_match(None, 'sp_overlap.head_groups'))"
     )
     assert printed[-1] == "None" and "deepspeed" not in new
 

@@ -4,6 +4,7 @@ import ast
 import io
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tqdm import tqdm
@@ -12,12 +13,7 @@ from ds_sp_overlap.warn import LOGGER, inform, say, warn_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
-PRINTS = {
-    "tools.cli",
-    "tools.doctor",
-    "tools.planner.command",
-    "relayout.build",
-}  # commands
+PRINTS = {"tools.cli", "tools.doctor", "tools.planner.command", "relayout.build"}  # commands
 
 
 @pytest.mark.parametrize("rank,level", [("0", logging.WARNING), ("1", logging.DEBUG), ("63", logging.DEBUG)])
@@ -45,11 +41,8 @@ def records(act):
     """Return what the logger passes on while ``act`` runs, at the level that it has by default."""
     found, handler = [], logging.Handler()
     handler.emit = found.append
-    LOGGER.addHandler(handler)
-    try:
+    with mock.patch.object(LOGGER, "handlers", [handler]):
         act()
-    finally:
-        LOGGER.removeHandler(handler)
     return found
 
 

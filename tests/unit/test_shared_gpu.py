@@ -85,10 +85,8 @@ def test_an_older_nccl_is_refused_with_what_to_install(version, lacks, monkeypat
     if lacks:
         monkeypatch.setattr(sys, "argv", ["shared_gpu", "2", "never.py"])
         assert launcher.main() == 1
-        assert (
-            "need NCCL 2.30, and 2.28.9 is loaded; pip install --no-deps --target DIR 'nvidia-nccl-cu13>=2.30'"
-            in capfd.readouterr().err
-        )
+        said = "need NCCL 2.30, and 2.28.9 is loaded; pip install --no-deps --target DIR 'nvidia-nccl-cu13>=2.30'"
+        assert said in capfd.readouterr().err
 
 
 def test_nccl_tells_its_version_and_torch_only_where_there_is_no_library(monkeypatch):

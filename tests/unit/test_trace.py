@@ -113,11 +113,8 @@ def test_the_command_draws_the_traces_of_a_folder_and_prints_a_step(tmp_path, ca
     ]  # fmt: skip
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     # Of two steps: one k and two q.
-    assert (
-        ["q", "1", "2.15", "2.25"] in printed
-        and ["k", "0.5", "2.25", "0.38"] in printed
-        and ["all", "1.5", "4.40", "2.62"] in printed
-    )
+    for row in ("q 1 2.15 2.25", "k 0.5 2.25 0.38", "all 1.5 4.40 2.62"):
+        assert row.split() in printed
     assert (tmp_path / "timeline.png").read_bytes()[1:4] == b"PNG"
 
 

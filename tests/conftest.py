@@ -2,6 +2,7 @@
 ``--all`` leave out the types of the sweep that are ``beyond`` its sample, and nothing with ``-m sweep`` besides."""
 
 import gc
+import inspect
 import os
 
 # Tests run side by side: threads of one that spin while they wait take the cores of the others. And each has blocks of attention.
@@ -10,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from ds_sp_overlap.relayout import build
-from tests.harness import cases
+from tests.harness import cases, ranks
 
 
 def pytest_addoption(parser):
@@ -49,6 +50,26 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {product[at] for at in cases.beyond([item.callspec.params for item in product], together)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def rank():
+    """Have a test run on each of several gloo ranks, of which this is one there."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that takes `rank` on as many ranks as its mark ``ranks``, its ``size`` or its ``lengths`` say, else on two.
+
+    It passes where it passes on each of them.
+    """
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    if arguments.pop("rank", 0) is not None:
+        return None
+    mark = pyfuncitem.get_closest_marker("ranks")
+    size = mark.args[0] if mark else arguments.get("size") or len(arguments.get("lengths", (0, 1)))
+    ranks.on_ranks(size, ranks.run_test, pyfuncitem.obj, arguments)
+    return True
 
 
 def pytest_collection_finish(session):

@@ -20,7 +20,7 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.declared import _declared
 from tests.harness.guards import Watched, notices
 from tests.harness.models import FP64, batches, outcome, packed, sequence_parallel_model, tiny, with_sinks, worst
-from tests.harness.ranks import no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_refused, assert_small, refusal
 
 STEEP = dict(dtype=torch.float64, initializer_range=0.3)
 ONE, DOCUMENTS = None, [[10, 22], [3, 13, 16]]
@@ -83,40 +83,23 @@ def turn(model):
         layer.self_attn.by_name["is_causal"] = False
 
 
-def of_told(rank):
-    found = {}
-    for lengths in (ONE, DOCUMENTS):
-        what = "one document" if lengths is ONE else "documents"
-        found["causal", what] = of_sections(rank, lambda: told(True), lengths=lengths)
-        found["not causal", what] = of_sections(rank, lambda: told(False), lengths=lengths)
-        found["turned", what] = of_sections(rank, lambda: told(True), lengths=lengths, change=turn)
-    return found
-
-
-def test_a_layer_that_tells_its_attention_not_to_be_causal_is_refused_also_where_it_does_so_later():
+def test_a_layer_that_tells_its_attention_not_to_be_causal_is_refused_also_where_it_does_so_later(rank):
     """It was driven with wrong results: by 2.1 with shares, and by 2.1 where documents are packed."""
-    for found in on_ranks(2, of_told):
-        for (which, what), results in found.items():
-            for section, result in results.items():
-                if which == "causal":
-                    assert result < FP64, (what, section, result)
-                else:
-                    kind, message = result
-                    assert kind == "ValueError" and "told that its attention is not causal (is_causal=False)" in message
+    refused = dict.fromkeys(SECTIONS, "told that its attention is not causal (is_causal=False)")
+    for lengths in (ONE, DOCUMENTS):
+        assert_small(of_sections(rank, lambda: told(True), lengths=lengths), FP64)
+        assert_refused(of_sections(rank, lambda: told(False), lengths=lengths), refused)
+        assert_refused(of_sections(rank, lambda: told(True), lengths=lengths, change=turn), refused)
 
 
-def test_options_that_are_given_by_position_are_taken_by_name():
-    no_errors(2, FP64, of_sections, functools.partial(telling, 0.0, 0.5))
+def test_options_that_are_given_by_position_are_taken_by_name(rank):
+    assert_small(of_sections(rank, functools.partial(telling, 0.0, 0.5)), FP64)
 
 
-def by_position(rank):
+def test_more_options_by_position_than_there_are_parameters_are_refused_by_name(rank):
     ds_sp_overlap.enable(model := telling(0.0, 0.5, *(None,) * 9), {}, dist.group.WORLD)
-    return refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
-
-
-def test_more_options_by_position_than_there_are_parameters_are_refused_by_name():
-    for kind, message in on_ranks(2, by_position):
-        assert kind == "ValueError" and "is given 11 options by position and takes" in message
+    said = refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
+    assert_error(said, "is given 11 options by position and takes")
 
 
 # Functions that nobody has declared.
@@ -157,34 +140,28 @@ def of_impostor(rank, with_globals=False):
 
 
 @pytest.mark.parametrize("with_globals", [False, True])
-def test_a_function_of_the_users_own_under_the_name_of_transformers_is_not_taken_for_it(with_globals):
+def test_a_function_of_the_users_own_under_the_name_of_transformers_is_not_taken_for_it(with_globals, rank):
     """It was: off by 1.5 with shares, by 1.5 to 2.1 where documents are packed."""
-    for report, one, documents in on_ranks(2, of_impostor, with_globals):
-        assert "G = 1" in report and "always_causal runs in one head group" in report
-        assert one["one group"] < FP64 and one["two groups"] < FP64
-        for results in (one, documents):
-            assert "shares is 2" in results["shares"][1] and "takes_queries=True" in results["shares"][1]
-        for section in ("one group", "two groups"):
-            kind, message = documents[section]
-            assert kind == "ValueError" and 'attention "sdpa" is given no mask here' in message
+    report, one, documents = of_impostor(rank, with_globals)
+    assert "G = 1" in report and "always_causal runs in one head group" in report
+    for results in (one, documents):
+        assert_error(results["shares"], "shares is 2")
+        assert_error(results["shares"], "takes_queries=True")
+    for section in ("one group", "two groups"):
+        assert one[section] < FP64
+        assert_error(documents[section], 'attention "sdpa" is given no mask here')
 
 
-def of_replaced(rank):
+def test_another_function_since_enable_is_refused(rank):
     model = tiny(**STEEP)
     ds_sp_overlap.enable(model, {"shares": 2}, dist.group.WORLD)
     with registered("sdpa", always_causal):
-        said = refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
+        kind, message = refusal(outcome, model, batches(1)[0], rank, 2, dist.group.WORLD)
     ds_sp_overlap.disable(model)
-    return said
+    assert kind == "RuntimeError" and 'attention "sdpa" is another function since ds_sp_overlap.enable' in message
 
 
-def test_another_function_since_enable_is_refused():
-    for kind, message in on_ranks(2, of_replaced):
-        assert kind == "RuntimeError" and 'attention "sdpa" is another function since ds_sp_overlap.enable' in message
-
-
-def of_registered_over(rank):
-    """Stock registered over the overlapped attention function of another model."""
+def test_stock_registered_over_another_models_overlap_hides_no_function(rank):
     tokens, other = batches(1)[0], tiny("bitnet", **STEEP)
     whole = outcome(tiny(**STEEP), tokens, 0, 1, None)
     ds_sp_overlap.enable(other, {"head_groups": 1}, dist.group.WORLD)
@@ -192,12 +169,7 @@ def of_registered_over(rank):
         report = str(ds_sp_overlap.enable(model, {"head_groups": 2}, group))
         error = worst(outcome(model, tokens, rank, 2, group), whole)
     ds_sp_overlap.disable(other)
-    return report, error
-
-
-def test_stock_registered_over_another_models_overlap_hides_no_function():
-    for report, error in on_ranks(2, of_registered_over):
-        assert "G = 2" in report and error < FP64, (report, error)
+    assert "G = 2" in report and error < FP64, (report, error)
 
 
 # Declared functions.
@@ -236,8 +208,8 @@ DECLARED = {
 }
 
 
-def of_kernel(rank, what):
-    """The report; and errors of one document, of packed ones, and of a window."""
+@pytest.mark.parametrize("what", DECLARED)
+def test_a_function_of_the_users_own_attends_as_on_one_device(what, rank):
     declare, names = DECLARED[what]
     sections = {name: SECTIONS[name] for name in names}
     window = dict(family="mistral", sliding_window=5)
@@ -250,24 +222,15 @@ def of_kernel(rank, what):
 
     # Another object for each, so that what is declared of one is known of that one alone.
     with registered("my_kernel", functools.wraps(kernel)(lambda *args, **options: kernel(*args, **options)), declare):
-        report = str(ds_sp_overlap.enable(model := make(), {"head_groups": 2}, dist.group.WORLD))
+        report = " ".join(str(ds_sp_overlap.enable(model := make(), {"head_groups": 2}, dist.group.WORLD)).split())
         ds_sp_overlap.disable(model)
-        results = [of_sections(rank, make, sections, lengths) for lengths in (ONE, DOCUMENTS)]
-        results.append(of_sections(rank, functools.partial(make, **window), sections))
-        results.append(of_sections(rank, functools.partial(make, **window), sections, DOCUMENTS))
-    return " ".join(report.split()), results
-
-
-@pytest.mark.parametrize("what", DECLARED)
-def test_a_function_of_the_users_own_attends_as_on_one_device(what):
-    for report, results in on_ranks(2, of_kernel, what):
         assert ("G = 1" in report and "kernel runs in one head group" in report) == (what == "nothing")
-        for found in results:
-            assert all(isinstance(error, float) and error < FP64 for error in found.values()), found
+        for windowed, lengths in itertools.product(({}, window), (ONE, DOCUMENTS)):
+            assert_small(of_sections(rank, functools.partial(make, **windowed), sections, lengths), FP64)
 
 
 def of_sinks(rank, declare):
-    """Of gpt-oss under a function that honours sinks."""
+    """Run gpt-oss under a function that honours sinks."""
 
     def make():
         options = dict(family="gpt_oss", num_local_experts=2, num_experts_per_tok=1, head_dim=8, implementation="eager")
@@ -275,14 +238,13 @@ def of_sinks(rank, declare):
 
     AttentionMaskInterface.register("my_kernel", no_mask)
     with registered("my_kernel", kernel, declare):
-        return of_sections(rank, make, {"two groups": {"head_groups": 2}})["two groups"]
+        return of_sections(rank, make, {"two groups": {"head_groups": 2}})
 
 
-def test_sinks_follow_their_heads_or_are_refused():
+def test_sinks_follow_their_heads_or_are_refused(rank):
     for declare in (None, dict(heads_alike=True, takes_sinks=True)):
-        no_errors(2, 1e-6, of_sinks, declare)  # the family rotates in fp32
-    for kind, message in on_ranks(2, of_sinks, dict(heads_alike=True)):
-        assert kind == "ValueError" and "attention sinks (s_aux)" in message
+        assert_small(of_sinks(rank, declare), 1e-6)  # the family rotates in fp32
+    assert_refused(of_sinks(rank, dict(heads_alike=True)), {"two groups": "attention sinks (s_aux)"})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.harness.models import (
     tiny,
 )  # fmt: skip
 from tests.harness.own_layer import WIDTH, Layer, linear
-from tests.harness.ranks import no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_small, on_ranks, refusal
 from tests.harness.reference import relative_error
 
 TOLERANCE = 1e-12
@@ -44,7 +44,7 @@ OF_ZERO = 1e-6
 
 
 def sp_groups(*pairs):
-    """The group of this rank among ``pairs``, which all ranks make."""
+    """Return the group of this rank among ``pairs``, which all ranks make."""
     made = [(pair, torch.distributed.new_group(pair)) for pair in pairs]
     return next(group for pair, group in made if torch.distributed.get_rank() in pair)
 
@@ -57,43 +57,10 @@ def config_of(stage=0, **more):
 
 
 def slice_like(x, whole, tp_rank):
-    """The part of ``whole`` that AutoTP gave to one of two tensor-parallel ranks: ``x`` has its shape."""
+    """Return the part of ``whole`` that AutoTP gave to one of two tensor-parallel ranks: ``x`` has its shape."""
     for dim, size in enumerate(x.shape):
         whole = whole.narrow(dim, tp_rank * (whole.shape[dim] - size), size)
     return whole
-
-
-def beside_autotp(rank, section, stage, frozen, tp, options):
-    """The error against the unsharded model, and what was said of the first layer."""
-    sp_rank, tp_rank = divmod(rank, 2)
-    options, tokens = {**EXACT, "heads": 8, "kv_heads": 4, **options}, batches(1)[0]
-    group = sp_groups((0, 2), (1, 3))
-    expected = outcome(tiny(**options), tokens, 0, 1, None)
-    with forgetting():
-        config = config_of(stage, tensor_parallel={"autotp_size": 2, **tp})
-        engine, *_ = deepspeed.initialize(model=tiny(**options), config=config)
-        model = engine.module
-        for name, parameter in model.named_parameters():
-            if frozen and "layers.0.self_attn" in name:
-                parameter.requires_grad = False
-                expected.pop(name)
-        got = ds_sp_overlap.enable(model, section, group).layers[0].got
-        if stage:
-            inputs = cut(tokens, sp_rank, 2)
-            labels = inputs.pop("labels")
-            logits = engine(**inputs, use_cache=False).logits
-            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            # DeepSpeed takes the sp ranks for replicas, over which it averages.
-            engine.backward(2 * loss)
-            found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
-            expected.pop("logits")
-        else:
-            found = outcome(model, tokens, sp_rank, 2, group)
-        assert found.keys() == expected.keys()
-        error = max(relative_error(x, slice_like(x, expected[name], tp_rank)) for name, x in found.items())
-        ds_sp_overlap.disable(model)
-        engine.destroy()
-        return error, got
 
 
 WHOLE, FUNCTION = "all eight exchanges", "attention function"
@@ -111,14 +78,42 @@ WHOLE, FUNCTION = "all eight exchanges", "attention function"
         *(full({}, stage, False, {}, {}, WHOLE) for stage in (1, 2, 3)),
     ],
 )
-def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, stage, frozen, tp, options, got):
-    for error, said in on_ranks(4, beside_autotp, section, stage, frozen, tp, options):
-        assert error < (OF_ZERO if stage else TOLERANCE)
-        assert said.startswith(got)
+@pytest.mark.ranks(4)
+def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, stage, frozen, tp, options, got, rank):
+    sp_rank, tp_rank = divmod(rank, 2)
+    options, tokens = {**EXACT, "heads": 8, "kv_heads": 4, **options}, batches(1)[0]
+    group = sp_groups((0, 2), (1, 3))
+    expected = outcome(tiny(**options), tokens, 0, 1, None)
+    with forgetting():
+        config = config_of(stage, tensor_parallel={"autotp_size": 2, **tp})
+        engine, *_ = deepspeed.initialize(model=tiny(**options), config=config)
+        model = engine.module
+        for name, parameter in model.named_parameters():
+            if frozen and "layers.0.self_attn" in name:
+                parameter.requires_grad = False
+                expected.pop(name)
+        assert ds_sp_overlap.enable(model, section, group).layers[0].got.startswith(got)
+        if stage:
+            inputs = cut(tokens, sp_rank, 2)
+            labels = inputs.pop("labels")
+            logits = engine(**inputs, use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            # DeepSpeed takes the sp ranks for replicas, over which it averages.
+            engine.backward(2 * loss)
+            found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
+            expected.pop("logits")
+        else:
+            found = outcome(model, tokens, sp_rank, 2, group)
+        assert found.keys() == expected.keys()
+        errors = [relative_error(x, slice_like(x, expected[name], tp_rank)) for name, x in found.items()]
+        assert_small(errors, OF_ZERO if stage else TOLERANCE)
+        ds_sp_overlap.disable(model)
+        engine.destroy()
 
 
-def refused_beside_autotp(rank):
-    """What is said to sp ranks that are tensor-parallel ranks, and to a tensor-parallel rank without heads."""
+@pytest.mark.ranks(4)
+def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks(rank):
+    """Sp ranks that are tensor-parallel ranks, and a tensor-parallel rank without heads."""
     config, model, headless = config_of(tensor_parallel={"autotp_size": 2}), tiny(), tiny(kv_heads=1)
     with forgetting():
         mpu = sequence_parallel(model, 2)
@@ -127,28 +122,19 @@ def refused_beside_autotp(rank):
         deepspeed.initialize(model=headless, config=config)
         none = refusal(ds_sp_overlap.enable, headless, {}, sp_groups((0, 2), (1, 3)))
     assert overlapped_layers(model) == overlapped_layers(headless) == []
-    return shared, none
+    pair = "[0, 1]" if rank < 2 else "[2, 3]"
+    assert f"is cut by AutoTP over ranks {pair}, which hold the same tokens, but the sp group has ranks {pair}" in shared[1]
+    assert "AutoTP gave 0 query and 0 KV heads to tensor-parallel rank 1 of 2: it has nothing to attend with" in none[1]
 
 
-def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks():
-    for rank, (shared, none) in enumerate(on_ranks(4, refused_beside_autotp)):
-        pair = "[0, 1]" if rank < 2 else "[2, 3]"
-        assert f"is cut by AutoTP over ranks {pair}, which hold the same tokens, but the sp group has ranks {pair}" in shared[1]
-        assert "AutoTP gave 0 query and 0 KV heads to tensor-parallel rank 1 of 2: it has nothing to attend with" in none[1]
-
-
-def refused_delta_net(rank):
-    """What is said to a gated delta net with a layer that is cut as AutoTP would."""
+@pytest.mark.ranks(4)
+def test_a_delta_net_that_autotp_cut_is_refused(rank):
     model = tiny_model("qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
     delta_net = next(module for name, module in model.named_modules() if name.endswith("linear_attn"))
     set_autotp_mode(training=True)
     delta_net.out_proj = LinearAllreduce(delta_net.out_proj, sp_groups((0, 1), (2, 3)), name="out_proj")
-    return refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3)))
-
-
-def test_a_delta_net_that_autotp_cut_is_refused():
-    for said in on_ranks(4, refused_delta_net):
-        assert "linear_attn (Qwen3NextGatedDeltaNet): AutoTP cut its projections" in said[1]
+    said = refusal(ds_sp_overlap.enable, model, {}, sp_groups((0, 2), (1, 3)))
+    assert "linear_attn (Qwen3NextGatedDeltaNet): AutoTP cut its projections" in said[1]
 
 
 # Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.
@@ -216,7 +202,7 @@ def pipeline(kind, group, section, parts, interval):
 
 
 def beside_pipeline(rank, kind, section, parts, interval):
-    """The error of the loss on the last stage, of each gradient, and the overlapped layers of this stage."""
+    """Return the error of the loss on the last stage, of each gradient, and the overlapped layers of this stage."""
     stage, sp_rank = divmod(rank, 2)
     generator = torch.Generator().manual_seed(3)
     tokens, labels = (torch.randint(VOCABULARY, (MICROBATCHES, BATCH, SEQ), generator=generator) for _ in range(2))
@@ -272,19 +258,15 @@ class OfKnownGroup(PipelineModule):
         return grid
 
 
-def bound_in_pipeline_of_known_group(rank):
+@pytest.mark.ranks(4)
+def test_a_stage_without_attention_is_left_alone_where_its_grid_knows_the_sp_group(rank):
     group = sp_groups((0, 1), (2, 3))
     with forgetting():
         with mock.patch(f"{__name__}.PipelineModule", OfKnownGroup):
             engine, _ = pipeline("stock", group, {"sp_overlap": {"head_groups": 2}}, "uniform", 0)
-        bound = len(overlapped_layers(engine.module))
+        assert len(overlapped_layers(engine.module)) == (2 if rank < 2 else 0)
         ds_sp_overlap.disable(engine.module)
         engine.destroy()
-        return bound
-
-
-def test_a_stage_without_attention_is_left_alone_where_its_grid_knows_the_sp_group():
-    assert on_ranks(4, bound_in_pipeline_of_known_group) == [2, 2, 0, 0]
 
 
 def refused_pipeline(rank, kind, section, variables=("",) * 4):
@@ -293,18 +275,18 @@ def refused_pipeline(rank, kind, section, variables=("",) * 4):
         return refusal(pipeline, kind, group, section, "uniform", 0)
 
 
-def test_a_pipeline_is_refused_on_the_ranks_of_all_stages():
+@pytest.mark.ranks(4)
+def test_a_pipeline_is_refused_on_the_ranks_of_all_stages(rank):
     """Only the ranks of the first stage have what is refused."""
-    for said in on_ranks(4, refused_pipeline, "stock", {"sp_overlap": {"kernels": "compiled"}}):
-        assert said is not None and said[0] == "ValueError" and said[1].endswith("(in the pipeline stage of rank 0)")
-    for said in on_ranks(4, refused_pipeline, "block", {"sp_overlap": {}}):
-        assert "no sequence-parallel group" in said[1]
+    assert_error(refused_pipeline(rank, "stock", {"sp_overlap": {"kernels": "compiled"}}), "(in the pipeline stage of rank 0)")
+    assert_error(refused_pipeline(rank, "block", {"sp_overlap": {}}), "no sequence-parallel group")
 
 
-def test_a_variable_that_did_not_reach_the_other_stage_is_refused_on_the_ranks_of_all_stages():
-    for said in on_ranks(4, refused_pipeline, "stock", {}, ("1", "1", "", ""), timeout_s=60):
-        assert said is not None and said[0] == "ValueError"
-        assert "sp_overlap: the ranks ask for different things (rank 0: " in said[1] and "; rank 2: nothing)" in said[1]
+@pytest.mark.ranks(4)
+def test_a_variable_that_did_not_reach_the_other_stage_is_refused_on_the_ranks_of_all_stages(rank):
+    said = refused_pipeline(rank, "stock", {}, ("1", "1", "", ""))
+    assert_error(said, "sp_overlap: the ranks ask for different things (rank 0: ")
+    assert_error(said, "; rank 2: nothing)")
 
 
 # DeepSpeed's MoE: two replicas of two sp ranks, and two expert groups of two ranks, which are the sp groups or lie across.
@@ -371,7 +353,7 @@ def flat_gather(output, given, group=None):
 
 
 def beside_experts(rank, kind, section, across, by_mpu=False):
-    """The error of the output and of each gradient; or what was said where the model was refused."""
+    """Return the error of the output and of each gradient; or what was said where the model was refused."""
     replica, sp_rank = divmod(rank, 2)
     ep_rank = replica if across else sp_rank
     generator = torch.Generator().manual_seed(1)
@@ -429,16 +411,16 @@ def beside_experts(rank, kind, section, across, by_mpu=False):
         full("block", None, True),
     ],
 )
-def test_exchanges_of_experts_and_of_heads_do_not_meet(kind, section, across):
-    no_errors(4, TOLERANCE, beside_experts, kind, section, across)
+@pytest.mark.ranks(4)
+def test_exchanges_of_experts_and_of_heads_do_not_meet(kind, section, across, rank):
+    assert_small(beside_experts(rank, kind, section, across), TOLERANCE)
 
 
-def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused():
-    """Stock (DeepSpeed 0.19.8) is wrong in silence there. Should ``error`` become small, DeepSpeed has mended that."""
-    for error in on_ranks(4, beside_experts, "stock", None, False, True):
-        assert error > 0.1
-    for said in on_ranks(4, beside_experts, "stock", {}, False, True):
-        assert DROPS in said
+@pytest.mark.ranks(4)
+def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused(rank):
+    """Stock (DeepSpeed 0.19.8) is wrong in silence there. Should the error become small, DeepSpeed has mended that."""
+    assert beside_experts(rank, "stock", None, False, True) > 0.1
+    assert DROPS in beside_experts(rank, "stock", {}, False, True)
 
 
 # A model that stock computes wrongly: an MoE that takes sp ranks for tensor-parallel ranks.

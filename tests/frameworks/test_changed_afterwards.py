@@ -19,7 +19,7 @@ from ds_sp_overlap.integrations.transformers.mixers import mixer_of
 from tests.harness.cases import full
 from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
-from tests.harness.ranks import no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 from tests.harness.whole import on_all_ranks, on_one_rank
 from tests.harness.zoo import PROGRAMS
 from tests.harness.zoo_on_ranks import fill
@@ -167,7 +167,7 @@ CHANGES = {
 
 
 def changed(rank, what):
-    """What is said where a model is changed behind its first step."""
+    """Return what is said where a model is changed behind its first step."""
     change, options, _ = CHANGES[what]
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
@@ -178,18 +178,6 @@ def changed(rank, what):
     finally:
         if undo is not None:
             undo()
-
-
-def still_right(rank, change, options):
-    """Return the error of a model that is changed behind its first step."""
-    model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
-    alone = copy.deepcopy(model)
-    change(alone)
-    whole = outcome(alone, tokens, 0, 1, None)
-    ds_sp_overlap.enable(model, {"head_groups": 2}, group)
-    outcome(model, tokens, rank, 2, group)
-    change(model)
-    return worst(outcome(model, tokens, rank, 2, group), whole)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +193,23 @@ def still_right(rank, change, options):
     ],
     ids=["whole", "at its function", "delta net", "rotary", "set back, at its function", "in a module", "pruned"],
 )
-def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(change, options):
-    no_errors(2, 1e-6 if options is DELTA_NETS else FP64, still_right, change, options)  # its rule is in fp32
+def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(change, options, rank):
+    model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
+    alone = copy.deepcopy(model)
+    change(alone)
+    whole = outcome(alone, tokens, 0, 1, None)
+    ds_sp_overlap.enable(model, {"head_groups": 2}, group)
+    outcome(model, tokens, rank, 2, group)
+    change(model)
+    assert worst(outcome(model, tokens, rank, 2, group), whole) < (1e-6 if options == DELTA_NETS else FP64)  # its rule is in fp32
 
 
 def disabled(model):
     ds_sp_overlap.disable(model.model.layers[1])
 
 
-def stock_exchanges(rank, change):
-    """Return the error of a model with stock Ulysses that is changed after ``enable``."""
+@pytest.mark.parametrize("change", [disabled, layer_appended])
+def test_a_layer_that_is_not_overlapped_is_left_to_stock_where_stock_exchanges(change, rank):
     tokens = batches(1)[0]
     torch.manual_seed(1)  # of a new layer
     alone = tiny(**EXACT)
@@ -225,33 +220,23 @@ def stock_exchanges(rank, change):
         ds_sp_overlap.enable(model, {"head_groups": 2})
         change(model)
         model.load_state_dict(alone.state_dict())
-        return worst(outcome(model, tokens, rank, 2, group), whole)
+        assert worst(outcome(model, tokens, rank, 2, group), whole) < FP64
 
 
-@pytest.mark.parametrize("change", [disabled, layer_appended])
-def test_a_layer_that_is_not_overlapped_is_left_to_stock_where_stock_exchanges(change):
-    no_errors(2, FP64, stock_exchanges, change)
-
-
-def replaced_modules(rank):
-    """Return for modules that are replaced after ``enable`` whether they are still alive."""
+def test_modules_that_are_replaced_after_enable_are_freed(rank):
     model, group = tiny(**EXACT), torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
     layer = model.model.layers[0].mlp
     alive = [weakref.ref(layer.up_proj), weakref.ref(model.lm_head)]
     layer.up_proj, model.lm_head = copy.deepcopy(layer.up_proj), copy.deepcopy(model.lm_head)
     gc.collect()
-    return [one() is not None for one in alive]
-
-
-def test_modules_that_are_replaced_after_enable_are_freed():
-    assert on_ranks(2, replaced_modules) == [[False, False]] * 2
+    assert [one() is not None for one in alive] == [False, False]
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_refused_by_name_on_both_ranks(what):
-    for kind, message in on_ranks(2, changed, what):
-        assert kind in ("RuntimeError", "ValueError") and CHANGES[what][2] in message, message
+def test_a_change_is_refused_by_name_on_both_ranks(what, rank):
+    kind, message = changed(rank, what)
+    assert kind in ("RuntimeError", "ValueError") and CHANGES[what][2] in message
 
 
 def test_a_mixer_whose_class_is_patched_is_no_known_one():
@@ -266,19 +251,15 @@ def test_a_mixer_whose_class_is_patched_is_no_known_one():
     assert mixer_of(layer) is known
 
 
-def compared(rank):
-    """How often a layer's own forward is compared in four steps under a checkpoint, if every other call is due."""
+def test_calls_that_a_checkpoint_runs_again_are_neither_compared_nor_counted(rank):
+    """Run four steps, of which the first, and then every other one is due."""
     model, tokens, group = tiny(**EXACT).train(), batches(1)[0], torch.distributed.group.WORLD
     model.gradient_checkpointing_enable({"use_reentrant": False})
     ds_sp_overlap.enable(model, {"head_groups": 2, "check": True}, group)
     with mock.patch.object(probe, "EVERY", 2), mock.patch.object(driven, "refuse_difference") as comparison:
         for _ in range(4):
             outcome(model, tokens, rank, 2, group)
-    return comparison.call_count
-
-
-def test_calls_that_a_checkpoint_runs_again_are_neither_compared_nor_counted():
-    assert on_ranks(2, compared) == [3, 3]  # the first, the second and the fourth call
+    assert comparison.call_count == 3  # the first, the second and the fourth call
 
 
 def pickled(model):
@@ -287,48 +268,36 @@ def pickled(model):
     return torch.load(file, weights_only=False)
 
 
-def copies(rank, options, copied=copy.deepcopy):
-    """What a copy without anybody to exchange says; and how far it is off once it is overlapped, and once it is not."""
+@pytest.mark.parametrize("options, copied", [({}, copy.deepcopy), ({}, pickled), (BITNET, copy.deepcopy)])
+def test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overlapped(options, copied, rank):
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
     other = copied(model)
     said = refusal(outcome, other, tokens, rank, 2, group)
     of_part = refusal(copy.deepcopy(model.model.layers[0].self_attn), torch.zeros(1, 2, 32).double(), (None, None))
-    original = worst(outcome(model, tokens, rank, 2, group), whole)
+    for refused in (of_part, *[said] * (copied is copy.deepcopy)):  # a pickle may come from a process of which nothing is known
+        assert_error(refused, "this is a copy of one that is overlapped", "RuntimeError")
+    assert worst(outcome(model, tokens, rank, 2, group), whole) < FP64
     for parameter in model.parameters():
         parameter.data.zero_()  # a copy that drives the original's projections would notice
     ds_sp_overlap.enable(other, {"head_groups": 2}, group)
-    overlapped = worst(outcome(other, tokens, rank, 2, group), whole)
+    assert worst(outcome(other, tokens, rank, 2, group), whole) < FP64
     ds_sp_overlap.disable(other)
-    alone = worst(outcome(other, tokens, 0, 1, None), whole)
-    return said, of_part, (original, overlapped, alone)
-
-
-@pytest.mark.parametrize("options, copied", [({}, copy.deepcopy), ({}, pickled), (BITNET, copy.deepcopy)])
-def test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overlapped(options, copied):
-    for said, of_part, errors in on_ranks(2, copies, options, copied):
-        for refused in (of_part, *[said] * (copied is copy.deepcopy)):  # a pickle may come from a process of which nothing is known
-            assert refused[0] == "RuntimeError" and "this is a copy of one that is overlapped" in refused[1]
-        assert max(errors) < FP64
-
-
-def without_tokens(rank, config, checkpointing):
-    """Return how far loss and gradients are off where one rank has all tokens and the other none."""
-    model = tiny(**EXACT)
-    whole = on_one_rank(model)
-    if checkpointing:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    ds_sp_overlap.enable(model, config, torch.distributed.group.WORLD)
-    return worst(on_all_ranks(rank, model, [32, 0]), whole)
+    assert worst(outcome(other, tokens, 0, 1, None), whole) < FP64
 
 
 @pytest.mark.parametrize(
     "config, checkpointing",
     [({"head_groups": 2, "checkpointing": "keep"}, True), ({"head_groups": 2, "window": 1}, False)],
 )
-def test_a_rank_without_tokens_takes_part(config, checkpointing):
-    no_errors(2, FP64, without_tokens, config, checkpointing, timeout_s=60)
+def test_a_rank_without_tokens_takes_part(config, checkpointing, rank):
+    model = tiny(**EXACT)
+    whole = on_one_rank(model)
+    if checkpointing:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    ds_sp_overlap.enable(model, config, torch.distributed.group.WORLD)
+    assert worst(on_all_ranks(rank, model, [32, 0]), whole) < FP64
 
 
 def watch_forward(module):
@@ -340,21 +309,6 @@ def watch_parameters(module):
         parameter.register_hook(lambda _: None)
 
 
-def watched_on_one_rank(rank, config, options, path, watch):
-    """Errors of three steps, from the second on with hooks on rank 0 alone, as a logger has them."""
-    tokens, errors = batches(1)[0], []
-    whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
-    with sequence_parallel_model(2, **EXACT, **options) as (model, group):
-        ds_sp_overlap.enable(model, config, group)
-        for step in range(3):
-            module = model.model.layers[1].get_submodule(path)
-            if rank == 0 and step == 1:
-                watch(module)
-            errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
-        ds_sp_overlap.disable(model)
-    return errors
-
-
 @pytest.mark.parametrize(
     "config, options, path, watch",
     [
@@ -364,16 +318,21 @@ def watched_on_one_rank(rank, config, options, path, watch):
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, watch):
+def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, watch, rank):
     """Expect no hang: ranks that went on as before would exchange something else than that one, and wait for it."""
-    no_errors(2, FP64, watched_on_one_rank, config, options, path, watch, timeout_s=60)
+    tokens = batches(1)[0]
+    whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
+    with sequence_parallel_model(2, **EXACT, **options) as (model, group):
+        ds_sp_overlap.enable(model, config, group)
+        for step in range(3):
+            module = model.model.layers[1].get_submodule(path)
+            if rank == 0 and step == 1:
+                watch(module)
+            assert worst(outcome(model, tokens, rank, 2, group), whole) < FP64
+        ds_sp_overlap.disable(model)
 
 
 # Guards.
-
-
-def copy_attends(rank):
-    return copies(rank, {})[0]
 
 
 def misread(rank):
@@ -386,12 +345,13 @@ def misread(rank):
 
 
 def refused(what):
-    """The check and the words of one of `CHANGES`."""
+    """Return the check and the words of one of `CHANGES`."""
     return dict(check=functools.partial(changed, what=what), says=CHANGES[what][2])
 
 
+A_COPY = test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overlapped
 WATCHED = [
-    Watched("no rank attends alone", "if False:", copy_attends, says="this is a copy"),
+    Watched("no rank attends alone", "if False:", functools.partial(A_COPY, options={}, copied=copy.deepcopy)),
     Watched("by a name of its own", "foreign[name] = part", **refused("an attention is put around another")),
     Watched("a mixer computes what was described", "if False:", **refused("the class of a delta net is patched")),
     Watched("the layer's own forward is the judge", "if False:", misread, says="something else than what was read"),

@@ -1,7 +1,6 @@
 """Attention that is kept over the gradient checkpointing of transformers models; refused where there is nowhere to keep it."""
 
 import contextlib
-import dataclasses
 import functools
 from dataclasses import dataclass
 from unittest import mock
@@ -28,7 +27,7 @@ from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
 from tests.harness.models import EXACT, FP64, batches, cut, outcome, sequence_parallel_model, tiny, train_run, worst
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 
 WIDE = dict(heads=8, kv_heads=2, head_dim=8)
 KEEP = {"head_groups": 4, "window": 2, "checkpointing": "keep"}
@@ -43,7 +42,7 @@ class Counts:
 
 @contextlib.contextmanager
 def counting():
-    """The exchanges that are launched inside, and how often backward runs attention again."""
+    """Yield the exchanges that are launched inside, and how often backward runs attention again."""
     counts = Counts()
     launch, run_again = InFlight.__init__, Attended._recompute
 
@@ -60,7 +59,7 @@ def counting():
 
 
 def exact(rank, implementation, more, section, how):
-    """Error against the whole sequence; exchanges in forward and backward; the report."""
+    """Assert that a model is right, checkpointed ``how``; its exchanges in forward and backward, and the report."""
     tokens = batches(1)[0]
     expected = outcome(tiny(**WIDE, **EXACT, **more).train(), tokens, 0, 1, None)
     with flash_attention():
@@ -74,45 +73,42 @@ def exact(rank, implementation, more, section, how):
             model.gradient_checkpointing_enable(NON_REENTRANT)
         outcome(model, tokens, rank, 2, group)
         with counting() as counted:
-            error = worst(outcome(model, tokens, rank, 2, group), expected)
+            assert worst(outcome(model, tokens, rank, 2, group), expected) < FP64
         functions = [layer._gradient_checkpointing_func for layer in model.model.layers] if how else []
         assert all("context_fn" not in function.keywords for function in functions)
         ds_sp_overlap.disable(model)
         assert not how or worst(outcome(model, tokens, 0, 1, None), expected) < FP64
-    return error, counted, " ".join(str(report).split())
+    return counted, " ".join(str(report).split())
 
 
 @pytest.mark.parametrize(
     "more, said", [({}, "G = 4, 2 at a time"), ({"head_groups": "auto", "policy": {"warmup_steps": 16}}, "half at a time")], ids=str
 )
-def test_the_report_says_that_kept_attention_sets_a_window(more, said):
-    for _, _, report in on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "checkpointing": "keep", **more}, "before"):
-        assert said in report and "recomputed in backward, kept over checkpoints" in report
+def test_the_report_says_that_kept_attention_sets_a_window(more, said, rank):
+    _, report = exact(rank, "sdpa", {}, {"head_groups": 4, "checkpointing": "keep", **more}, "before")
+    assert said in report and "recomputed in backward, kept over checkpoints" in report
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
 @pytest.mark.parametrize("checkpointing", ["keep", "offload"])
-def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkpointing):
+def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkpointing, rank):
     section = {**KEEP, "checkpointing": checkpointing}
-    (error, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, section, "")
-    assert error < FP64
-    (error, repeated, _), *_ = on_ranks(2, exact, "sdpa", {}, {**KEEP, "checkpointing": "recompute"}, how)
-    assert error < FP64 and repeated.exchanges > stored.exchanges
-    for error, kept, report in on_ranks(2, exact, "sdpa", {}, section, how):
-        assert error < FP64 and kept == stored
-        assert kept.attended == 0, "sdpa's fused kernel keeps a log-sum-exp, with q, k and v as they were received"
-        assert "2 at a time, recomputed in backward, kept over checkpoints" in report
+    stored, _ = exact(rank, "sdpa", {}, section, "")
+    recomputed, _ = exact(rank, "sdpa", {}, {**KEEP, "checkpointing": "recompute"}, how)
+    kept, report = exact(rank, "sdpa", {}, section, how)
+    assert kept == stored and recomputed.exchanges > stored.exchanges
+    assert kept.attended == 0, "sdpa's fused kernel keeps a log-sum-exp, with q, k and v as they were received"
+    assert "2 at a time, recomputed in backward, kept over checkpoints" in report
 
 
 @pytest.mark.parametrize(
     "name, more", [("sdpa", dict(family="qwen3")), ("sdpa", dict(family="mistral", sliding_window=5)), (NAME, {})], ids=str
 )
-def test_norms_and_windows_and_flash_attention_are_kept_too(name, more):
+def test_norms_and_windows_and_flash_attention_are_kept_too(name, more, rank):
     """Count as many exchanges as without checkpoints. sdpa gets a window as a mask, and the stand-in of flash attention repeats k and v:
     both attend again in backward, without an exchange."""
-    (error, kept, _), *_ = on_ranks(2, exact, name, more, KEEP, "before")
-    (_, stored, _), *_ = on_ranks(2, exact, name, more, KEEP, "")
-    assert error < FP64 and kept == stored
+    (kept, _), (stored, _) = (exact(rank, name, more, KEEP, how) for how in ("before", ""))
+    assert kept == stored
 
 
 # Training.
@@ -123,23 +119,17 @@ def prepared(model):
     return model.train()
 
 
-def trained(rank, stage):
-    """Whether training with attention kept is bit for bit that without checkpointing, and the exchanges of both and of recomputation."""
+@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
+def test_training_is_that_without_checkpointing(stage, rank):
     run = functools.partial(train_run, rank, 2, stage=stage, accumulation=2, steps=2, **WIDE)
     runs, exchanges = [], []
     for section, prepare in ((KEEP, None), (KEEP, prepared), ({**KEEP, "checkpointing": "recompute"}, prepared)):
         with counting() as counted:
             runs.append(run(section, prepare=prepare))
         exchanges.append(counted.exchanges)
-    stored, kept, recomputed = runs
-    return kept.equals(stored), recomputed.equals(stored), exchanges
-
-
-@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
-def test_training_is_that_without_checkpointing(stage):
-    for kept, recomputed, (stored, fewer, more) in on_ranks(2, trained, stage):
-        assert kept and recomputed
-        assert stored == fewer < more
+    stored, *others = runs
+    assert [other.equals(stored) for other in others] == [True, True]
+    assert exchanges[0] == exchanges[1] < exchanges[2]
 
 
 class Caller(nn.Module):
@@ -158,44 +148,40 @@ REPORTED = {
 }
 
 
-def reported(rank, what, section):
-    report = ds_sp_overlap.enable(REPORTED[what](), section, torch.distributed.group.WORLD)
-    return [(layer.got, layer.lacks) for layer in report.layers]
-
-
 @pytest.mark.parametrize("what", REPORTED)
-def test_the_report_says_which_layers_have_no_window(what):
-    section = {"head_groups": 1}
-    for key, value in (("window", 1), ("checkpointing", "keep")):
-        layers = on_ranks(2, reported, what, {**section, key: value})[0]
-        assert any(what in got for got, _ in layers)
-        for got, lacks in layers:
-            assert ("recomputed in backward" in got) != (f"so sp_overlap.{key} can't be had" in lacks), (got, lacks)
-    assert not any("can't be had" in lacks for _, lacks in on_ranks(2, reported, what, section)[0])
+def test_the_report_says_which_layers_have_no_window(what, rank):
+    for key, value in ((None, None), ("window", 1), ("checkpointing", "keep")):
+        section = {"head_groups": 1, **({key: value} if key else {})}
+        layers = ds_sp_overlap.enable(REPORTED[what](), section, torch.distributed.group.WORLD).layers
+        assert any(what in layer.got for layer in layers)
+        for layer in layers:
+            lacks = f"so sp_overlap.{key} can't be had" if key else "can't be had"
+            assert (lacks in layer.lacks) == (key is not None and "recomputed in backward" not in layer.got), layer
 
 
 # A window alone.
 
 
 @pytest.mark.parametrize("how", ["", "before", "after"])
-def test_a_window_alone_takes_the_most_groups_keeps_attention_and_runs_in_tiles(how):
-    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, {"head_groups": 4, "window": 1}, "")
-    for error, kept, report in on_ranks(2, exact, "sdpa", {}, {"window": 1}, how):
-        assert error < FP64 and kept == stored and kept.attended == 0
-        assert "G = 4, 1 at a time, recomputed in backward, kept over checkpoints that can" in report
-        assert "in tiles: LlamaMLP (2), LlamaRMSNorm (5)" in report
+def test_a_window_alone_takes_the_most_groups_keeps_attention_and_runs_in_tiles(how, rank):
+    stored, _ = exact(rank, "sdpa", {}, {"head_groups": 4, "window": 1}, "")
+    kept, report = exact(rank, "sdpa", {}, {"window": 1}, how)
+    assert kept == stored and kept.attended == 0
+    assert "G = 4, 1 at a time, recomputed in backward, kept over checkpoints that can" in report
+    assert "in tiles: LlamaMLP (2), LlamaRMSNorm (5)" in report
 
 
-def test_what_the_section_says_beside_a_window_is_done():
+def test_what_the_section_says_beside_a_window_is_done(rank):
     said = {"window": 1, "head_groups": 2, "tiles": None, "checkpointing": "recompute"}
-    (_, stored, _), *_ = on_ranks(2, exact, "sdpa", {}, said, "")
-    for error, repeated, report in on_ranks(2, exact, "sdpa", {}, said, "before"):
-        assert error < FP64 and repeated.exchanges > stored.exchanges
-        assert "G = 2, 1 at a time, recomputed in backward, q_proj" in report and "in tiles" not in report
+    (stored, _), (repeated, report) = (exact(rank, "sdpa", {}, said, how) for how in ("", "before"))
+    assert repeated.exchanges > stored.exchanges
+    assert "G = 2, 1 at a time, recomputed in backward, q_proj" in report and "in tiles" not in report
 
 
-def beside_a_window(rank, way):
-    """Error, what is said, and how many tensors the checkpoints offload."""
+@pytest.mark.parametrize(
+    "way", ["reentrant", "deepspeed", *(pytest.param(way, marks=since_transformers("5.24")) for way in ("offload", "every second"))]
+)
+def test_a_window_alone_goes_with_every_kind_of_checkpoint(way, rank):
     tokens, offloaded = batches(1)[0], []
     expected = outcome(tiny(**WIDE, **EXACT).train(), tokens, 0, 1, None)
     with sequence_parallel_model(2, **WIDE, **EXACT) as (model, group), listening() as messages:
@@ -211,17 +197,9 @@ def beside_a_window(rank, way):
         to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # not pinned, which takes a GPU
         with to_host, mock.patch.object(OffloadedTensor, "__init__", lambda self, x: offloaded.append(x.shape) or make(self, x)):
             error = worst(outcome(model, tokens, rank, 2, group), expected)
-    return error, messages, len(offloaded)
-
-
-@pytest.mark.parametrize(
-    "way", ["reentrant", "deepspeed", *(pytest.param(way, marks=since_transformers("5.24")) for way in ("offload", "every second"))]
-)
-def test_a_window_alone_goes_with_every_kind_of_checkpoint(way):
-    for error, messages, offloaded in on_ranks(2, beside_a_window, way):
-        kept = way in ("offload", "every second")
-        assert error < FP64 and (offloaded > 0) == (way == "offload")
-        assert any("attention is computed again in backward: " in message for message in messages) != kept, messages
+    kept = way in ("offload", "every second")
+    assert error < FP64 and bool(offloaded) == (way == "offload")
+    assert any("attention is computed again in backward: " in message for message in messages) != kept, messages
 
 
 # Refusals.
@@ -231,57 +209,45 @@ def own_context():
     return contextlib.nullcontext(), contextlib.nullcontext()
 
 
-def refusals(rank):
-    """What a model says in forward of each way to checkpoint it, and the exchanges until then."""
-    tokens, found = batches(1)[0], []
+def test_checkpointing_that_attention_cannot_be_kept_over_is_refused_on_all_ranks(rank):
+    tokens = batches(1)[0]
     with sequence_parallel_model(2, **WIDE) as (model, group):
         model.train()
         ds_sp_overlap.enable(model, KEEP)
-        for way in ({"use_reentrant": True}, {"use_reentrant": False, "context_fn": own_context}, {"use_reentrant": False}):
+        for way, words in (
+            ({"use_reentrant": True}, "with use_reentrant=True"),
+            ({"use_reentrant": False, "context_fn": own_context}, "with a context_fn of its own"),
+            (NON_REENTRANT, "by deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint"),
+        ):
             model.gradient_checkpointing_enable(way)
             for layer in model.model.layers if way == NON_REENTRANT else ():
                 layer._gradient_checkpointing_func = deepspeed.checkpointing.checkpoint
             with counting() as counted:
-                found.append((refusal(outcome, model, tokens, rank, 2, group), counted.exchanges))
+                said = refusal(outcome, model, tokens, rank, 2, group)
+            for each in (words, 'gradient_checkpointing_kwargs={"use_reentrant": False}', "layers.0 (LlamaDecoderLayer)"):
+                assert_error(said, each)
+            assert counted.exchanges == 0
         model.eval()
         model(**{key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}, use_cache=False)  # nothing is checkpointed
         model.train()
         model.gradient_checkpointing_enable(NON_REENTRANT)
         outcome(model, tokens, rank, 2, group)
-    return found
 
 
-def test_checkpointing_that_attention_cannot_be_kept_over_is_refused_on_all_ranks():
-    every = on_ranks(2, refusals)
-    assert every[0] == every[1]
-    for (kind, message), exchanges in every[0]:
-        assert kind == "ValueError" and exchanges == 0
-        assert 'gradient_checkpointing_kwargs={"use_reentrant": False}' in message and "layers.0 (LlamaDecoderLayer)" in message
-    reentrant, own, of_deepspeed = (message for (_, message), _ in every[0])
-    assert "with use_reentrant=True" in reentrant
-    assert "with a context_fn of its own" in own
-    assert "by deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint" in of_deepspeed
-
-
-def beside_another(rank):
-    """Error of a model whose attention is kept, where a model beside it is checkpointed in a way that is refused; and what that one says."""
+def test_checkpoints_of_a_model_beside_it_do_not_stop_a_model(rank):
     tokens, group = batches(1)[0], torch.distributed.group.WORLD
     kept, refused = tiny(**EXACT).train(), tiny(**EXACT).train()
     whole = outcome(kept, tokens, 0, 1, None)
     kept.gradient_checkpointing_enable(NON_REENTRANT)
     refused.gradient_checkpointing_enable({"use_reentrant": True})
     ds_sp_overlap.enable(torch.nn.ModuleList([kept, refused]), {"head_groups": 2, "checkpointing": "keep"}, group)
-    error = worst(outcome(kept, tokens, rank, 2, group), whole)
-    return error, refusal(outcome, refused, tokens, rank, 2, group)
+    assert worst(outcome(kept, tokens, rank, 2, group), whole) < FP64
+    kind, message = refusal(outcome, refused, tokens, rank, 2, group)
+    assert kind == "ValueError" and "with use_reentrant=True" in message
 
 
-def test_checkpoints_of_a_model_beside_it_do_not_stop_a_model():
-    for error, (kind, message) in on_ranks(2, beside_another):
-        assert error < FP64 and kind == "ValueError" and "with use_reentrant=True" in message
-
-
-def around(rank, way):
-    """What checkpoints that the package doesn't see raise in backward, and whether anything was exchanged in it."""
+@pytest.mark.parametrize("way", ["checkpoint", "non_reentrant_checkpoint"])
+def test_checkpointing_of_deepspeed_is_refused_before_it_exchanges_again(way, rank):
     deepspeed.checkpointing.configure(None, partition_activations=False)
     function = getattr(deepspeed.checkpointing, way)
     shape = Shape(heads=8, kv_heads=2, rope=False, config=KEEP)
@@ -289,14 +255,9 @@ def around(rank, way):
     x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]).requires_grad_()
     y = function(lambda x: attend(x).sin(), x)
     with counting() as counted:
-        return refusal(y.sum().backward), counted.exchanges
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "non_reentrant_checkpoint"])
-def test_checkpointing_of_deepspeed_is_refused_before_it_exchanges_again(way):
-    for (kind, message), exchanges in on_ranks(2, around, way):
-        assert kind == "RuntimeError" and exchanges == 0
-        assert "DeepSpeed's and Megatron's checkpointing has none" in message and '"recompute"' in message
+        kind, message = refusal(y.sum().backward)
+    assert kind == "RuntimeError" and counted.exchanges == 0
+    assert "DeepSpeed's and Megatron's checkpointing has none" in message and '"recompute"' in message
 
 
 # Megatron-DeepSpeed.
@@ -307,17 +268,14 @@ def keeping(call, layer, x, dy):
     return layers.backward(lambda x: body(lambda x: call(x.tanh()).sin(), x), layer, x, dy)
 
 
-def of_megatron(rank, shape):
-    with counting() as counted:
-        return megatron_layers.layer_faults(rank, shape, keeping), counted.exchanges
-
-
-def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context():
-    shape = megatron_layers.Shape("core", 8, 2, config=KEEP)
-    without = dataclasses.replace(shape, config={**KEEP, "checkpointing": "recompute"})
-    (faults, kept), *_ = on_ranks(2, of_megatron, shape)
-    (others, recomputed), *_ = on_ranks(2, of_megatron, without)
-    assert faults == others == []
+def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context(rank):
+    exchanges = []
+    for checkpointing in ("keep", "recompute"):
+        shape = megatron_layers.Shape("core", 8, 2, config={**KEEP, "checkpointing": checkpointing})
+        with counting() as counted:
+            assert megatron_layers.layer_faults(rank, shape, keeping) == []
+        exchanges.append(counted.exchanges)
+    kept, recomputed = exchanges
     assert kept < recomputed
 
 
@@ -346,31 +304,25 @@ SAID = {None: "nothing", False: "model and 2 more", True: "model (with use_reent
 
 @pytest.mark.parametrize("kinds", [(False, None), full((True, None)), (True, False)], ids=str)
 @pytest.mark.parametrize("later", [False, True])
-def test_checkpoints_on_one_rank_alone_or_of_another_kind_are_refused_on_all(later, kinds):
-    for kind, message in on_ranks(2, on_one_rank, later, kinds, timeout_s=60):
-        said = "; ".join(f"sp rank {rank}: {SAID[of_rank]}" for rank, of_rank in enumerate(kinds))
-        assert kind == "ValueError" and f"({said})" in message, message
+def test_checkpoints_on_one_rank_alone_or_of_another_kind_are_refused_on_all(later, kinds, rank):
+    said = "; ".join(f"sp rank {rank}: {SAID[of_rank]}" for rank, of_rank in enumerate(kinds))
+    assert_error(on_one_rank(rank, later, kinds), f"({said})")
 
 
-def own_on_one_rank(rank):
-    """The same of a layer of one's own, in its first call."""
+def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on_all(rank):
     shape = Shape(config={"head_groups": 2})
     attend = layers.block(shape, layers.projections(shape), torch.distributed.group.WORLD)
     x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
     call = functools.partial(layers.call_block, shape, attend, rank)
-    return refusal(lambda: call(x) if rank else checkpoint(call, x, use_reentrant=False))
-
-
-def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on_all():
-    for kind, message in on_ranks(2, own_on_one_rank, timeout_s=60):
-        assert kind == "ValueError" and "in an activation checkpoint" in message and "in no activation checkpoint" in message
+    kind, message = refusal(lambda: call(x) if rank else checkpoint(call, x, use_reentrant=False))
+    assert kind == "ValueError" and "in an activation checkpoint" in message and "in no activation checkpoint" in message
 
 
 # Guards.
 
 
 def checkpointed_alone(rank):
-    """Whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
+    """Return whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
     with mock.patch.object(Masks, "for_attention", side_effect=NotImplementedError("went on")):
         kind, message = on_one_rank(rank, later=False, kinds=(False, None))
     return [message] if "went on" in message else []

@@ -64,30 +64,22 @@ def test_a_trainer_overlapped_logs_what_stock_logs(client, options, tmp_path):
         assert assert_like_stock(logs) > 0 or "lora" in options
 
 
-def with_fault(rank, client, folder, factor):
-    stock = train(rank, client, None, f"{folder}/stock")
-    with scaled_values(factor):
-        return max(train(rank, client, {"head_groups": 2}, f"{folder}/overlapped").distance(stock).values())
-
-
 @pytest.mark.full
-def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path):
-    for off in on_ranks(2, with_fault, "Trainer", str(tmp_path), 1.001):
-        assert off > 10 * ROUNDING
+def test_the_tolerance_catches_a_fault_of_a_thousandth(tmp_path, rank):
+    stock = train(rank, "Trainer", None, str(tmp_path / "stock"))
+    with scaled_values(1.001):
+        off = train(rank, "Trainer", {"head_groups": 2}, str(tmp_path / "overlapped")).distance(stock)
+    assert max(off.values()) > 10 * ROUNDING
 
 
 # Accelerate.
 
 
-def accelerated(rank, stage, folder):
-    return {name: train_with_accelerate(rank, section, stage, folder) for name, section in SECTIONS.items()}
-
-
 @pytest.mark.clients
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accelerates_loop_overlapped_has_the_losses_of_stock(stage, tmp_path):
-    for runs in on_ranks(2, accelerated, stage, str(tmp_path)):
-        stock = runs["stock"]
-        assert len(set(stock)) == 4 and runs["G = 1"] == stock
-        for name in ("G = 2", "auto"):
-            assert runs[name] == pytest.approx(stock, rel=ROUNDING), name
+def test_accelerates_loop_overlapped_has_the_losses_of_stock(stage, tmp_path, rank):
+    runs = {name: train_with_accelerate(rank, section, stage, str(tmp_path)) for name, section in SECTIONS.items()}
+    stock = runs["stock"]
+    assert len(set(stock)) == 4 and runs["G = 1"] == stock
+    for name in ("G = 2", "auto"):
+        assert runs[name] == pytest.approx(stock, rel=ROUNDING), name

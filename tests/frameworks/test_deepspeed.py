@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import types
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import deepspeed
@@ -39,6 +41,7 @@ from tests.harness.models import (
     step,
     tiny,
     train_run,
+    worst,
 )  # fmt: skip
 from tests.harness.own_layer import Layer
 from tests.harness.ranks import on_ranks, refusal
@@ -59,23 +62,12 @@ ACCUMULATIONS = (1, 4) if everything() else (2,)
 BF16 = 1.5
 
 
-def compared_with_stock(rank, stage):
-    """Return for each accumulation whether G = 1 is stock bit for bit, and the error of each of `SECTIONS`."""
-    figures = {}
-    for accumulation in ACCUMULATIONS:
-        train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
-        stock = train(None)
-        off = {str(section): train(section).distance(stock) for section in SECTIONS}
-        figures[accumulation] = train({"head_groups": 1}).equals(stock), off
-    return figures
-
-
 def in_bf16(model):
     return model.bfloat16().float()
 
 
 def compared_with_stock_in_bf16(rank, stage, factor=1.0):
-    """Whether G = 1 is stock bit for bit, the errors of stock's and of G = 2's gradients, and what G = 2 is off by."""
+    """Return whether G = 1 is stock bit for bit, the errors of stock's and of G = 2's gradients, and what G = 2 is off by."""
     train = functools.partial(train_run, rank, 2, stage=stage, accumulation=ACCUMULATIONS[-1], **WIDE)
     exact = train(None, steps=1, prepare=in_bf16)
     stock, one = (train(section, dtype=torch.bfloat16) for section in (None, {"head_groups": 1}))
@@ -85,47 +77,47 @@ def compared_with_stock_in_bf16(rank, stage, factor=1.0):
 
 
 @pytest.mark.parametrize("stage", [0, full(1), full(2), 3])
-def test_training_in_fp32_equals_stock(stage):
+def test_training_in_fp32_equals_stock(stage, rank):
     """G = 1 computes the very numbers that stock does: gradients, losses, grad norms and parameters of five steps."""
-    for rank, figures in enumerate(on_ranks(2, compared_with_stock, stage)):
-        for accumulation, (identical, off) in figures.items():
-            assert identical, f"rank {rank}, accumulation {accumulation}: G = 1"
-            for section, by in off.items():
-                assert all(by[what] <= FP32[what] for what in FP32), (
-                    f"rank {rank}, accumulation {accumulation}: {section} off by {by}"
-                )
+    for accumulation in ACCUMULATIONS:
+        train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
+        stock = train(None)
+        assert train({"head_groups": 1}).equals(stock), accumulation
+        for section in SECTIONS:
+            off = train(section).distance(stock)
+            assert all(off[what] <= FP32[what] for what in FP32), f"accumulation {accumulation}, {section}: off by {off}"
 
 
 @pytest.mark.parametrize("stage", [full(0), full(1), 2, full(3)])
-def test_training_in_bf16_equals_stock(stage):
-    for identical, stock, two, off in on_ranks(2, compared_with_stock_in_bf16, stage):
-        assert identical, "G = 1 is not stock's bit for bit"
-        assert 0 < two <= BF16 * stock, f"G = 2 is off by {two}, stock by {stock}"
-        assert off["losses"] <= 2**-8, off  # one rounding in bf16
+def test_training_in_bf16_equals_stock(stage, rank):
+    identical, stock, two, off = compared_with_stock_in_bf16(rank, stage)
+    assert identical, "G = 1 is not stock's bit for bit"
+    assert 0 < two <= BF16 * stock, f"G = 2 is off by {two}, stock by {stock}"
+    assert off["losses"] <= 2**-8, off  # one rounding in bf16
 
 
-def faulty(rank, factor):
+def test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent(rank):
     stock = train_run(rank, 2, None, stage=1, **WIDE)
-    with scaled_values(factor):
-        return train_run(rank, 2, {"head_groups": 2}, stage=1, **WIDE).distance(stock)
+    with scaled_values(1.001):
+        off = train_run(rank, 2, {"head_groups": 2}, stage=1, **WIDE).distance(stock)
+    assert all(off[what] > 10 * FP32[what] for what in FP32), off
 
 
-def test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent():
-    for off in on_ranks(2, faulty, 1.001):
-        assert all(off[what] > 10 * FP32[what] for what in FP32), off
-
-
-def test_the_bf16_tolerance_catches_a_fault():
+def test_the_bf16_tolerance_catches_a_fault(rank):
     """A fault of 0.1 % is below the rounding of bf16 itself (0.4 %), so a coarser one is planted here."""
-    for _, stock, two, _ in on_ranks(2, compared_with_stock_in_bf16, 1, 1.5):
-        assert two > 10 * BF16 * stock
+    _, stock, two, _ = compared_with_stock_in_bf16(rank, 1, 1.5)
+    assert two > 10 * BF16 * stock
 
 
 # ZeRO-3.
 
 
-def weights_read(rank, born_partitioned, **section):
-    """Status of a weight each time that the package reads it, in forward and backward; of all parameters afterwards."""
+@pytest.mark.singles
+@pytest.mark.parametrize("born_partitioned", [False, True])
+@pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (1, 1), (2, 1), (2, 2)])
+def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups, window, rank):
+    """Look at the status of a weight each time that the package reads it, and at that of all parameters afterwards."""
+    section = {"head_groups": head_groups, "window": window}
     config = ds_config(3, optimizer="SGD", sp_overlap=section)
     reads, flat, phase = [], plan.flat, ["forward"]
 
@@ -135,7 +127,7 @@ def weights_read(rank, born_partitioned, **section):
         def reads_weights(call, given):
             for weight in given:
                 if isinstance(weight, torch.nn.Parameter):
-                    reads.append((phase[0], weight.ds_status.name, weight.numel() == weight.ds_numel))
+                    reads.append((phase[0], weight.ds_status, weight.numel() == weight.ds_numel))
             return run(call, given)
 
         return reads_weights
@@ -145,40 +137,27 @@ def weights_read(rank, born_partitioned, **section):
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
             model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
         with engine_of(model, config) as (engine, group):
-            after = []
             for tokens in batches(3):
                 phase[0] = "forward"
                 loss = mean_loss(engine, cut(tokens, rank, 2), group)
                 phase[0] = "backward"
                 engine.backward(loss)
-                after.append({p.ds_status.name for p in engine.module.parameters()})
+                assert {p.ds_status for p in engine.module.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}
                 engine.step()
-            before = len(reads)
+            available = (ZeroParamStatus.AVAILABLE, True)
+            # two layers, three steps; each projection once, whatever it is cut into
+            assert Counter(reads) == {("forward", *available): 2 * 3 * 4, ("backward", *available): 2 * 3 * 4}
             weight = engine.module.model.layers[0].self_attn.q_proj.weight
-            reading([], [("x",)], [])(None, [weight])  # the instrument sees a weight that is not there
+            reading([], [("x",)], [])(None, [weight])
+            assert reads[-1] == ("backward", ZeroParamStatus.NOT_AVAILABLE, False), "the instrument sees a weight that is not there"
     plan.pieces_of.cache_clear()
-    return reads[:before], after, reads[before:]
-
-
-@pytest.mark.singles
-@pytest.mark.parametrize("born_partitioned", [False, True])
-@pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (1, 1), (2, 1), (2, 2)])
-def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups, window):
-    read = functools.partial(weights_read, born_partitioned=born_partitioned, head_groups=head_groups, window=window)
-    for reads, after, control in on_ranks(2, read):
-        # two layers, three steps; each projection once, whatever it is cut into
-        for phase in ("forward", "backward"):
-            assert len([read for read in reads if read[0] == phase]) == 2 * 3 * 4
-        assert {read[1:] for read in reads} == {(ZeroParamStatus.AVAILABLE.name, True)}
-        assert after == [{ZeroParamStatus.NOT_AVAILABLE.name}] * 3
-        assert control == [("backward", ZeroParamStatus.NOT_AVAILABLE.name, False)]
 
 
 # Checkpoints.
 
 
-def resumed(rank, folder):
-    """Losses of steps 3 to 5 after a checkpoint of step 2, for every way of saving and loading; and the keys saved."""
+def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way_round(tmp_path, rank):
+    """The same losses to the last bit, whoever saved and whoever loaded, as of the run that was never interrupted."""
 
     def made(section):
         more = {} if section is None else {"sp_overlap": section}
@@ -189,7 +168,7 @@ def resumed(rank, folder):
 
     tokens, plugin, losses, keys = batches(5), {"head_groups": 1}, {}, {}
     for saving in (None, plugin):
-        name = f"{folder}/{'plain' if saving is None else 'overlapped'}"
+        name = str(tmp_path / ("plain" if saving is None else "overlapped"))
         with made(saving) as (trained, group):
             train(trained, group, tokens[:2])
             trained.save_checkpoint(name, tag="two")
@@ -203,26 +182,17 @@ def resumed(rank, folder):
                         parameter.zero_()  # so that a checkpoint that isn't loaded is noticed
                 fresh.load_checkpoint(name, tag="two")
                 losses[f"{saving} {loading}"] = train(fresh, group, tokens[2:])
-    return losses, keys
-
-
-def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way_round(tmp_path):
-    """The same losses to the last bit, whoever saved and whoever loaded, as of the run that was never interrupted."""
-    for losses, keys in on_ranks(2, resumed, str(tmp_path)):
-        assert keys[False] == keys[True]
-        assert len(losses) == 6 and len(set(losses["None on"])) == 3
-        assert all(curve == losses["None on"] for curve in losses.values()), losses
+    assert keys[False] == keys[True]
+    assert len(losses) == 6 and len(set(losses["None on"])) == 3
+    assert all(curve == losses["None on"] for curve in losses.values()), losses
 
 
 # Where the section is found.
 
 
-def bound_layers(rank, folder):
-    """The layers that are overlapped after `deepspeed.initialize`, for every way of giving it the config."""
-    plain = ds_config(0, sp_overlap={"head_groups": 1})
-    path = f"{folder}/rank{rank}.json"
-    with open(path, "w") as file:
-        json.dump(plain, file)
+def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path, rank):
+    plain, path = ds_config(0, sp_overlap={"head_groups": 1}), str(tmp_path / f"rank{rank}.json")
+    Path(path).write_text(json.dumps(plain))
     encoded = base64.urlsafe_b64encode(json.dumps(plain).encode()).decode()
     ways = {
         "dict": {"config": plain},
@@ -232,54 +202,30 @@ def bound_layers(rank, folder):
         "args, old name": {"args": types.SimpleNamespace(deepscale_config=path)},
         "config_params": {"config_params": plain},
     }
-    bound = {}
     for way, given in ways.items():
         model = tiny()
         with forgetting():
             engine, *_ = deepspeed.initialize(model=model, mpu=sequence_parallel(model, 2), **copy.deepcopy(given))
-            bound[way] = overlapped_layers(engine.module)
+            assert overlapped_layers(engine.module) == ["model.layers.0.self_attn", "model.layers.1.self_attn"], way
             ds_sp_overlap.disable(engine.module)
-            bound[way] += overlapped_layers(engine.module)
+            assert overlapped_layers(engine.module) == [], way
             engine.destroy()
-    return bound
 
 
-def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path):
-    for bound in on_ranks(2, bound_layers, str(tmp_path)):
-        assert len(bound) == 6
-        assert set(map(tuple, bound.values())) == {("model.layers.0.self_attn", "model.layers.1.self_attn")}, bound
-
-
-def untouched(rank, section):
-    """What `deepspeed.initialize` with this section, or none, changed in the model and in transformers."""
-    config = ds_config(0) if section is None else ds_config(0, sp_overlap=section)
-    model = tiny()
-    forwards, initialize, functions = [module.forward for module in model.modules()], deepspeed.initialize, []
+@pytest.mark.parametrize("section, count", [(None, 0), ({"enabled": False, "head_groups": 2}, 0), ({}, 4)], ids=str)
+def test_without_the_section_or_with_enabled_false_nothing_changes(section, count, rank):
+    """An empty section means the defaults: two layers and the models around them change, which the instrument sees."""
+    model, initialize, functions = tiny(), deepspeed.initialize, []
+    forwards = [module.forward for module in model.modules()]
 
     def looking(**arguments):
         functions.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
         return initialize(**arguments)
 
+    config = ds_config(0) if section is None else ds_config(0, sp_overlap=section)
     with mock.patch.object(deepspeed, "initialize", looking), engine_of(model, config):
-        changed = [module for module, forward in zip(model.modules(), forwards) if module.forward != forward]
-        return len(changed), functions == [ALL_ATTENTION_FUNCTIONS["sdpa"]]
-
-
-def test_without_the_section_or_with_enabled_false_nothing_changes():
-    assert on_ranks(2, untouched, None) == [(0, True)] * 2
-    assert on_ranks(2, untouched, {"enabled": False, "head_groups": 2}) == [(0, True)] * 2
-    assert on_ranks(2, untouched, {}) == [(4, True)] * 2, (
-        "two layers and the models around them: an empty section means the defaults; the instrument sees it"
-    )
-
-
-def refused_config(rank, more):
-    """Return what `deepspeed.initialize` says to a config, and whether the engine was begun by then."""
-    model, begin = tiny(), DeepSpeedEngine._configure_with_arguments
-    spied = mock.patch.object(DeepSpeedEngine, "_configure_with_arguments", autospec=True, side_effect=begin)
-    with forgetting(), spied as begun:
-        said = refusal(deepspeed.initialize, model=model, config=ds_config(0, **more), mpu=sequence_parallel(model, 2))
-        return said, begun.called or bool(overlapped_layers(model))
+        assert sum(module.forward != forward for module, forward in zip(model.modules(), forwards)) == count
+        assert functions == [ALL_ATTENTION_FUNCTIONS["sdpa"]]
 
 
 NOBODY = 'nobody reads "{}"; the section is called "sp_overlap"'
@@ -297,10 +243,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("config, message", REFUSED, ids=str)
-def test_a_section_that_is_invalid_or_at_another_place_is_refused_before_the_engine_is_begun(config, message):
-    for (kind, said), begun in on_ranks(2, refused_config, config):
-        assert kind == ("ValidationError" if "zero_optimization" in config else "ValueError") and message in said
-        assert not begun
+def test_a_section_that_is_invalid_or_at_another_place_is_refused_before_the_engine_is_begun(config, message, rank):
+    model, begin = tiny(), DeepSpeedEngine._configure_with_arguments
+    spied = mock.patch.object(DeepSpeedEngine, "_configure_with_arguments", autospec=True, side_effect=begin)
+    with forgetting(), spied as begun:
+        kind, said = refusal(deepspeed.initialize, model=model, config=ds_config(0, **config), mpu=sequence_parallel(model, 2))
+        assert not begun.called and overlapped_layers(model) == []
+    assert kind == ("ValidationError" if "zero_optimization" in config else "ValueError") and message in said
 
 
 def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_sections():
@@ -316,7 +265,7 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
 
 
 def asked_for(monkeypatch, variable, section=None, command_line=None):
-    """What is asked for, and what is said."""
+    """Return what is asked for, and what is said."""
     monkeypatch.setenv("DS_SP_OVERLAP", variable)
     monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed.initialize, "from_command_line", command_line or {})
     config = {} if section is None else {"sp_overlap": section}
@@ -375,7 +324,7 @@ def test_an_environment_variable_that_is_no_section_is_refused(variable, section
 
 
 def by_the_variable(rank, values):
-    """What `deepspeed.initialize` says to no section at all and this rank's variable; the layers that are overlapped."""
+    """Return what `deepspeed.initialize` says to no section at all and this rank's variable; the layers that are overlapped."""
     model = tiny()
     with mock.patch.dict(os.environ, DS_SP_OVERLAP=values[rank]), listening(logging.INFO) as messages, forgetting():
         mpu = sequence_parallel(model, 2)
@@ -459,7 +408,7 @@ def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0(which):
 
 
 def said_of_reduce_scatter(rank, stage, zero, section, caller):
-    """What is said of ZeRO-3's reduce-scatter, where a module of this name makes the engine."""
+    """Return what is said of ZeRO-3's reduce-scatter, where a module of this name makes the engine."""
     config = ds_config(stage, **({} if section is None else {"sp_overlap": section}))
     del config["zero_optimization"]["reduce_scatter"]
     config["zero_optimization"].update(zero)
@@ -526,14 +475,17 @@ def whole_gradients(tokens):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def on_a_mesh(rank, stage):
-    """Two replicas of two ranks, the group taken from DeepSpeed's mesh: gradients as DeepSpeed leaves them, stock and
-    overlapped, and those of the whole sequence."""
-    tokens = batches(2)
-    expected = [whole_gradients(microbatch) for microbatch in tokens]
-    expected = {name: expected[0][name] + expected[1][name] for name in expected[0]}
-    replica, sp_rank = divmod(rank, 2)
-    found, seen = {}, None
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [full(0), 2])
+def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage, rank):
+    """The group is found, and the gradients are stock's, bit for bit.
+
+    With a mesh DeepSpeed (0.19.8) sums them over the replicas, without averaging, and leaves the sum over the sp group
+    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell docs/configuration.md.
+    """
+    tokens, (replica, sp_rank), found = batches(2), divmod(rank, 2), {}
+    first, second = (whole_gradients(microbatch) for microbatch in tokens)
+    expected = {name: first[name] + second[name] for name in first}
     for overlap in (False, True):
         config = ds_config(stage, optimizer="SGD", sequence_parallel_size=2, data_parallel_size=2)
         if overlap:
@@ -547,39 +499,26 @@ def on_a_mesh(rank, stage):
             warned = [message for message in messages if "does not sum gradients over the sp group (size 2)" in message]
             assert len(warned) == (rank == 0), messages
             group = deepspeed.utils.groups._get_sequence_parallel_group()
+            assert torch.distributed.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
             engine.backward(mean_loss(engine, cut(tokens[replica], sp_rank, 2), group))
             found[overlap] = {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
-            seen = torch.distributed.get_process_group_ranks(group), overlapped_layers(engine.module)
+            assert len(overlapped_layers(engine.module)) == (2 if overlap else 0)
             ds_sp_overlap.disable(engine.module)
             engine.destroy()
-    identical = all(torch.equal(found[True][name], x) for name, x in found[False].items())
-    as_left = max(relative_error(found[True][name], x) for name, x in expected.items())
+    assert all(torch.equal(found[True][name], x) for name, x in found[False].items())
+    as_left = worst(found[True], expected)
+    assert as_left > 0.1
     for gradient in found[True].values():
         torch.distributed.all_reduce(gradient, group=torch.distributed.new_subgroups(2)[0])
-    summed = max(relative_error(found[True][name], x) for name, x in expected.items())
-    return *seen, identical, as_left, summed
-
-
-@pytest.mark.parametrize("stage", [full(0), 2])
-def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage):
-    """The group is found, and the gradients are stock's, bit for bit.
-
-    With a mesh DeepSpeed (0.19.8) sums them over the replicas, without averaging, and leaves the sum over the sp group
-    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell docs/configuration.md.
-    """
-    for rank, (members, bound, identical, as_left, summed) in enumerate(on_ranks(4, on_a_mesh, stage)):
-        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert len(bound) == 2
-        assert identical
-        assert as_left > 0.1
-        assert summed < FP32["gradients"]
+    assert worst(found[True], expected) < FP32["gradients"]
 
 
 # DeepSpeed's own DistributedAttention.
 
 
-def custom_layer(rank, head_groups, kind):
-    """The layer before `enable`, after it, and after `disable`: output and gradients."""
+@pytest.mark.parametrize("kind", ["stock", "drop-in"])
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_a_distributed_attention_of_deepspeeds_or_ours_is_overlapped_in_any_model_and_given_back(head_groups, kind, rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(Layer(kind, torch.distributed.group.WORLD) for _ in range(2)))
     whole = torch.randn(2, 12, 32, dtype=torch.float64)
@@ -593,23 +532,16 @@ def custom_layer(rank, head_groups, kind):
 
     keys = list(model.state_dict())
     stock = outcome()
-    report = ds_sp_overlap.enable(model, {"head_groups": head_groups})
+    report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": head_groups})).split())
     bound, overlapped = overlapped_layers(model), outcome()
     same_keys = list(model.state_dict()) == keys
     ds_sp_overlap.disable(model)
     restored = all(torch.equal(a, b) for a, b in zip(stock, outcome()))
     clean = "forward" not in vars(model[0].attend) and not overlapped_layers(model)
-    return bound, str(report), max(map(relative_error, overlapped, stock)), same_keys, restored and clean
-
-
-@pytest.mark.parametrize("kind", ["stock", "drop-in"])
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_a_distributed_attention_of_deepspeeds_or_ours_is_overlapped_in_any_model_and_given_back(head_groups, kind):
-    for bound, report, error, same_keys, restored in on_ranks(2, custom_layer, head_groups, kind):
-        assert bound == ["0.attend", "1.attend"]
-        assert "the projections belong to its caller" in " ".join(report.split()) and "(2 layers)" in report
-        assert error < 1e-12  # fp64, sums in another order
-        assert same_keys and restored
+    assert bound == ["0.attend", "1.attend"]
+    assert "the projections belong to its caller" in report and "(2 layers)" in report
+    assert max(map(relative_error, overlapped, stock)) < 1e-12  # fp64, sums in another order
+    assert same_keys and restored and clean
 
 
 def initialized(rank, kind, section, **options):
@@ -641,25 +573,20 @@ def initialized(rank, kind, section, **options):
     return losses, after, heads, messages, bound
 
 
-def our_class_under_initialize(rank):
-    return {
-        "stock": initialized(rank, "stock", None),
+def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_without_an_mpu(rank):
+    """Its group is found as that of DeepSpeed's class is; the section holds, unless the layer was made with a config."""
+    stock = initialized(rank, "stock", None)
+    found = {
         "section": initialized(rank, "drop-in", {"head_groups": 2}),
         "own config": initialized(rank, "drop-in", {"head_groups": 2}, config={"head_groups": 1}),
         "no section": initialized(rank, "drop-in", None, config={"head_groups": 1}),
     }
-
-
-def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_without_an_mpu():
-    """Its group is found as that of DeepSpeed's class is; the section holds, unless the layer was made with a config."""
-    for found in on_ranks(2, our_class_under_initialize):
-        stock = found.pop("stock")
-        for case, (losses, after, heads, messages, bound) in found.items():
-            assert len(set(losses)) == 3
-            for loss, expected in zip((*losses, after), (*stock[0], stock[1]), strict=True):
-                assert abs(loss / expected - 1) < FP32["losses"], case
-            assert not messages, case
-            assert bound == ([] if case == "no section" else ["0.attend", "1.attend"]), case
-        # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
-        calls = {case: found[case][2] for case in found}
-        assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0
+    for case, (losses, after, heads, messages, bound) in found.items():
+        assert len(set(losses)) == 3
+        for loss, expected in zip((*losses, after), (*stock[0], stock[1]), strict=True):
+            assert abs(loss / expected - 1) < FP32["losses"], case
+        assert not messages, case
+        assert bound == ([] if case == "no section" else ["0.attend", "1.attend"]), case
+    # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
+    calls = {case: found[case][2] for case in found}
+    assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0

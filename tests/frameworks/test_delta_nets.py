@@ -20,7 +20,7 @@ from tests.harness.families import tiny_config, tiny_model
 from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, forgetting, packed, sequence_parallel, worst
-from tests.harness.ranks import assert_refused, no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_refused, assert_small, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
@@ -85,9 +85,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("size", CASES)
-def test_loss_and_every_gradient_equal_the_whole_sequences(size):
-    no_errors(size, FP64, against_whole, wide, CASES[size], "delta rule")
-    no_errors(size, FP64, against_whole, tiny_model, OTHERS[size], "delta rule")
+def test_loss_and_every_gradient_equal_the_whole_sequences(size, rank):
+    assert_small(against_whole(rank, wide, CASES[size], "delta rule"), FP64)
+    assert_small(against_whole(rank, tiny_model, OTHERS[size], "delta rule"), FP64)
 
 
 UNTOLD = (
@@ -130,10 +130,12 @@ def edges(rank, kinds=("qwen3_next",)):
     return said
 
 
-def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank():
+def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank(rank):
     """transformers' mixers go by these; they were ignored here, and all tokens mixed."""
     kinds = "qwen3_next", "nemotron_h", "lfm2", "mamba", "minimax"
-    assert_refused(2, dict.fromkeys(itertools.product(kinds, UNTOLD), "tell documents that position_ids don't tell"), edges, kinds)
+    assert_refused(
+        edges(rank, kinds), dict.fromkeys(itertools.product(kinds, UNTOLD), "tell documents that position_ids don't tell")
+    )
 
 
 def misses_edges(rank):
@@ -147,14 +149,14 @@ ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[16, 16], [12, 20]]
 
 @pytest.mark.parametrize("words", [("conv1d",), ("A_log", "q_norm"), ("lm_head",), ("in_proj_b", "b_proj", "in_proj_ba")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words):
-    no_errors(2, FP64, partly_trained, tiny_model, kind, words, TWO)
+def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words, rank):
+    assert_small(partly_trained(rank, tiny_model, kind, words, TWO), FP64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_on_every_projection_is_right(kind):
+def test_lora_on_every_projection_is_right(kind, rank):
     linear = [name for name, m in tiny_model(kind).named_modules() if isinstance(m, torch.nn.Linear) and "linear_attn" in name]
-    no_errors(2, FP64, adapters_trained, tiny_model, kind, linear, TWO)
+    assert_small(adapters_trained(rank, tiny_model, kind, linear, TWO), FP64)
 
 
 def test_in_bf16_rounding_is_that_of_one_rank():
@@ -171,15 +173,15 @@ def let_run_on(kind):
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2], "kimi_linear"])
-def test_a_packed_document_begins_with_an_empty_state(kind):
+def test_a_packed_document_begins_with_an_empty_state(kind, rank):
     assert let_run_on(kind) > 1e-3, "the two are told apart"
-    no_errors(2, FP64, documents, tiny_model, kind, [16, 16], ROWS, TWO)
+    assert_small(documents(rank, tiny_model, kind, [16, 16], ROWS, TWO), FP64)
 
 
 @pytest.mark.parametrize("kind, lengths", [("qwen3_next", [16, 16]), ("qwen3_5_text", [1, 31])])
-def test_padding_leaves_no_trace(kind, lengths):
+def test_padding_leaves_no_trace(kind, lengths, rank):
     """transformers makes no mask for a rank with one token."""
-    no_errors(2, FP64, padding, tiny_model, kind, lengths, TWO)
+    assert_small(padding(rank, tiny_model, kind, lengths, TWO), FP64)
 
 
 def test_padding_takes_no_document_a_token():
@@ -191,25 +193,18 @@ def test_padding_takes_no_document_a_token():
 # The schedule.
 
 
-def order_of(rank):
-    """Exchanges of a layer and the projection of its z, in their order, forward and backward."""
+def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do(rank):
+    """The order of the schedule. o is finished whole before the norm, so that do of all groups starts at once."""
     model, mover = tiny_model("qwen3_5_text"), Recording()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: mover.log.append("z"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: z.register_hook(lambda _: mover.log.append("dz")) and None)
-    return recorded(rank, model, TWO, layer, mover)
-
-
-def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do():
-    """The order of the schedule. o is finished whole before the norm, so that do of all groups starts at once."""
+    forward, backward = recorded(rank, model, TWO, layer, mover)
     made = by_head_groups(("qkv", "q"))  # two groups share the key head of a rank
-    for forward, backward in on_ranks(2, order_of):
-        expected = order(made, made.forward)
-        at = expected.index("<q0")
-        assert forward == [*expected[:at], "z", *expected[at:]]
-        expected = order(made, made.backward)
-        at = expected.index("<dq1")
-        assert backward == [*expected[:at], "dz", *expected[at:]]
+    for name, log, steps, under in (("z", forward, made.forward, "<q0"), ("dz", backward, made.backward, "<dq1")):
+        expected = order(made, steps)
+        expected.insert(expected.index(under), name)
+        assert log == expected
 
 
 # Checkpoints, evaluation, caches.
@@ -218,40 +213,35 @@ def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do
 @pytest.mark.singles
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    no_errors(2, FP64, checkpointed, tiny_model, kind, reentrant, TWO)
+def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant, rank):
+    assert_small(checkpointed(rank, tiny_model, kind, reentrant, TWO), FP64)
 
 
 def refused_alone(model, inputs):
-    """What a layer says that is called by itself, and the model without positions."""
+    """Return what a layer says that is called by itself, and the model without positions."""
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     return refusal(layer, torch.zeros(2, 16, model.config.hidden_size)), refusal(model, input_ids=inputs["input_ids"])
 
 
-def of_kind(rank, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind, rank):
     with in_double():
         model = tiny_model(kind)
         names = names_around(next(module for module in model.modules() if hasattr(module, "A_log")))
         asked = names["create_recurrent_attention_mask"]
-        found = on_and_off(rank, model, {"head_groups": 2, "check": True}, refused_alone)
+        section = {"head_groups": 2, "check": True}
+        report, off, (by_itself, without), same = on_and_off(rank, model, section, refused_alone)
         assert asked is names["create_recurrent_attention_mask"]
-    return found
+    assert "2 of 2 layers overlapped" in report and "linear_attn" in report and "delta rule, G = 2" in report
+    assert ("the projection of z under them" in report) == (kind != "qwen3_next")
+    assert "its projections are called whole" in report
+    assert len(off) == 6 and max(off) < FP64
+    assert by_itself is not None and "sequence parallelism needs position_ids" in by_itself[1], by_itself
+    assert without is not None and "sequence parallelism needs position_ids" in without[1]
+    assert same
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
-    for report, off, (by_itself, without), same in on_ranks(2, of_kind, kind):
-        assert "2 of 2 layers overlapped" in report and "linear_attn" in report and "delta rule, G = 2" in report
-        assert ("the projection of z under them" in report) == (kind != "qwen3_next")
-        assert "its projections are called whole" in report
-        assert len(off) == 6 and max(off) < FP64
-        assert by_itself is not None and "sequence parallelism needs position_ids" in by_itself[1], by_itself
-        assert without is not None and "sequence parallelism needs position_ids" in without[1]
-        assert same
-
-
-def evaluated_apart(rank):
-    """Error of a rank's own batch in evaluation, which stock was told to leave alone; and of training."""
+def test_evaluation_is_left_alone_where_stock_leaves_it_alone(rank):
     with in_double():
         model, tokens = tiny_model("qwen3_next"), tokens_of(32)
         inputs, _ = inputs_of(tokens, [16, 16], rank)
@@ -260,31 +250,10 @@ def evaluated_apart(rank):
             sequence_parallel(model, 2, disable_in_eval=True)
             ds_sp_overlap.enable(model, {"head_groups": 1})
             with torch.no_grad():
-                found = [model.train(training)(**inputs, use_cache=False).logits for training in (False, True)]
+                for training, expected in ((False, alone), (True, whole)):
+                    assert (model.train(training)(**inputs, use_cache=False).logits - expected).abs().max() < FP64, training
             ds_sp_overlap.disable(model)
-    return [(mine - x).abs().max().item() for mine, x in zip(found, (alone, whole))], (alone - whole).abs().max().item()
-
-
-def test_evaluation_is_left_alone_where_stock_leaves_it_alone():
-    for rank, (errors, apart) in enumerate(on_ranks(2, evaluated_apart)):
-        assert max(errors) < FP64
-        assert apart > 1e-3 or rank == 0
-
-
-def refusals(rank):
-    said = {}
-    for name, options, section in (
-        ("few", heads(2, 2), {}),
-        ("enough", heads(4, 4), {}),
-        ("many", heads(8, 2), {"head_groups": 3}),
-    ):
-        config = tiny_config("qwen3_next", num_attention_heads=16, num_key_value_heads=4, **options)
-        config._attn_implementation = "sdpa"
-        model = type(tiny_model("qwen3_next"))(config)
-        said[name] = refusal(ds_sp_overlap.enable, model, section, dist.group.WORLD)
-    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
-    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
-    return said | {"strange": refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD)}
+    assert (alone - whole).abs().max() > 1e-3 or rank == 0
 
 
 DELTA_NET = "linear_attn (Qwen3NextGatedDeltaNet)"
@@ -295,44 +264,45 @@ REFUSED = {
 }
 
 
-def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name_and_numbers():
-    assert_refused(4, REFUSED, refusals)
+@pytest.mark.ranks(4)
+def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name_and_numbers(rank):
+    said, many = {}, {"head_groups": 3}
+    for name, options, section in (("few", heads(2, 2), {}), ("enough", heads(4, 4), {}), ("many", heads(8, 2), many)):
+        config = tiny_config("qwen3_next", num_attention_heads=16, num_key_value_heads=4, **options)
+        config._attn_implementation = "sdpa"
+        model = type(tiny_model("qwen3_next"))(config)
+        said[name] = refusal(ds_sp_overlap.enable, model, section, dist.group.WORLD)
+    layer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    said["strange"] = refusal(ds_sp_overlap.enable, model, {}, dist.group.WORLD)
+    assert_refused(said, REFUSED)
 
 
-def without_tokens(rank, kind):
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3", "bitnet"])
+def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind, rank):
     model = tiny_model(kind)
     ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
     said = refusal(share, model, *inputs_of(tokens_of(16), [16, 0], rank))
     ds_sp_overlap.disable(model)
-    return said
-
-
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3", "bitnet"])
-def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind):
-    for said in on_ranks(2, without_tokens, kind, timeout_s=60):
-        assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]
+    assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]
 
 
 # Training.
 
 
 @pytest.mark.parametrize("kind", [*map(full, KINDS[:-1]), KINDS[-1]])
-def test_training_under_zero_is_that_of_the_whole_sequence(kind):
+def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
     """Each parameter's gradient, those cut by heads too, is reduced as every other's; ZeRO-3 gathers what no module's call asks for."""
     stages = [(0, False), (1, False), (3, kind != "qwen3_next")]
-    no_errors(2, FP32, trained, kind, stages, TWO, timeout_s=200)
-
-
-def chosen(rank, kind):
-    with listening() as said:
-        return said, trained(rank, kind, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
+    assert_small(trained(rank, kind, stages, TWO), FP32)
 
 
 @pytest.mark.parametrize("kind, kv_heads", [("qwen3_5_text", 2), ("youtu", 1)])
-def test_g_is_chosen_by_timing(kind, kv_heads):
-    for said, off in on_ranks(2, chosen, kind, timeout_s=200):
-        assert any(f"4 query and {kv_heads} KV heads" in line and "kept: G = " in line for line in said), said
-        assert max(off.values()) < FP32, off
+def test_g_is_chosen_by_timing(kind, kv_heads, rank):
+    with listening() as said:
+        off = trained(rank, kind, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
+    assert any(f"4 query and {kv_heads} KV heads" in line and "kept: G = " in line for line in said), said
+    assert max(off.values()) < FP32, off
 
 
 # Guards.

@@ -24,14 +24,13 @@ from ds_sp_overlap.attention.runtime.sharded import is_gathered, look_for_units
 from ds_sp_overlap.exchange.transport import C10d
 from tests.harness.cases import full
 from tests.harness.models import EXACT, batches, cut, tiny, worst
-from tests.harness.ranks import no_errors, on_ranks
 from tests.harness.reference import relative_error
 
 EQUAL, LAYERS, MICROBATCHES = 1e-12, 3, 2
 
 
 def units_of(model, units):
-    """What is given to `fully_shard`, inner modules first."""
+    """Return what is given to `fully_shard`, inner modules first."""
     if units == "pairs":
         first, second, *rest = model.model.layers
         return [[first, second], *rest, model]
@@ -129,7 +128,7 @@ def overlapped_and_sharded(case, group, model=None):
 
 @contextlib.contextmanager
 def recorded():
-    """What FSDP gathers (``G layers.0``) and reduces (``R layers.0``), between what is sent (``>q0``) and awaited (``<q0``)."""
+    """Yield what FSDP gathers (``G layers.0``) and reduces (``R layers.0``), between what is sent (``>q0``) and awaited (``<q0``)."""
     log = []
 
     def noting(letter, function):
@@ -151,60 +150,55 @@ def recorded():
         yield log
 
 
-def trained(rank, case, size=2):
-    """The report's words; of two steps the error of the gradients; the last step's log."""
+def assert_right(rank, case, size=2):
+    """Assert that the gradients of two steps are right, that layers are overlapped, and how often FSDP gathers."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
     replica, rank = divmod(rank, size)
     microbatches = MICROBATCHES if case.policy == "accumulates" else 1
-    expected, errors = whole_gradients(world // size, microbatches), []
-    group = mesh["sp"].get_group()
-    with overlapped_and_sharded(case, group) as (model, report):
+    expected = whole_gradients(world // size, microbatches)
+    with overlapped_and_sharded(case, mesh["sp"].get_group()) as (model, report):
         for _ in range(2):
             model.zero_grad()
             with recorded() as log:
                 for at, tokens in enumerate(tokens_of(replica)[:microbatches]):
                     model.set_requires_gradient_sync(at == microbatches - 1)
                     share(model, cut(tokens, rank, size)).backward()
-            errors.append(worst(gradients(model, size, world), expected))
-    assert case.way != "window" or "in tiles: LlamaMLP (3), LlamaRMSNorm (7)" in str(report), report
-    return [(layer.got, layer.lacks) for layer in report.layers], errors, log
-
-
-def check(case, found):
-    for said, errors, log in found:
-        assert all(error < EQUAL for error in errors), errors
-        assert all(lacks == "" for _, lacks in said)
-        assert all(got.endswith("q_proj, k_proj, v_proj, o_proj under them") for got, _ in said)
-        # Every unit is gathered as often as without the overlap: once in forward and once in backward, the root stays.
-        if case.policy == "plain" and case.units in ("root", "layers"):
-            layers = [f"G layers.{at}" for at in range(LAYERS)] if case.units == "layers" else []
-            assert [entry for entry in log if entry[0] == "G"] == ["G embed_tokens.weight", *layers, *layers[::-1]]
-            reduced = [entry.replace("G", "R") for entry in (*layers[::-1], "G embed_tokens.weight")]
-            assert [entry for entry in log if entry[0] == "R"] == reduced
+            assert worst(gradients(model, size, world), expected) < EQUAL
+    assert case.way != "window" or "in tiles: LlamaMLP (3), LlamaRMSNorm (7)" in str(report)
+    assert all(layer.lacks == "" and layer.got.endswith("q_proj, k_proj, v_proj, o_proj under them") for layer in report.layers)
+    # Every unit is gathered as often as without the overlap: once in forward and once in backward, the root stays.
+    if case.policy == "plain" and case.units in ("root", "layers"):
+        layers = [f"G layers.{at}" for at in range(LAYERS)] if case.units == "layers" else []
+        assert [entry for entry in log if entry[0] == "G"] == ["G embed_tokens.weight", *layers, *layers[::-1]]
+        reduced = [entry.replace("G", "R") for entry in (*layers[::-1], "G embed_tokens.weight")]
+        assert [entry for entry in log if entry[0] == "R"] == reduced
 
 
 @pytest.mark.singles
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_every_gradient_equals_the_whole_sequences(case):
-    check(case, on_ranks(2, trained, case))
+def test_every_gradient_equals_the_whole_sequences(case, rank):
+    assert_right(rank, case)
 
 
 ON_A_MESH = [case for case in CASES if case.units == "layers" and case.policy != "stays"]
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "case", [case if case == ("enable", "layers", "layer", "accumulates") else full(case) for case in ON_A_MESH], ids="-".join
 )
-def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequences(case):
-    check(case, on_ranks(4, trained, case))
+def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequences(case, rank):
+    assert_right(rank, case)
 
 
 # Where exchanges stand beside FSDP's collectives.
 
 
-def order(rank, way, first):
-    """The log of a second step without FSDP, then with it."""
+@pytest.mark.parametrize("first", ["enable", full("fully_shard")])
+@pytest.mark.parametrize("way", ["layer", full("window")])
+def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way, first, rank):
+    """Compare the log of a second step without FSDP with that of one with it."""
     logs = []
     for policy in ("alone", "plain"):
         with overlapped_and_sharded(Case(first, "layers", way, policy), dist.group.WORLD) as (model, _):
@@ -212,15 +206,9 @@ def order(rank, way, first):
                 with recorded() as log:
                     share(model, cut(tokens_of(0)[0], rank, 2)).backward()
         logs.append(log)
-    return logs
-
-
-@pytest.mark.parametrize("first", ["enable", full("fully_shard")])
-@pytest.mark.parametrize("way", ["layer", full("window")])
-def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way, first):
-    for without, log in on_ranks(2, order, way, first):
-        assert [entry for entry in log if entry[0] in "<>"] == without
-        assert sum(entry.startswith("G layers") for entry in log) == 2 * LAYERS
+    without, log = logs
+    assert [entry for entry in log if entry[0] in "<>"] == without
+    assert sum(entry.startswith("G layers") for entry in log) == 2 * LAYERS
 
 
 # What a model may do between two layers, and with them.
@@ -266,9 +254,12 @@ CHANGES = {
 }
 
 
-def changed(rank, change, way, evaluates):
-    """Errors of gradients in four steps, with a forward in evaluation before each if asked for."""
-    whole, errors, tokens = tiny(**EXACT, layers=LAYERS), [], tokens_of(0)[0]
+@pytest.mark.singles
+@pytest.mark.parametrize("way", ["layer", "recomputed"])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_the_model_does_with_its_layers_every_gradient_is_right(change, evaluates, way, rank):
+    whole, tokens = tiny(**EXACT, layers=LAYERS), tokens_of(0)[0]
     with CHANGES[change](whole):
         share(whole, cut(tokens, 0, 1)).backward()
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
@@ -284,24 +275,14 @@ def changed(rank, change, way, evaluates):
                         share(model, cut(tokens, rank, 2))
                 share(model, cut(tokens, rank, 2)).backward()
             found = {name: 2 * p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-            errors.append(worst(found, expected))
-    return errors
-
-
-@pytest.mark.singles
-@pytest.mark.parametrize("way", ["layer", "recomputed"])
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-def test_whatever_the_model_does_with_its_layers_every_gradient_is_right(change, evaluates, way):
-    no_errors(2, EQUAL, changed, change, way, evaluates)
+            assert worst(found, expected) < EQUAL
 
 
 # Mixed precision, clipping, divide factors, checkpoints.
 
 
-def in_bf16(rank):
-    """Gradients under a policy of mixed precision, and those of the same layers in bf16 without FSDP, summed in fp32."""
-    summed, differ = {}, []
+def test_under_mixed_precision_gradients_are_those_of_the_layers_in_bf16_summed_in_fp32(rank):
+    summed = {}
     for sharded in (False, True):
         model = tiny(layers=LAYERS, dtype=torch.float32 if sharded else torch.bfloat16, initializer_range=0.2)
         ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)
@@ -314,35 +295,23 @@ def in_bf16(rank):
             if not sharded:
                 summed[name] = parameter.grad.float()
                 dist.all_reduce(summed[name])
-            elif not torch.equal(2 * parameter.grad.full_tensor(), summed[name]):
-                differ.append(name)
+            else:
+                assert torch.equal(2 * parameter.grad.full_tensor(), summed[name]), name
         ds_sp_overlap.disable(model)
-    return differ
 
 
-def test_under_mixed_precision_gradients_are_those_of_the_layers_in_bf16_summed_in_fp32():
-    for differ in on_ranks(2, in_bf16):
-        assert differ == []
-
-
-def gathered(rank):
-    """Whether weights are taken for gathered: of two layers that share one, of a unit that was made later, of a plain layer."""
+def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathered(rank):
     alike = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     alike[1].weight = alike[0].weight
     fully_shard(alike)
     look_for_units(alike)
     later, plain = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     fully_shard(later)
-    return [is_gathered(layer) for layer in (*alike, later, plain)]
+    assert [is_gathered(layer) for layer in (*alike, later, plain)] == [True, True, True, False]
 
 
-def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathered():
-    assert on_ranks(2, gathered) == [[True, True, True, False]] * 2
-
-
-def one_step(rank, folder):
-    """A step of clipped SGD with the sum of all gradients, saved; then loaded by the model itself, whose weights were spoiled, and by one
-    that knows neither FSDP nor the overlap."""
+def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_plain_model(tmp_path, rank):
+    """1e-5: clipping adds 1e-6 to the norm, which is far above 1."""
     expected, tokens = whole_gradients(1, 1), tokens_of(0)[0]
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     model = tiny(**EXACT, layers=LAYERS)
@@ -354,26 +323,20 @@ def one_step(rank, folder):
         share(model, cut(tokens, rank, 2)).backward()
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
         set_model_state_dict(model, state["model"])
         resumed = {name: p.full_tensor() for name, p in model.named_parameters()}
     plain = tiny(**EXACT, layers=LAYERS, seed=1)
     state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(plain, state["model"])
     after = {name: p - 0.1 * expected[name] / norm for name, p in before.items()}
     loaded = dict(plain.named_parameters())
-    errors = worst(loaded, after), relative_error(found.full_tensor(), norm)
+    assert worst(loaded, after) < 1e-5 and relative_error(found.full_tensor(), norm) < EQUAL
     assert all(torch.equal(resumed[name], parameter) for name, parameter in loaded.items())
-    return list(state["model"]) == list(tiny(**EXACT, layers=LAYERS).state_dict()), errors
-
-
-def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_plain_model(tmp_path):
-    """1e-5: clipping adds 1e-6 to the norm, which is far above 1."""
-    for same_names, (step, norm) in on_ranks(2, one_step, str(tmp_path)):
-        assert same_names and step < 1e-5 and norm < EQUAL
+    assert list(state["model"]) == list(tiny(**EXACT, layers=LAYERS).state_dict())

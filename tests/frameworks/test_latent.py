@@ -21,7 +21,7 @@ from tests.harness import flash
 from tests.harness.families import tiny_model
 from tests.harness.guards import Watched, notices
 from tests.harness.models import FP64, worst
-from tests.harness.ranks import no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_small, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
@@ -83,8 +83,8 @@ SAYS = r"layers\) overlapped: latent attention, "
 
 
 @pytest.mark.parametrize("size", CASES)
-def test_loss_and_every_gradient_equal_the_whole_sequences(size):
-    no_errors(size, FP64, against_whole, tiny_model, CASES[size], SAYS)
+def test_loss_and_every_gradient_equal_the_whole_sequences(size, rank):
+    assert_small(against_whole(rank, tiny_model, CASES[size], SAYS), FP64)
 
 
 def flashing(kind):
@@ -93,27 +93,22 @@ def flashing(kind):
     return model
 
 
-def through_flash(rank):
+def test_a_flash_attention_gets_the_expanded_heads(rank):
     with flash.flash_attention() as calls:
-        errors = against_whole(rank, flashing, [("deepseek_v3", {}, [16, 16], [ONE, TWO])], SAYS)
+        assert_small(against_whole(rank, flashing, [("deepseek_v3", {}, [16, 16], [ONE, TWO])], SAYS), FP64)
         assert calls
-        return errors
-
-
-def test_a_flash_attention_gets_the_expanded_heads():
-    no_errors(2, FP64, through_flash)
 
 
 ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[1, 1, 1, 29], [3, 1, 1, 27]], [[32], [7, 25]]]
 
 
-def test_packed_documents_are_kept_apart():
-    no_errors(2, FP64, documents, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO)
+def test_packed_documents_are_kept_apart(rank):
+    assert_small(documents(rank, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO), FP64)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant):
-    no_errors(2, FP64, checkpointed, tiny_model, "youtu", reentrant, TWO)
+def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant, rank):
+    assert_small(checkpointed(rank, tiny_model, "youtu", reentrant, TWO), FP64)
 
 
 # What travels.
@@ -129,24 +124,17 @@ class Sizes(Recording):
         return super().launch(send, recv, send_sizes, recv_sizes, group, name)
 
 
-def order_of(rank):
-    """Exchanges of a layer in their order, forward and backward, and the numbers that this rank receives in each."""
+def test_a_latent_travels_once_and_k_and_v_of_heads_never(rank):
+    """Count the numbers that this rank receives in each exchange."""
     model, mover = tiny_model("deepseek_v3"), Sizes()
-
-    def given(x, positions):
-        return model.model.rotary_emb(x, positions), None
-
-    return *recorded(rank, model, TWO, attention_of(model), mover, given=given), mover.received
-
-
-def test_a_latent_travels_once_and_k_and_v_of_heads_never():
     made, tokens = by_head_groups(("qkv", "q")), 2 * 32
-    for forward, backward, received in on_ranks(2, order_of):
-        assert forward == order(made, made.forward) and backward == order(made, made.backward)
-        assert {name: count // tokens for name, count in received.items()} == {
-            **{"q0": K, "k0": LATENT, "v0": ROTATED, "q1": K, "o0": V, "o1": V},  # o: twice the heads of half the tokens
-            **{"dq0": K, "dk0": LATENT, "dv0": ROTATED, "dq1": K, "do0": V, "do1": V},
-        }, received
+    given = lambda x, positions: (model.model.rotary_emb(x, positions), None)
+    forward, backward = recorded(rank, model, TWO, attention_of(model), mover, given=given)
+    assert forward == order(made, made.forward) and backward == order(made, made.backward)
+    assert {name: count // tokens for name, count in mover.received.items()} == {
+        **{"q0": K, "k0": LATENT, "v0": ROTATED, "q1": K, "o0": V, "o1": V},  # o: twice the heads of half the tokens
+        **{"dq0": K, "dk0": LATENT, "dv0": ROTATED, "dq1": K, "do0": V, "do1": V},
+    }
 
 
 @pytest.mark.parametrize("size, pay", [(1, False), (2, True), (64, True), (72, False), (128, False), (129, False)])
@@ -157,24 +145,15 @@ def test_latents_pay_while_a_rank_has_more_heads_numbers(size, pay):
 # Where they don't travel, and what is left.
 
 
-def left_at_the_attention_function(rank):
-    """Of layers whose heads are smaller, or whose projection was replaced: what is said, and the error."""
-    said = []
+def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function(rank):
     with in_double():
-        for options, adapter in ((dict(kv_lora_rank=48), False), ({}, True)):
-            model = tiny_model("deepseek_v3", **options)
-            model = adapted(model, "kv_b_proj") if adapter else model
+        for model, why in (
+            (tiny_model("deepseek_v3", kv_lora_rank=48), "latents of 56 numbers a token are no smaller than a rank's k and v, 48"),
+            (adapted(tiny_model("deepseek_v3"), "kv_b_proj"), "latents are expanded whole: kv_b_proj (LoRA)"),
+        ):
             report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)).split())
-            said.append((report, against_itself(rank, model)))
-    return said
-
-
-def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function():
-    for (large, of_large), (replaced, of_replaced) in on_ranks(2, left_at_the_attention_function):
-        assert max(of_large, of_replaced) < FP64
-        assert "latents of 56 numbers a token are no smaller than a rank's k and v, 48" in large
-        assert "latents are expanded whole: kv_b_proj (LoRA)" in replaced
-        assert all("attention function, G = 2" in said and "latent attention" not in said for said in (large, replaced))
+            assert why in report and "attention function, G = 2" in report and "latent attention" not in report
+            assert against_itself(rank, model) < FP64
 
 
 def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
@@ -183,21 +162,14 @@ def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
     assert why_not(layer, 8) == "no latents travel where ranks share heads, here 8 ranks 4 heads"
 
 
-def watched_on_one_rank(rank):
-    """Errors of two steps, the second with a hook on rank 0 alone, as a logger has it."""
-    errors = []
+def test_a_hook_on_the_projection_on_one_rank_alone_has_the_latents_travel_on_none(rank):
     with in_double():
         whole, model = on_one_rank(tiny_model("deepseek_v3")), enabled(tiny_model("deepseek_v3"))
         for step in range(2):
             if step and rank == 0:
                 model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, y: None)
-            errors.append(worst(on_all_ranks(rank, model), whole))
+            assert worst(on_all_ranks(rank, model), whole) < FP64
         ds_sp_overlap.disable(model)
-    return errors
-
-
-def test_a_hook_on_the_projection_on_one_rank_alone_has_the_latents_travel_on_none():
-    no_errors(2, FP64, watched_on_one_rank, timeout_s=60)
 
 
 def adapted_afterwards(rank):
@@ -205,46 +177,36 @@ def adapted_afterwards(rank):
         return against_itself(rank, adapted(enabled(tiny_model("deepseek_v3")), "kv_b_proj", "o_proj"))
 
 
-def test_an_adapter_that_is_put_on_the_projection_afterwards_learns():
-    no_errors(2, FP64, adapted_afterwards)
+def test_an_adapter_that_is_put_on_the_projection_afterwards_learns(rank):
+    assert_small(adapted_afterwards(rank), FP64)
 
 
-def patched_afterwards(rank, name):
-    """What is said where a class is given another function after ``enable``."""
+@pytest.mark.parametrize("name", ["forward", "expand_kv"])
+def test_a_class_that_is_patched_afterwards_is_refused(name, rank):
     with in_double():
         model = enabled(tiny_model("deepseek_v3"))
         kind, (mine, _) = type(attention_of(model)), inputs_of(tokens_of(32), [16, 16], rank)
         own, other = getattr(kind, name), attention_of(tiny_model("deepseek_v3"))  # nothing is put in the other's place
-        known = is_latent(other)
+        assert is_latent(other)
         with mock.patch.object(kind, name, lambda self, *args, **kwargs: [2 * x for x in own(self, *args, **kwargs)]):
-            return refusal(model, **mine, use_cache=False), known, is_latent(other)
+            said = refusal(model, **mine, use_cache=False)
+            assert not is_latent(other)
+    assert said is not None and "since its class was given another forward or expand_kv" in said[1]
 
 
-@pytest.mark.parametrize("name", ["forward", "expand_kv"])
-def test_a_class_that_is_patched_afterwards_is_refused(name):
-    for said, known, still_known in on_ranks(2, patched_afterwards, name):
-        assert said is not None and "since its class was given another forward or expand_kv" in said[1], said
-        assert known and not still_known
-
-
-def of_latents(rank):
-    """`on_and_off`, and whether a layer is gone with its model."""
+def test_the_report_says_it_evaluation_agrees_and_nothing_is_left(rank):
     with in_double():
         model = tiny_model("youtu")
-        found = on_and_off(rank, model, TWO, lambda model, inputs: refusal(model, input_ids=inputs["input_ids"]))
-        left = [name for name, module in model.named_modules() if "expand_kv" in vars(module)]
+        without_positions = lambda model, inputs: refusal(model, input_ids=inputs["input_ids"])
+        report, off, refused, same = on_and_off(rank, model, TWO, without_positions)
+        assert not any("expand_kv" in vars(module) for module in model.modules())
         enabled(model)
     layer = weakref.ref(attention_of(model))
     del model
     gc.collect()
-    return *found, left, layer() is None
-
-
-def test_the_report_says_it_evaluation_agrees_and_nothing_is_left():
-    for report, off, without_positions, same, left, gone in on_ranks(2, of_latents):
-        assert "2 of 2 layers overlapped" in report and "latent attention, G = 2" in report
-        assert "its projections are called whole" in report
-        assert without_positions is not None and len(off) == 6 and max(off) < FP64 and same and left == [] and gone
+    assert "2 of 2 layers overlapped" in report and "latent attention, G = 2" in report
+    assert "its projections are called whole" in report
+    assert refused is not None and len(off) == 6 and max(off) < FP64 and same and layer() is None
 
 
 class Padded(DeepseekV3Attention):
@@ -327,20 +289,16 @@ def gathered_in_its_call(rank):
     return error
 
 
-def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone():
-    no_errors(2, FP64, gathered_in_its_call)
+def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone(rank):
+    assert_small(gathered_in_its_call(rank), FP64)
 
 
-def test_training_under_zero_is_that_of_the_whole_sequence():
+def test_training_under_zero_is_that_of_the_whole_sequence(rank):
     """The projection's gradient, cut by heads, is reduced as every other's."""
-    no_errors(2, FP32, trained, "youtu", [(0, False), (3, False), (3, True)], TWO, timeout_s=200)
+    assert_small(trained(rank, "youtu", [(0, False), (3, False), (3, True)], TWO), FP32)
 
 
 # Guards.
-
-
-def misses_a_patch(rank):
-    return [] if patched_afterwards(rank, "expand_kv")[0] else ["a class that is patched is not refused"]
 
 
 of_rows = functools.partial(against_whole, make=tiny_model, cases=[("deepseek_v3", heads(5), [16, 16], [ONE, TWO])], says=SAYS)
@@ -349,7 +307,11 @@ MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last i
 WATCHED = [
     Watched("rows of its heads", MIXED_UP, of_rows),
     Watched("its weight is whole", "return body(*tensors)", gathered_in_its_call),
-    Watched("latents are expanded as was read", "if False:", misses_a_patch),
+    Watched(
+        "latents are expanded as was read",
+        "if False:",
+        functools.partial(test_a_class_that_is_patched_afterwards_is_refused, name="expand_kv"),
+    ),
     Watched("adapters are heard", "return False", adapted_afterwards),
     Watched("only code that is known", "if False:", lambda: ["Scaled"] * known(Scaled)),
     Watched("no other use", "return True", lambda: [x.__name__ for x in (Padded, Swapped) if known(x)]),

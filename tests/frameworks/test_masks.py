@@ -35,7 +35,7 @@ from tests.harness.models import (
     tiny,
     worst,
 )
-from tests.harness.ranks import assert_refused, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_refused, assert_small, on_ranks, refusal
 
 WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)
 LLAMA4 = dict(
@@ -85,7 +85,7 @@ PADDING = {
 
 
 def padding(rank, cases):
-    """Of each case the errors of stock and of ours."""
+    """Return for each case the errors of stock and of ours."""
     errors = {}
     for family, which, counted in cases:
         mask = PADDING[which]
@@ -94,35 +94,12 @@ def padding(rank, cases):
     return errors
 
 
-def test_tokens_that_count_see_no_padding():
+def test_tokens_that_count_see_no_padding(rank):
     """Positions from the first token that counts, and from the first in the row."""
     cases = singles(itertools.product(("llama", "bitnet"), PADDING, (True, False)))
-    for errors in on_ranks(2, padding, cases):
-        for (family, which, counted), (stock, ours) in errors.items():
-            assert ours < FP64, (family, which, counted, ours)
-            assert ("left" in which or which == "both sides") == (stock > 1e-3), (family, which, counted, stock)
-
-
-def refused_masks(rank):
-    with sequence_parallel_model(2) as (model, _):
-        ds_sp_overlap.enable(model)
-        inputs = cut(batches(1)[0], rank, 2)
-        del inputs["labels"]
-        hole = torch.ones(BATCH, SEQ).index_fill(1, torch.tensor([7]), 0).chunk(2, 1)[rank]  # on one rank
-        masks = {
-            "hole": hole,
-            "4-D": torch.ones(BATCH, 1, 16, 16, dtype=torch.bool),
-            "dict": {"full_attention": None},
-            "of the whole sequence": torch.ones(BATCH, SEQ),
-            "one rank": torch.ones(BATCH, 1, 16, 16) if rank else None,
-            "fine": torch.ones(BATCH, 16) if rank else None,
-        }
-        said = {name: refusal(model, **inputs, attention_mask=mask, use_cache=False) for name, mask in masks.items()}
-        layer, hidden = model.model.layers[0].self_attn, torch.zeros(BATCH, 16, 32)
-        tables = model.model.rotary_emb(hidden, inputs["position_ids"])
-        options = dict(position_embeddings=tables, position_ids=inputs["position_ids"])
-        said["layer"] = refusal(layer, hidden, attention_mask=masks["4-D"], **options)
-        return said
+    for (family, which, counted), (stock, ours) in padding(rank, cases).items():
+        assert ours < FP64, (family, which, counted)
+        assert ("left" in which or which == "both sides") == (stock > 1e-3), (family, which, counted)
 
 
 MASKS = {
@@ -135,19 +112,32 @@ MASKS = {
 }
 
 
-def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank():
-    assert_refused(2, MASKS, refused_masks)
+def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank(rank):
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        inputs = cut(batches(1)[0], rank, 2)
+        del inputs["labels"]
+        hole = torch.ones(BATCH, SEQ).index_fill(1, torch.tensor([7]), 0).chunk(2, 1)[rank]  # on one rank
+        given = {
+            "hole": hole,
+            "4-D": torch.ones(BATCH, 1, 16, 16, dtype=torch.bool),
+            "dict": {"full_attention": None},
+            "of the whole sequence": torch.ones(BATCH, SEQ),
+            "one rank": torch.ones(BATCH, 1, 16, 16) if rank else None,
+            "fine": torch.ones(BATCH, 16) if rank else None,
+        }
+        said = {name: refusal(model, **inputs, attention_mask=mask, use_cache=False) for name, mask in given.items()}
+        layer, hidden = model.model.layers[0].self_attn, torch.zeros(BATCH, 16, 32)
+        tables = model.model.rotary_emb(hidden, inputs["position_ids"])
+        options = dict(position_embeddings=tables, position_ids=inputs["position_ids"])
+        said["layer"] = refusal(layer, hidden, attention_mask=given["4-D"], **options)
+    assert_refused(said, MASKS)
 
 
-def without_mask(rank):
-    """Of decoder layers that give their attention no mask: the error, or what was said, of each batch and section."""
+def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused(rank):
+    """transformers would attend across the documents and to padding; documents were kept apart here, which was off by 1.5."""
     counted = PADDING["both sides"].cumsum(1).sub(1).clamp_min(0)
-    given = {
-        "one document": (None, None),
-        "documents": (packed([[10, 22], [3, 13, 16]]), None),
-        "padding": (counted, PADDING["both sides"]),
-    }
-    tokens, group, found = batches(1)[0], torch.distributed.group.WORLD, {}
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
 
     def made():
         model = tiny(**EXACT)
@@ -157,29 +147,14 @@ def without_mask(rank):
             )
         return model
 
-    for what, (positions, mask) in given.items():
-        whole = outcome(made(), tokens, 0, 1, None, positions, mask)
-        for section in ({"head_groups": 1}, {"head_groups": 2}, {"shares": 2}):
-            model, results = made(), []
-            ds_sp_overlap.enable(model, section, group)
-            said = refusal(lambda: results.append(outcome(model, tokens, rank, 2, group, positions, mask)))
-            ds_sp_overlap.disable(model)
-            found[what, str(section)] = said or worst(results[0], whole)
-    return found
-
-
-def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused():
-    """transformers would attend across the documents and to padding; documents were kept apart here, which was off by 1.5."""
-    for found in on_ranks(2, without_mask):
-        for (what, section), result in found.items():
-            if what == "one document":
-                assert result < FP64, (what, section)
-            else:
-                assert result[0] == "ValueError" and "LlamaAttention is given no attention_mask, though" in result[1], (
-                    what,
-                    section,
-                    result,
-                )
+    whole = outcome(made(), tokens, 0, 1, None)
+    for section in ({"head_groups": 1}, {"head_groups": 2}, {"shares": 2}):
+        ds_sp_overlap.enable(model := made(), section, group)
+        assert worst(outcome(model, tokens, rank, 2, group), whole) < FP64
+        for given in ((packed([[10, 22], [3, 13, 16]]), None), (counted, PADDING["both sides"])):
+            said = refusal(outcome, model, tokens, rank, 2, group, *given)
+            assert_error(said, "LlamaAttention is given no attention_mask, though")
+        ds_sp_overlap.disable(model)
 
 
 def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
@@ -225,23 +200,18 @@ UNFIT = {
 
 @since_transformers("5.1")
 @pytest.mark.parametrize("cases", [MIXING, UNFIT], ids=["mixing", "unfit"])
-def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupported_says(cases):
+def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupported_says(cases, rank):
     messages = {family: message for family, (_, message) in cases.items()}
-    assert_refused(2, messages, refused_at_enable, {family: options for family, (options, _) in cases.items()})
+    assert_refused(refused_at_enable(rank, {family: options for family, (options, _) in cases.items()}), messages)
 
 
-def refused_behind_a_wrapper(rank):
-    """What is said of a model whose class was given a wrapper that hides the arguments of its forward."""
+def test_a_model_of_which_nobody_can_tell_whether_it_takes_tokens_is_refused(rank):
+    """Its layers would be taken for those of a model of images, each of whose ranks attends alone."""
     forward = LlamaModel.forward
     with mock.patch.object(LlamaModel, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs)):
         with sequence_parallel_model(2) as (model, _):
-            return refusal(ds_sp_overlap.enable, model, {"on_unsupported": "warn"})
-
-
-def test_a_model_of_which_nobody_can_tell_whether_it_takes_tokens_is_refused():
-    """Its layers would be taken for those of a model of images, each of whose ranks attends alone."""
-    for said in on_ranks(2, refused_behind_a_wrapper):
-        assert said is not None and "self_attn (LlamaAttention): the forward of LlamaModel takes *args" in said[1], said
+            _, said = refusal(ds_sp_overlap.enable, model, {"on_unsupported": "warn"})
+    assert "self_attn (LlamaAttention): the forward of LlamaModel takes *args" in said
 
 
 # One global sequence for one forward.
@@ -284,13 +254,13 @@ def steps_of_their_own(rank, how, options):
 
 
 @pytest.mark.parametrize("how", ["new tensors", "one buffer", "one rank's buffer"])
-def test_each_forward_and_its_recomputation_go_by_the_documents_of_that_forward(how):
-    assert all(max(errors) < FP64 for errors in on_ranks(2, steps_of_their_own, how, {}))
+def test_each_forward_and_its_recomputation_go_by_the_documents_of_that_forward(how, rank):
+    assert_small(steps_of_their_own(rank, how, {}), FP64)
 
 
-def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequence():
+def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequence(rank):
     options = {**LLAMA4, "attention_chunk_size": 64, "attn_temperature_tuning": False}
-    assert all(max(errors) < IN_FP32["llama4_text"] for errors in on_ranks(2, steps_of_their_own, "new tensors", options))
+    assert_small(steps_of_their_own(rank, "new tensors", options), IN_FP32["llama4_text"])
 
 
 def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implementation():
@@ -368,41 +338,25 @@ MANY = {
 }
 
 
-def many_documents(rank, options):
-    """Of each packing: the error against every document alone, and how often sdpa was called in a forward."""
-    tokens, seen = batches(1)[0], {}
+@since_transformers("5.1")
+@pytest.mark.parametrize(
+    "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
+)
+def test_many_short_documents_are_right_and_take_few_calls(options, rank):
+    """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
+    tokens, attention = batches(1)[0], "scaled_dot_product_attention"
     for name, lengths in MANY.items():
         alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
         with sequence_parallel_model(2, **EXACT, **options) as (model, group):
             ds_sp_overlap.enable(model, {"head_groups": 2})
             outcome(model, tokens, rank, 2, group, packed(lengths))  # the first call tries attention out
             functional = torch.nn.functional
-            with mock.patch.object(
-                functional, "scaled_dot_product_attention", wraps=functional.scaled_dot_product_attention
-            ) as sdpa:
-                seen[name] = worst(outcome(model, tokens, rank, 2, group, packed(lengths)), alone), sdpa.call_count
-    return seen
-
-
-@since_transformers("5.1")
-@pytest.mark.parametrize(
-    "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
-)
-def test_many_short_documents_are_right_and_take_few_calls(options):
-    """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
-    for seen in on_ranks(2, many_documents, options):
-        for name, (error, calls) in seen.items():
-            assert error < FP64, (name, error)
-            documents = sum(map(len, MANY[name]))
-            assert 0 < calls <= 2 * 2 * (3 + 2) < 2 * 2 * documents, (name, calls)
+            with mock.patch.object(functional, attention, wraps=getattr(functional, attention)) as sdpa:
+                assert worst(outcome(model, tokens, rank, 2, group, packed(lengths)), alone) < FP64, name
+            assert 0 < sdpa.call_count <= 2 * 2 * (3 + 2) < 2 * 2 * sum(map(len, lengths)), name
 
 
 # Guards.
-
-
-def of_documents(rank):
-    """What layers without a mask give, where they are not refused as they should be."""
-    return [x for (what, _), x in without_mask(rank).items() if what == "documents" and not isinstance(x, tuple)]
 
 
 def overlapped(rank, options):
@@ -423,11 +377,18 @@ WATCHED = [
     Watched("windows are read", "pass", functools.partial(overlapped, options=WINDOW)),
     Watched("the longest of all ranks", LONGEST, functools.partial(overlapped, options=LONGROPE)),
     Watched("padding is a document", "if False:", padded),
-    Watched("the mask that was made is given", "if sequence.padded:", of_documents),
+    Watched(
+        "the mask that was made is given",
+        "if sequence.padded:",
+        test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused,
+    ),
     Watched("not another model", "has_gathered = outer is not None", inside),
     # A checkpoint computes another graph than it saved.
     Watched(
-        "of its own forward", LAST_PLACEHOLDER, functools.partial(steps_of_their_own, how="new tensors", options={}), raises=True
+        "of its own forward",
+        LAST_PLACEHOLDER,
+        functools.partial(steps_of_their_own, how="new tensors", options={}),
+        raises=True,
     ),
 ]
 

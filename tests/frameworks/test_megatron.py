@@ -25,7 +25,7 @@ from tests.harness import megatron_layers, uses
 from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.megatron_layers import ParallelAttention, Shape
-from tests.harness.ranks import no_errors, no_faults, on_ranks, refusal
+from tests.harness.ranks import assert_small, refusal
 from tests.harness.reference import relative_error
 
 ATTENTIONS = ("flash", "flash v1", "triton", "core")
@@ -42,9 +42,9 @@ OTHERS += [Shape("core", 8, 2, config={"check": True})]
 OTHERS += [Shape(split=True), Shape("core", 8, 2, split=True)]  # separate projections, as of pull request 415
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_attention_with_any_count_of_heads(ranks):
-    no_faults(ranks, megatron_layers.faults_of_all, GROUPED if ranks == 4 else GROUPED + OTHERS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_attention_with_any_count_of_heads(size, rank):
+    assert megatron_layers.faults_of_all(rank, GROUPED if size == 4 else GROUPED + OTHERS) == []
 
 
 # Forks of Megatron that nearly look the same.
@@ -113,8 +113,8 @@ LATER = [  # and how the refusal names it
 ]
 
 
-def changed_later(rank, change):
-    """Return what the second call says, and how far off the layer is after another `enable`."""
+@pytest.mark.parametrize("change, name", LATER)
+def test_what_changes_after_enable_is_refused_by_name(change, name, rank):
     shape = Shape(config={"head_groups": 2})
     outputs = []
     for ours in (True, False):
@@ -127,18 +127,11 @@ def changed_later(rank, change):
             layer.self_attention.dense.weight.mul_(2)
         if ours:
             _, said = refusal(layer, *given)
+            since = "replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
+            assert said == f"self_attention: {name} {since}"
             ds_sp_overlap.enable(layer, shape.config)
         outputs.append(layer(*given))
-    return said, relative_error(*outputs)
-
-
-@pytest.mark.parametrize("change, name", LATER)
-def test_what_changes_after_enable_is_refused_by_name(change, name):
-    for said, error in on_ranks(2, changed_later, change):
-        assert said == (
-            f"self_attention: {name} replaced, hooked or patched since ds_sp_overlap.enable; call ds_sp_overlap.enable again"
-        )
-        assert error < 1e-12
+    assert relative_error(*outputs) < 1e-12
 
 
 def mine(rank, shape=Shape(), change=None):
@@ -153,77 +146,51 @@ def mine(rank, shape=Shape(), change=None):
 @pytest.mark.parametrize(
     "use", [uses.without_grad, uses.reentrant, uses.non_reentrant, uses.accumulation], ids=lambda f: f.__name__
 )
-def test_in_every_use(use):
-    no_faults(2, megatron_layers.faults_of_all, [Shape(), Shape("core", 8, 2)], use)
+def test_in_every_use(use, rank):
+    assert megatron_layers.faults_of_all(rank, [Shape(), Shape("core", 8, 2)], use) == []
 
 
 # What HEAD itself can do and can't: the stand-in is honest about both.
 
 
-def stock_faults(rank, shape):
-    return megatron_layers.layer_faults(rank, shape, overlap=False)
-
-
-def test_the_stand_in_alone_is_right_where_head_is():
-    no_faults(2, stock_faults, Shape("flash"))
+def test_the_stand_in_alone_is_right_where_head_is(rank):
+    assert megatron_layers.layer_faults(rank, Shape("flash"), overlap=False) == []
 
 
 # What it does to the model.
 
 
-def bytes_sent(rank, shape):
-    """Faults, and bytes of q, k and v that leave this rank for the others and itself, by kind."""
-    sent, launch = collections.Counter(), C10d.launch
+@pytest.mark.parametrize("size, kv_heads", [(2, 2), (2, 1), (4, 4), (4, 2)])
+def test_kv_heads_travel_before_they_are_repeated(size, kv_heads, rank):
+    """Count the bytes of q, k and v that leave this rank for the others and itself."""
+    shape, sent, launch = Shape("flash v1", 8, kv_heads), collections.Counter(), C10d.launch
 
     def counting(self, send, *args):
         sent[args[-1].split()[-1].rstrip("0123456789")] += send.numel() * send.element_size()
         return launch(self, send, *args)
 
     with mock.patch.object(C10d, "launch", counting):
-        return megatron_layers.layer_faults(rank, shape), sent
+        assert megatron_layers.layer_faults(rank, shape) == []
+    one = shape.seq // size * shape.batch * shape.head_dim * 8  # bytes of one head on one rank
+    kv = max(kv_heads, size)  # a head that several ranks need travels to each
+    assert sent == {f"{d}{kind}": heads * one for d in ("", "d") for kind, heads in zip("qkvo", (8, kv, kv, 8))}
 
 
-@pytest.mark.parametrize("ranks, kv_heads", [(2, 2), (2, 1), (4, 4), (4, 2)])
-def test_kv_heads_travel_before_they_are_repeated(ranks, kv_heads):
-    shape = Shape("flash v1", 8, kv_heads)
-    one = shape.seq // ranks * shape.batch * shape.head_dim * 8  # bytes of one head on one rank
-    kv = max(kv_heads, ranks)  # a head that several ranks need travels to each
-    for faults, sent in on_ranks(ranks, bytes_sent, shape):
-        assert faults == []
-        assert sent == {f"{d}{kind}": heads * one for d in ("", "d") for kind, heads in zip("qkvo", (8, kv, kv, 8))}
-
-
-def model_before_and_after(rank):
+def test_only_forward_is_rebound_and_the_layer_is_listed_once(rank):
     group = torch.distributed.group.WORLD
     model = megatron_layers.layer(Shape(), group)
-    names, state = [name for name, _ in model.named_modules()], {k: v.clone() for k, v in model.state_dict().items()}
-    report = ds_sp_overlap.enable(model, {"head_groups": 2})
-    same = names == [name for name, _ in model.named_modules()] and list(state) == list(model.state_dict())
-    driven = "forward" in vars(model.self_attention), "forward" in vars(model.self_attention.dist_attn)
+    names, state = [name for name, _ in model.named_modules()], list(model.state_dict())
+    report = str(ds_sp_overlap.enable(model, {"head_groups": 2}))
+    assert names == [name for name, _ in model.named_modules()] and state == list(model.state_dict())
+    assert "forward" in vars(model.self_attention) and "forward" not in vars(model.self_attention.dist_attn)
     ds_sp_overlap.disable(model)
-    left = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    return same, driven, left, str(report)
-
-
-def test_only_forward_is_rebound_and_the_layer_is_listed_once():
-    for same, driven, left, report in on_ranks(2, model_before_and_after):
-        assert same and driven == (True, False) and left == []
-        assert report.count("\n") == 2, report
-        assert report.endswith("    overlapped: all eight exchanges, G = 2, query_key_value, dense under them"), report
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+    assert report.count("\n") == 2, report
+    assert report.endswith("    overlapped: all eight exchanges, G = 2, query_key_value, dense under them"), report
 
 
 class Hidden(nn.Linear):
     """A projection of somebody else's."""
-
-
-def reasons(rank, changes):
-    """What the table says of a layer that was changed, what is rebound, and what was said."""
-    model, _ = mine(rank, change=changes)
-    with listening() as messages:
-        report = ds_sp_overlap.enable(model)
-    bound = [name for name, module in model.named_modules() if "forward" in vars(module) and name]
-    left = [message for message in messages if "left as it is" in message]
-    return [(layer.name, layer.got, layer.lacks) for layer in report.layers], bound, left
 
 
 def cross_attention(attention):
@@ -293,15 +260,18 @@ STOPPED = [  # what the stand-in can't run
 
 
 @pytest.mark.parametrize("changes, reason, bound", RUNNING + STOPPED)
-def test_what_is_not_driven_says_why(changes, reason, bound):
-    for layers, rebound, said in on_ranks(2, reasons, changes):
-        ((name, got, lacks),) = layers
-        assert lacks == reason and rebound == bound
-        assert (got == "") == (bound == []) == bool(said)
+def test_what_is_not_driven_says_why(changes, reason, bound, rank):
+    model, _ = mine(rank, change=changes)
+    with listening() as messages:
+        report = ds_sp_overlap.enable(model)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module) and name] == bound
+    (layer,) = report.layers
+    assert layer.lacks == reason
+    assert (layer.got == "") == (bound == []) == any("left as it is" in message for message in messages)
 
 
 def unlike_itself(rank, changes, shape=Shape(config={"head_groups": 2})):
-    """How far a layer that was changed is off, once overlapped."""
+    """Return how far a layer that was changed is off, once overlapped."""
     outputs = []
     for ours in (True, False):
         model, (x, dy, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
@@ -316,28 +286,24 @@ def unlike_itself(rank, changes, shape=Shape(config={"head_groups": 2})):
 
 
 @pytest.mark.parametrize("changes", [changes for changes, *_ in RUNNING])
-def test_what_is_not_driven_whole_is_right(changes):
-    no_errors(2, 1e-12, unlike_itself, changes)
+def test_what_is_not_driven_whole_is_right(changes, rank):
+    assert_small(unlike_itself(rank, changes), 1e-12)
 
 
 # How it is called.
 
 
-def calls_of_one_forward(rank):
+def test_the_layer_is_called_once(rank):
     (model, given), calls = mine(rank), []
     model.self_attention.register_forward_pre_hook(lambda module, args: calls.append(1))
     model(*given)
-    stock = len(calls)
+    assert len(calls) == 2
     ds_sp_overlap.enable(model)
     model(*given)
-    return stock, len(calls) - stock
+    assert len(calls) == 2 + 1
 
 
-def test_the_layer_is_called_once():
-    assert on_ranks(2, calls_of_one_forward) == [(2, 1)] * 2
-
-
-def type_error_inside(rank):
+def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument(rank):
     (model, given), calls = mine(rank), []
 
     def faulty(q, k, v):
@@ -346,37 +312,20 @@ def type_error_inside(rank):
 
     model.self_attention.dist_attn.local_attn.flash_attn_func = faulty
     ds_sp_overlap.enable(model)
-    return refusal(model, *given), len(calls)
+    assert refusal(model, *given) == ("RuntimeError", "self_attention: unsupported operand") and calls == [1]
 
 
-def test_a_type_error_in_attention_is_not_taken_for_an_unknown_argument():
-    for error, calls in on_ranks(2, type_error_inside):
-        assert error == ("RuntimeError", "self_attention: unsupported operand") and calls == 1
-
-
-def too_few_heads(rank):
-    """What is said of fewer heads than ranks, of a layer that is driven whole, and of one whose exchanges alone are overlapped."""
+@pytest.mark.ranks(4)
+def test_query_heads_that_ranks_would_share_are_refused_by_name(rank):
     model, given = mine(rank, Shape(heads=2, kv_heads=2))
     said = [refusal(ds_sp_overlap.enable, model), refusal(ds_sp_overlap.enable, mine(rank)[0], {"shares": 2})]
     model.self_attention.forward = functools.partial(ParallelAttention.forward, model.self_attention)
     ds_sp_overlap.enable(model)
-    return [*said, refusal(model, *given)]
-
-
-def test_query_heads_that_ranks_would_share_are_refused_by_name():
-    for driven, asked, dropped_in in on_ranks(4, too_few_heads):
-        for kind, message in (driven, asked):
-            assert kind == "ValueError"
-            assert "self_attention: Megatron-DeepSpeed's local attention takes as many queries as keys" in message
-        assert dropped_in[0] == "ValueError" and "Flash has no parameter queries=" in dropped_in[1]
-
-
-def refused_call(rank, attention, only, changes):
-    """One call with ``changes`` of its arguments, on rank ``only`` or on every one."""
-    model, (x, mask, tables) = mine(rank, Shape(attention))
-    arguments = {"attention_mask": mask, "rotary_pos_emb": tables, **(changes if only in (None, rank) else {})}
-    ds_sp_overlap.enable(model)
-    return refusal(model.self_attention, x, **arguments)
+    for kind, message in said:
+        assert kind == "ValueError"
+        assert "self_attention: Megatron-DeepSpeed's local attention takes as many queries as keys" in message
+    dropped_in = refusal(model, *given)
+    assert dropped_in[0] == "ValueError" and "Flash has no parameter queries=" in dropped_in[1]
 
 
 @pytest.mark.parametrize("only", [None, 1])
@@ -389,27 +338,24 @@ def refused_call(rank, attention, only, changes):
         ("core", {"attention_mask": torch.ones(1, 1, 6, 6) > 0}, "attention_mask must cover the whole sequence"),
     ],
 )
-def test_refused_on_every_rank(attention, changes, message, only):
-    refusals = on_ranks(2, refused_call, attention, only, changes)
-    assert {kind for kind, _ in refusals} == {"ValueError"}
-    assert all(message in text and "self_attention" in text for _, text in refusals), refusals
+def test_refused_on_every_rank(attention, changes, message, only, rank):
+    """``changes`` are of the arguments of one call, on rank ``only`` or on every one."""
+    model, (x, mask, tables) = mine(rank, Shape(attention))
+    arguments = {"attention_mask": mask, "rotary_pos_emb": tables, **(changes if only in (None, rank) else {})}
+    ds_sp_overlap.enable(model)
+    kind, text = refusal(model.self_attention, x, **arguments)
+    assert kind == "ValueError" and message in text and "self_attention" in text
 
 
-def longer_tables_and_lists(rank):
-    """A shorter sequence than the tables were made for (curriculum), in the list that HEAD gives then."""
+def test_a_sequence_that_is_shorter_than_its_tables(rank):
+    """Tables in the list that HEAD gives where a curriculum shortens the sequence."""
     shape = Shape()
-    group = torch.distributed.group.WORLD
     x, dy, mask, tables = megatron_layers.inputs(shape)
-    model = megatron_layers.layer(shape, group)
+    model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     ds_sp_overlap.enable(model)
     expected = megatron_layers.reference_layer(shape, weights, x[:8], mask[..., :8, :8], tuple(t[:8] for t in tables))
-    got = model(x[:8].chunk(2)[rank], mask, list(tables))
-    return (got - expected.chunk(2)[rank]).abs().max().item()
-
-
-def test_a_sequence_that_is_shorter_than_its_tables():
-    assert max(on_ranks(2, longer_tables_and_lists)) < 1e-12
+    assert (model(x[:8].chunk(2)[rank], mask, list(tables)) - expected.chunk(2)[rank]).abs().max() < 1e-12
 
 
 # The ways in.
@@ -452,17 +398,13 @@ def test_a_deepspeed_that_has_it_keeps_it():
     assert sum(isinstance(finder, bridge._Compression) for finder in sys.meta_path) == 1
 
 
-def width_after_a_call(rank):
+def test_core_attention_is_left_as_it_was(rank):
     model, given = mine(rank, Shape("core"))
     core = model.self_attention.dist_attn.local_attn
-    before = core.hidden_size_per_partition
+    assert core.hidden_size_per_partition == 16
     ds_sp_overlap.enable(model, {"head_groups": 2})
     model(*given)
-    return before, core.hidden_size_per_partition
-
-
-def test_core_attention_is_left_as_it_was():
-    assert on_ranks(2, width_after_a_call) == [(16, 16)] * 2
+    assert core.hidden_size_per_partition == 16
 
 
 class Alibi(nn.Module):
@@ -485,24 +427,19 @@ def with_alibi(layer):
     layer.dist_attn.local_attn = Alibi(8)
 
 
-def test_local_attention_that_knows_its_heads_runs_in_one_head_group():
-    no_errors(2, 1e-12, unlike_itself, with_alibi, Shape(heads=8, kv_heads=8, rope=False, config={"head_groups": 2}))
+def test_local_attention_that_knows_its_heads_runs_in_one_head_group(rank):
+    assert_small(unlike_itself(rank, with_alibi, Shape(heads=8, kv_heads=8, rope=False, config={"head_groups": 2})), 1e-12)
 
 
-def widths_of_masked(rank, batch):
-    """Heads with which core attention was called, in the second forward, beside a mask for each of ``batch`` samples."""
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_mask_of_as_many_samples_as_a_rank_has_heads_costs_no_head_group(batch, rank):
     (model, (x, mask, tables)), widths = mine(rank, Shape("core", 8, 8, batch=batch)), []
     ds_sp_overlap.enable(model, {"head_groups": 2})
     model(x, mask, tables)
     core = model.self_attention.dist_attn.local_attn
     with core.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[2])):
         model(x, mask.expand(batch, -1, -1, -1), tables)
-    return widths
-
-
-@pytest.mark.parametrize("batch", [2, 4])
-def test_a_mask_of_as_many_samples_as_a_rank_has_heads_costs_no_head_group(batch):
-    assert on_ranks(2, widths_of_masked, batch) == [[2, 2]] * 2
+    assert widths == [2, 2]
 
 
 # Guards.

@@ -121,7 +121,7 @@ def table():
 
 
 def said(rank, mistake):
-    """What one rank raises, or warns of."""
+    """Return what one rank raises, or warns of."""
     with listening(logging.WARNING) as messages:
         error = refusal(MISTAKES[mistake], rank)
     return "\n".join(messages if error is None else [error[1]])
@@ -143,7 +143,7 @@ def test_a_mistake_is_answered_with_the_message_of_the_readme(mistake):
 
 
 def by_a_trainer(rank, caller, trainer):
-    """What is raised, or said, where a method of a trainer makes an engine that accumulates two batches."""
+    """Return what is raised, or said, where a method of a trainer makes an engine that accumulates two batches."""
     kind = type(trainer, (), {"__module__": "trl.trainer"})
     names = {"self": kind(), "__name__": caller, "make": lambda: made(rank, accumulation=2, sp_overlap=SECTION)}
     with listening(logging.WARNING) as messages:

@@ -24,7 +24,7 @@ from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Watched, notices
 from tests.harness.listening import listening
 from tests.harness.models import FP64, worst
-from tests.harness.ranks import leaves, no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_small, leaves, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
 from tests.harness.whole import (
@@ -96,9 +96,9 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
         full(("jamba", "falcon_mamba"), [9, 2, 1, 20], {}, {"head_groups": 1}),
     ],
 )
-def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section):
+def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section, rank):
     cases = [(kind, options, lengths, [section]) for kind in kinds]
-    no_errors(len(lengths), FP64, against_whole, model_of, cases, SAYS, options is FEW_HEADS)
+    assert_small(against_whole(rank, model_of, cases, SAYS, options == FEW_HEADS), FP64)
 
 
 ROWS = [
@@ -114,16 +114,16 @@ ROWS = [
     "kind",
     ["lfm2", "nemotron_h", "recurrent_gemma", "mamba", *map(full, ("falcon_h1", "mamba2", "minimax", "zaya", "jamba", "zamba"))],
 )
-def test_a_packed_document_begins_with_an_empty_state(kind, lengths):
-    no_errors(len(lengths), FP64, documents, model_of, kind, lengths, ROWS, {})
+def test_a_packed_document_begins_with_an_empty_state(kind, lengths, rank):
+    assert_small(documents(rank, model_of, kind, lengths, ROWS, {}), FP64)
 
 
 @pytest.mark.parametrize(
     "kind, lengths",
     [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16]), full("zaya", [1, 31])],
 )
-def test_padding_leaves_no_trace(kind, lengths):
-    no_errors(2, FP64, padding, model_of, kind, lengths, {})
+def test_padding_leaves_no_trace(kind, lengths, rank):
+    assert_small(padding(rank, model_of, kind, lengths, {}), FP64)
 
 
 # Kernels of Mamba 2 whose final state can't be used.
@@ -156,14 +156,6 @@ def kernel(kind, result):
         yield
 
 
-def by_heads(rank, kind, result, lengths, options):
-    """Errors with another kernel, of one document and of several; and how far it is from being said once."""
-    with kernel(kind, result), listening() as said:
-        one = against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
-        several = documents(rank, model_of, kind, lengths, ROWS[2:], {})
-    return one, several, abs(sum("which the ranks behind need; whole sequences" in message for message in said) - 1)
-
-
 @pytest.mark.parametrize(
     "kind, result, lengths, options",
     [
@@ -174,14 +166,12 @@ def by_heads(rank, kind, result, lengths, options):
         *(full(kind, detached, [9, 2, 21], {}) for kind in ("granitemoehybrid", "bamba", "zamba2", "mamba2")),
     ],
 )
-def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(kind, result, lengths, options):
-    no_errors(len(lengths), FP64, by_heads, kind, result, lengths, options)
-
-
-def without_states(rank, ranks, options):
-    """What is said where these ranks have a kernel without a final state."""
-    with kernel("nemotron_h", stateless) if rank in ranks else contextlib.nullcontext():
-        return refusal(against_whole, rank, model_of, [("nemotron_h", options, [8] * 4, [{}])], SAYS)
+def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(kind, result, lengths, options, rank):
+    with kernel(kind, result), listening() as said:
+        one = against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
+        several = documents(rank, model_of, kind, lengths, ROWS[2:], {})
+    assert_small((one, several), FP64)
+    assert sum("which the ranks behind need; whole sequences" in message for message in said) == 1
 
 
 @pytest.mark.parametrize(
@@ -191,9 +181,11 @@ def without_states(rank, ranks, options):
         ([2], {}, "scan without final states by heads"),
     ],
 )
-def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ranks, options, words):
-    for said in on_ranks(4, without_states, ranks, options):
-        assert said is not None and said[0] == "ValueError" and words in said[1], said
+@pytest.mark.ranks(4)
+def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ranks, options, words, rank):
+    with kernel("nemotron_h", stateless) if rank in ranks else contextlib.nullcontext():
+        said = refusal(against_whole, rank, model_of, [("nemotron_h", options, [8] * 4, [{}])], SAYS)
+    assert said is not None and said[0] == "ValueError" and words in said[1], said
 
 
 # What learns, and in which precision.
@@ -207,13 +199,13 @@ LEARNING = {
 
 
 @pytest.mark.parametrize("kind, words", [(kind, words) for kind, each in LEARNING.items() for words in each])
-def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words):
-    no_errors(2, FP64, partly_trained, model_of, kind, words, {})
+def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words, rank):
+    assert_small(partly_trained(rank, model_of, kind, words, {}), FP64)
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
-def test_adapters_learn(kind):
-    no_errors(2, FP64, adapters_trained, model_of, kind, ADAPTED[kind].split(","), {})
+def test_adapters_learn(kind, rank):
+    assert_small(adapters_trained(rank, model_of, kind, ADAPTED[kind].split(","), {}), FP64)
 
 
 def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
@@ -245,23 +237,23 @@ def rows_of(*names):
     return {name: operator.attrgetter(of) for name, of in names}
 
 
-def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states():
+def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states(rank):
     rows = rows_of(("z", "intermediate_size"), ("x", "conv1d.in_channels"), ("dt", "num_heads"))
-    for forward, backward in on_ranks(2, order_of, "bamba", {}, rows):
-        assert forward == ["x", ">x", "dt", "<x", ">s", "z", "<s", "out"]
-        assert backward == ["dout", ">ds", "dz", "<ds", ">dx", "ddt", "<dx", "dx"]
+    forward, backward = order_of(rank, "bamba", {}, rows)
+    assert forward == ["x", ">x", "dt", "<x", ">s", "z", "<s", "out"]
+    assert backward == ["dout", ">ds", "dz", "<ds", ">dx", "ddt", "<dx", "dx"]
 
 
-def test_z_is_projected_while_channels_travel():
-    rows = rows_of(("in", "intermediate_size"), ("latent", "x_proj.out_features"))
+def test_z_is_projected_while_channels_travel(rank):
     made = by_head_groups(("qkv", "q"))  # B and C are those of all channels
-    for forward, backward in on_ranks(2, order_of, "mamba", {"head_groups": 2}, rows):
-        expected = order(made, made.forward)
-        at = expected.index("<q0")
-        assert forward == ["in", ">x", "<x", "latent", *expected[:at], "in", *expected[at:], "out"]
-        expected = order(made, made.backward)
-        at = expected.index("<dq1")
-        assert backward == ["dout", *expected[:at], "din", *expected[at:], "dlatent", ">dx", "<dx", "din"]
+    rows = rows_of(("in", "intermediate_size"), ("latent", "x_proj.out_features"))
+    forward, backward = order_of(rank, "mamba", {"head_groups": 2}, rows)
+    expected = order(made, made.forward)
+    at = expected.index("<q0")
+    assert forward == ["in", ">x", "<x", "latent", *expected[:at], "in", *expected[at:], "out"]
+    expected = order(made, made.backward)
+    at = expected.index("<dq1")
+    assert backward == ["dout", *expected[:at], "din", *expected[at:], "dlatent", ">dx", "<dx", "din"]
 
 
 # Checkpoints, evaluation, caches, refusals.
@@ -272,12 +264,12 @@ def test_z_is_projected_while_channels_travel():
     [("nemotron_h", True), ("nemotron_h", False), ("mamba", False)]
     + [full("mamba", True), full("lfm2", True), full("lfm2", False), full("recurrent_gemma", False)],
 )
-def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant):
-    no_errors(2, FP64, checkpointed, model_of, kind, reentrant, STRICT)
+def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant, rank):
+    assert_small(checkpointed(rank, model_of, kind, reentrant, STRICT), FP64)
 
 
-def of_kind(rank, kind):
-    """`on_and_off`, and what is said of a layer alone, missing positions, a rank without tokens, a cache, and documents."""
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2", "mamba"])
+def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind, rank):
     with in_double():
         model, tokens = model_of(kind), tokens_of(32)
         filled = model.eval()(input_ids=tokens, use_cache=True).cache
@@ -292,73 +284,61 @@ def of_kind(rank, kind):
                 "seq_idx": refusal(model, **inputs, seq_idx=torch.full((2, 16), rank, dtype=torch.int32)),
             }
 
-        return on_and_off(rank, model.train(), {"check": True}, said)
+        report, off, said, same = on_and_off(rank, model.train(), {"check": True}, said)
+    assert "tokens before, in_proj under them" in report
+    assert ("states, tokens before" in report) == (kind in STATES)
+    assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)
+    assert len(off) == 6 and max(off) < FP64
+    for name, words in (("layer", "needs position_ids"), ("missing", "needs position_ids"), ("empty", "sp rank 1 has no tokens"),
+                        ("cache", "generation with a KV cache"), ("seq_idx", "position_ids don't tell")):  # fmt: skip
+        assert words in said[name][1], name
+    assert same
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2", "mamba"])
-def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind):
-    for report, off, said, same in on_ranks(2, of_kind, kind):
-        assert "tokens before, in_proj under them" in report
-        assert ("states, tokens before" in report) == (kind in STATES)
-        assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)
-        assert len(off) == 6 and max(off) < FP64
-        for name, words in (("layer", "needs position_ids"), ("missing", "needs position_ids"), ("empty", "sp rank 1 has no tokens"),
-                            ("cache", "generation with a KV cache"), ("seq_idx", "position_ids don't tell")):  # fmt: skip
-            assert said[name] is not None and words in said[name][1], (name, said[name])
-        assert same
-
-
-def strange(rank):
-    """What is said of a forward that was replaced, and of a projection that can't be cut by channels."""
+def test_code_that_is_not_known_is_refused_by_name(rank):
     model, adapted = model_of("nemotron_h"), model_of("mamba")
     layer = next(filter(is_mixer, model.modules()))
     layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
     get_peft_model(adapted, LoraConfig(r=4, target_modules=["dt_proj"]))
-    return [refusal(ds_sp_overlap.enable, each, {}, dist.group.WORLD) for each in (model, adapted)]
-
-
-def test_code_that_is_not_known_is_refused_by_name():
-    for said in on_ranks(2, strange):
-        words_of_both = "mixer (NemotronHMamba2Mixer) mixes tokens without", "MambaMixer: its dt_proj is a Linear, whose"
-        for one, words in zip(said, words_of_both, strict=True):
-            assert one is not None and words in one[1], one
+    for each, words in (
+        (model, "mixer (NemotronHMamba2Mixer) mixes tokens without"),
+        (adapted, "MambaMixer: its dt_proj is a Linear, whose"),
+    ):
+        assert words in refusal(ds_sp_overlap.enable, each, {}, dist.group.WORLD)[1]
 
 
 # Training.
 
 
 @pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
-def test_training_under_zero_is_that_of_the_whole_sequence(kind):
+def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
     stages = [(0, False), (1, False), (2, False), (3, True)][: 3 if kind == "zaya" else 4]  # its experts differ: the third raises
-    no_errors(2, FP32, trained, kind, stages, {}, timeout_s=200)
+    assert_small(trained(rank, kind, stages, {}), FP32)
 
 
-def curves(rank, kind, rate, steps=30):
-    """How far the losses of four ranks, and those of weights one rounding off, come apart from one rank's; and whether they fall."""
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "recurrent_gemma"])
+@pytest.mark.ranks(4)
+def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_off(kind, rank):
+    """Mamba 2 amplifies rounding: at ten times the rate both are 0.9 % apart."""
+    steps = 30
 
     def nudged(model):
         for p in draw(model).parameters():
             p.data.mul_(1 + 2**-23)
         return model
 
-    with mock.patch("tests.harness.whole.RATE", rate):
+    with mock.patch("tests.harness.whole.RATE", 0.002):
         one, *_ = training(rank, kind, 0, None, steps)
         four, *_ = training(rank, kind, 0, {}, steps, size=4)
         with mock.patch("tests.harness.whole.draw", nudged):
             off, *_ = training(rank, kind, 0, None, steps)
-    return [max(abs(a - b) / b for a, b in zip(other, one, strict=True)) for other in (four, off)], one[-1] < 0.9 * one[0]
+    four, off = (max(abs(a - b) / b for a, b in zip(other, one, strict=True)) for other in (four, off))
+    assert one[-1] < 0.9 * one[0] and four < 2 * off < 1e-6
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "recurrent_gemma"])
-def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_off(kind):
-    """Mamba 2 amplifies rounding: at ten times the rate both are 0.9 % apart."""
-    for (four, off), falls in on_ranks(4, curves, kind, 2e-3, timeout_s=200):
-        assert falls and four < 2 * off < 1e-6
-
-
-def sharded(rank, kind):
-    """Error of the gradients of layers under FSDP2, which averages them over the ranks."""
+@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "mamba"])
+def test_under_fsdp2_gradients_are_those_of_the_whole_sequence(kind, rank):
     with in_double():
         model = model_of(kind)
         whole = on_one_rank(model)
@@ -369,12 +349,7 @@ def sharded(rank, kind):
         share(model, *inputs_of(tokens_of(32), [16, 16], rank)).backward()
         ds_sp_overlap.disable(model)
         del whole["loss"]
-        return worst({name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}, whole)
-
-
-@pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "mamba"])
-def test_under_fsdp2_gradients_are_those_of_the_whole_sequence(kind):
-    no_errors(2, FP64, sharded, kind)
+        assert worst({name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}, whole) < FP64
 
 
 # Guards and planted faults.
@@ -392,14 +367,9 @@ class Twice(Mamba2):
         return y + self.layer.D[:, None] * self.parts(x)[0], state
 
 
-def planted(rank):
-    """Errors with another scan of Mamba 2."""
+def test_a_fault_of_the_scan_is_seen(rank):
     with mock.patch.dict(mixers.KNOWN, {key: Twice for key, mixer in mixers.KNOWN.items() if mixer is Mamba2}):
-        return of_states(rank)
-
-
-def test_a_fault_of_the_scan_is_seen():
-    assert min(leaves(on_ranks(2, planted))) > FP64
+        assert min(leaves(of_states(rank))) > FP64
 
 
 of_documents = functools.partial(documents, make=model_of, kind="nemotron_h", lengths=[9, 2, 21], rows=ROWS, section={})

@@ -4,6 +4,7 @@ In fp64, on 2, 4 and 8 ranks: logits and every gradient on every rank.
 """
 
 import functools
+import importlib.util
 import itertools
 from unittest import mock
 
@@ -33,7 +34,7 @@ from tests.harness.models import (
     with_sinks,
     worst,
 )
-from tests.harness.ranks import assert_refused, no_errors, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_refused, assert_small, refusal
 from tests.harness.reference import relative_error
 from tests.harness.whole import against_whole
 
@@ -74,12 +75,15 @@ def made(checkpointing=None, **options):
     return model
 
 
-def against_documents(rank, size, cases):
-    """Of each case the error, and what the first layer got."""
-    tokens, group, figures = batches(1)[0], torch.distributed.group.WORLD, {}
+CASES = [case for case in itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING) if case[2:] != ("kept", "reentrant")]  # refused
+PARTS = [*((4, singles(CASES)[part::4]) for part in range(4)), *(full(2, CASES[part::6]) for part in (0, 3)), full(8, CASES[::17])]
+
+
+@pytest.mark.parametrize("size, cases", PARTS)
+def test_models_on_more_ranks_than_heads_equal_the_whole_sequence(size, cases, rank):
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
     with flash.flash_attention():
-        for case in cases:
-            model, rows, section, checkpointing = case
+        for model, rows, section, checkpointing in cases:
             options, lengths = MODELS[model], ROWS[rows]
             whole = document_by_document(made(**options), tokens, lengths)
             mine = made(CHECKPOINTING[checkpointing], **options)
@@ -87,20 +91,8 @@ def against_documents(rank, size, cases):
             report = ds_sp_overlap.enable(mine, {**SECTIONS[section], **shares, "on_unsupported": "error"}, group)
             found = outcome(mine, tokens, rank, size, group, packed(lengths))
             ds_sp_overlap.disable(mine)
-            figures[case] = worst(found, whole), report.layers[0].got
-    return figures
-
-
-CASES = [case for case in itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING) if case[2:] != ("kept", "reentrant")]  # refused
-PARTS = [*((4, singles(CASES)[part::4]) for part in range(4)), *(full(2, CASES[part::6]) for part in (0, 3)), full(8, CASES[::17])]
-
-
-@pytest.mark.parametrize("size, cases", PARTS)
-def test_models_on_more_ranks_than_heads_equal_the_whole_sequence(size, cases):
-    for figures in on_ranks(size, against_documents, size, cases, timeout_s=1500):
-        for case, (error, got) in figures.items():
-            assert error < FP64, (case, error)
-            assert " ranks share query heads" in got or size == 2 and case[2] != "all heads everywhere", (case, got)
+            assert worst(found, whole) < FP64, (model, rows, section, checkpointing)
+            assert " ranks share query heads" in report.layers[0].got or size == 2 and section != "all heads everywhere"
 
 
 OTHERS = [
@@ -114,8 +106,9 @@ OTHERS = [
 ]
 
 
-def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_shares():
-    no_errors(4, 1e-10, against_whole, tiny_model, OTHERS, "")  # many more sums, of the delta rule
+@pytest.mark.ranks(4)
+def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_shares(rank):
+    assert_small(against_whole(rank, tiny_model, OTHERS, ""), 1e-10)  # many more sums, of the delta rule
 
 
 # Training with DeepSpeed.
@@ -145,37 +138,22 @@ def trained(rank, size, stage, checkpointing, section, options):
 @pytest.mark.parametrize(
     "stage, checkpointing", [(3, "not reentrant"), *(full(stage, way) for stage in range(3) for way in CHECKPOINTING)]
 )
-def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing):
+@pytest.mark.ranks(4)
+def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing, rank):
     """fp32: 1e-6 are roundings of sums in another order; a mistake gives more than 1e-3. Stock is registered with two heads."""
-    no_errors(4, 1e-5, trained, 4, stage, checkpointing, {"head_groups": 1}, dict(heads=2, kv_heads=1))
+    assert_small(trained(rank, 4, stage, checkpointing, {"head_groups": 1}, dict(heads=2, kv_heads=1)), 1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_replicas_choose_together_and_average(stage):
+@pytest.mark.ranks(4)
+def test_replicas_choose_together_and_average(stage, rank):
     """Two replicas of two ranks with one head; the second has sequences twice as long."""
     options = dict(heads=1, kv_heads=1, hidden_size=16, head_dim=8)
-    no_errors(4, 1e-5, trained, 2, stage, "no checkpoints", {}, options)
+    assert_small(trained(rank, 2, stage, "no checkpoints", {}, options), 1e-5)
 
 
 # Where stock refuses the heads.
-
-
-def registered(rank, size, options):
-    """The errors with stock registered, and what is said while nothing is overlapped."""
-    tokens = batches(1)[0]
-    whole, errors, said = outcome(tiny(**EXACT, **options), tokens, 0, 1, None), [], []
-    with sequence_parallel_model(size, **EXACT, **options) as (model, group):
-        said.append(refusal(outcome, model, tokens, rank, size, group))
-        for section in ({}, {"head_groups": 1, "check": True}):
-            ds_sp_overlap.enable(model, section)
-            errors.append(worst(outcome(model, tokens, rank, size, group), whole))
-        ds_sp_overlap.disable(model)
-        said.append(refusal(outcome, model, tokens, rank, size, group))
-    with sequence_parallel_model(size, implementation="flex_attention", **EXACT, **options) as (model, group):
-        said.append(refusal(ds_sp_overlap.enable, model, {}, group))  # DeepSpeed's exchanges would stay
-    del ALL_ATTENTION_FUNCTIONS["flex_attention"]
-    return errors, said
 
 
 REFUSED = {
@@ -186,83 +164,46 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("size, heads, kv_heads", REFUSED)
-def test_stock_is_registered_for_heads_that_it_refuses_and_says_so_where_nothing_is_overlapped(size, heads, kv_heads):
-    for errors, (before, after, flex) in on_ranks(size, registered, size, dict(heads=heads, kv_heads=kv_heads)):
-        assert max(errors) < FP64, errors
-        for kind, message in (before, after):
-            assert kind == "ValueError" and REFUSED[size, heads, kv_heads] in message and 'add "sp_overlap": {}' in message
-        assert flex[0] == "ValueError" and f"(LlamaAttention): {REFUSED[size, heads, kv_heads]}" in flex[1]
+def test_stock_is_registered_for_heads_that_it_refuses_and_says_so_where_nothing_is_overlapped(size, heads, kv_heads, rank):
+    options, tokens = dict(heads=heads, kv_heads=kv_heads, **EXACT), batches(1)[0]
+    whole = outcome(tiny(**options), tokens, 0, 1, None)
+    with sequence_parallel_model(size, **options) as (model, group):
+        before = refusal(outcome, model, tokens, rank, size, group)
+        for section in ({}, {"head_groups": 1, "check": True}):
+            ds_sp_overlap.enable(model, section)
+            assert worst(outcome(model, tokens, rank, size, group), whole) < FP64
+        ds_sp_overlap.disable(model)
+        after = refusal(outcome, model, tokens, rank, size, group)
+    for kind, message in (before, after):
+        assert kind == "ValueError" and REFUSED[size, heads, kv_heads] in message and 'add "sp_overlap": {}' in message
+    with sequence_parallel_model(size, implementation="flex_attention", **options) as (model, group):
+        kind, message = refusal(ds_sp_overlap.enable, model, {}, group)  # DeepSpeed's exchanges would stay
+    del ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    assert kind == "ValueError" and f"(LlamaAttention): {REFUSED[size, heads, kv_heads]}" in message
 
 
-def registered_as_ever(rank):
-    """What stock's registration raises beside head counts."""
+def test_other_refusals_of_stock_are_as_ever(rank):
     with sequence_parallel_model(2, heads=3, kv_heads=3) as (model, group):
         stock = stock_of(ALL_ATTENTION_FUNCTIONS["sdpa"])
     kinds = dict(
         attn=None, batch_size=1, attn_head_count=4, attn_head_size=8, num_hidden_layers=1, process_group=stock.process_group
     )
-    return stock.attn_head_count, stock.global_kv_head_count, refusal(type(stock), **kinds, kv_head_count=0)
+    assert (stock.attn_head_count, stock.global_kv_head_count) == (3, 3)
+    assert refusal(type(stock), **kinds, kv_head_count=0)[0] == "ZeroDivisionError"
 
 
-def test_other_refusals_of_stock_are_as_ever():
-    for heads, kv_heads, said in on_ranks(2, registered_as_ever):
-        assert (heads, kv_heads) == (3, 3)
-        assert said[0] == "ZeroDivisionError"
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
 
 
-def with_trainer(rank, client, section, folder):
-    options = dict(heads=1, kv_heads=1, hidden_size=16, head_dim=8)
-    try:
-        log = train(rank, client, section, folder, model=functools.partial(tiny, initializer_range=0.2, **options))
-    except ValueError as error:
-        return str(error)
-    return log.losses
-
-
-@pytest.mark.parametrize("client", ["Trainer", full("SFTTrainer")])
-def test_a_trainer_trains_with_fewer_heads_than_ranks_or_says_what_to_add(client, tmp_path):
-    if client == "SFTTrainer":
-        pytest.importorskip("trl")
-    for losses in on_ranks(2, with_trainer, client, {}, str(tmp_path / "on")):
-        assert len(set(losses)) == 4
-    for said in on_ranks(2, with_trainer, client, None, str(tmp_path / "off")):
-        assert "Attention head count 1 is not divisible by SP size 2" in said
+@pytest.mark.parametrize("client", ["Trainer", pytest.param("SFTTrainer", marks=[pytest.mark.full, needs_trl])])
+def test_a_trainer_trains_with_fewer_heads_than_ranks_or_says_what_to_add(client, tmp_path, rank):
+    options = dict(heads=1, kv_heads=1, hidden_size=16, head_dim=8, initializer_range=0.2)
+    training = functools.partial(train, rank, client, model=functools.partial(tiny, **options))
+    assert len(set(training({}, str(tmp_path / "on")).losses)) == 4
+    assert_error(refusal(training, None, str(tmp_path / "off")), "Attention head count 1 is not divisible by SP size 2")
 
 
 # Refusals.
-
-
-def refusals(rank):
-    """What is said where ranks would have to share heads that a layer can't share."""
-    said, world = {}, torch.distributed.group.WORLD
-    delta_nets = dict(num_attention_heads=4, num_key_value_heads=4, linear_num_value_heads=2, linear_num_key_heads=2)
-    said["delta net"] = refusal(ds_sp_overlap.enable, tiny_model("olmo_hybrid", **delta_nets), {}, world)
-    said["latents"] = refusal(
-        ds_sp_overlap.enable, tiny_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8), {"shares": 2}, world
-    )
-    said["ALiBi"] = refusal(ds_sp_overlap.enable, tiny_model("bloom", n_head=2), {}, world)
-    said["copy engines"] = refusal(ds_sp_overlap.enable, tiny(heads=2, kv_heads=1), {"transport": "copy_engine"}, world)
-    bias = dict(position_bias=torch.zeros(1))
-    given = {"a 4-D mask": dict(attention_mask=torch.ones(2, 1, 8, 32, dtype=torch.bool)), "a bias": bias, "a bias, bitnet": bias}
-    for what, argument in given.items():
-        model, inputs = tiny("bitnet" if "bitnet" in what else "llama", heads=2, kv_heads=1), cut(batches(1)[0], rank, 4)
-        ds_sp_overlap.enable(model, {}, world)
-        said[what] = refusal(model, input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], **argument)
-        ds_sp_overlap.disable(model)
-    ALL_ATTENTION_FUNCTIONS["my_flash"] = lambda *args, **options: None
-    for name, heads, section in (("my_flash", 2, {}), ("my_flash, asked", 4, {"shares": 2}), ("eager", 2, {})):
-        model = tiny(heads=heads, kv_heads=1)
-        model.config._attn_implementation = name.split(",")[0]
-        said[name] = refusal(ds_sp_overlap.enable, model, section, world)
-    with mock.patch.object(attention_function, "_aligns_top_left", lambda: True), flash.flash_attention():
-        model = tiny(heads=2, kv_heads=1)
-        model.config._attn_implementation = flash.NAME
-        said["top left"] = refusal(ds_sp_overlap.enable, model, {}, world)
-        model = tiny(heads=4, kv_heads=1)
-        model.config._attn_implementation = flash.NAME
-        said["enough heads"] = refusal(ds_sp_overlap.enable, model, {}, world)
-        ds_sp_overlap.disable(model)
-    return said
 
 
 SAID = {
@@ -282,12 +223,40 @@ SAID = {
 }
 
 
-def test_layers_that_cant_share_heads_are_refused_by_name_on_every_rank():
-    assert_refused(4, SAID, refusals)
+@pytest.mark.ranks(4)
+def test_layers_that_cant_share_heads_are_refused_by_name_on_every_rank(rank):
+    world = torch.distributed.group.WORLD
+    delta_nets = dict(num_attention_heads=4, num_key_value_heads=4, linear_num_value_heads=2, linear_num_key_heads=2)
+    latents = dict(num_attention_heads=8, num_key_value_heads=8)
+    said = {
+        "delta net": refusal(ds_sp_overlap.enable, tiny_model("olmo_hybrid", **delta_nets), {}, world),
+        "latents": refusal(ds_sp_overlap.enable, tiny_model("deepseek_v3", **latents), {"shares": 2}, world),
+        "ALiBi": refusal(ds_sp_overlap.enable, tiny_model("bloom", n_head=2), {}, world),
+        "copy engines": refusal(ds_sp_overlap.enable, tiny(heads=2, kv_heads=1), {"transport": "copy_engine"}, world),
+    }
+    bias = dict(position_bias=torch.zeros(1))
+    given = {"a 4-D mask": dict(attention_mask=torch.ones(2, 1, 8, 32, dtype=torch.bool)), "a bias": bias, "a bias, bitnet": bias}
+    for what, argument in given.items():
+        model, inputs = tiny("bitnet" if "bitnet" in what else "llama", heads=2, kv_heads=1), cut(batches(1)[0], rank, 4)
+        ds_sp_overlap.enable(model, {}, world)
+        said[what] = refusal(model, input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], **argument)
+        ds_sp_overlap.disable(model)
+    ALL_ATTENTION_FUNCTIONS["my_flash"] = lambda *args, **options: None
+    for name, heads, section in (("my_flash", 2, {}), ("my_flash, asked", 4, {"shares": 2}), ("eager", 2, {})):
+        model = tiny(heads=heads, kv_heads=1)
+        model.config._attn_implementation = name.split(",")[0]
+        said[name] = refusal(ds_sp_overlap.enable, model, section, world)
+    with mock.patch.object(attention_function, "_aligns_top_left", lambda: True), flash.flash_attention():
+        for name, heads in (("top left", 2), ("enough heads", 4)):
+            model = tiny(heads=heads, kv_heads=1)
+            model.config._attn_implementation = flash.NAME
+            said[name] = refusal(ds_sp_overlap.enable, model, {}, world)
+        ds_sp_overlap.disable(model)
+    assert_refused(said, SAID)
 
 
-def in_autocast(rank):
-    """Errors of fp32 weights under autocast to bf16, on one rank and on two that share heads, against fp32."""
+def test_ranks_share_heads_under_autocast_with_weights_in_fp32(rank):
+    """q and k are fp32 there, since their tables are, and v is bf16. Compare one rank and two that share heads with fp32."""
     tokens, group, errors = batches(1)[0], torch.distributed.group.WORLD, []
     whole = outcome(tiny(initializer_range=0.2), tokens, 0, 1, None)
     for size in (1, 2):
@@ -298,18 +267,8 @@ def in_autocast(rank):
             found = outcome(model, tokens, rank * (size > 1), size, group if size > 1 else None)
         ds_sp_overlap.disable(model)
         errors.append(worst(found, whole))
-    return errors
-
-
-def test_ranks_share_heads_under_autocast_with_weights_in_fp32():
-    """q and k are fp32 there, since their tables are, and v is bf16."""
-    for alone, shared in on_ranks(2, in_autocast):
-        assert 1e-4 < shared < 2 * alone, (alone, shared)
-
-
-def faults_of_autocast(rank):
-    in_autocast(rank)
-    return []
+    alone, shared = errors
+    assert 1e-4 < shared < 2 * alone
 
 
 def unregistered(rank):
@@ -319,7 +278,12 @@ def unregistered(rank):
 
 WATCHED = [
     Watched("no exchange of heads that don't divide", "if False:", unregistered, says="sp_overlap"),
-    Watched("one dtype under autocast", "pass", faults_of_autocast, raises=True),
+    Watched(
+        "one dtype under autocast",
+        "pass",
+        test_ranks_share_heads_under_autocast_with_weights_in_fp32,
+        raises=True,
+    ),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness.families import tiny_model
 from tests.harness.models import ds_config, engine_of, forgetting, sequence_parallel, tiny
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.reference import relative_error, sequence_first_attention
 from tests.harness.sweep import in_double
 from tests.harness.whole import inputs_of, tokens_of
@@ -48,8 +48,20 @@ def query_in_another_loss(attend, q, k, v):
     return attend((query := q()), k(), v()).square().sum() + query.pow(3).sum()
 
 
-def own_overlap(rank, use, heads, kv_heads, trained):
-    """Return what the use raises without the overlap and with it, and then the largest error of a gradient."""
+@pytest.mark.parametrize(
+    "use, heads, kv_heads, trained, outcome",
+    [
+        (plainly, 4, 4, "qkv", "right"),
+        (called_twice, 4, 4, "qkv", "wrong"),
+        (key_is_value, 4, 4, "qkv", "wrong"),
+        (query_in_another_loss, 4, 4, "qkv", "wrong"),
+        (without_gradients, 4, 4, "qkv", "refused"),
+        (checkpointed, 4, 4, "qkv", "refused"),
+        (plainly, 4, 4, "kv", "refused"),
+        (plainly, 4, 1, "qkv", "refused without it, too"),
+    ],
+)
+def test_deepspeeds_own_overlap_gets_wrong_or_refuses_what_the_docs_say(use, heads, kv_heads, trained, outcome, rank):
     x = torch.randn(6, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     found = {}
     for stream in (None, mock.Mock()):
@@ -70,82 +82,45 @@ def own_overlap(rank, use, heads, kv_heads, trained):
         found[stream is not None] = said, [weights[name].grad for name in trained]
     (without, expected), (said, gradients) = found[False], found[True]
     pairs = [] if said else zip(gradients, expected, strict=True)
-    return without, said, max((relative_error(a, b) for a, b in pairs if b is not None), default=0.0)
+    error = max((relative_error(a, b) for a, b in pairs if b is not None), default=0.0)
+    assert (without is not None) == (outcome == "refused without it, too")
+    assert (said is not None) == outcome.startswith("refused")
+    assert (error > 1e-3) == (outcome == "wrong")
 
 
-@pytest.mark.parametrize(
-    "use, heads, kv_heads, trained, outcome",
-    [
-        (plainly, 4, 4, "qkv", "right"),
-        (called_twice, 4, 4, "qkv", "wrong"),
-        (key_is_value, 4, 4, "qkv", "wrong"),
-        (query_in_another_loss, 4, 4, "qkv", "wrong"),
-        (without_gradients, 4, 4, "qkv", "refused"),
-        (checkpointed, 4, 4, "qkv", "refused"),
-        (plainly, 4, 4, "kv", "refused"),
-        (plainly, 4, 1, "qkv", "refused without it, too"),
-    ],
-)
-def test_deepspeeds_own_overlap_gets_wrong_or_refuses_what_the_docs_say(use, heads, kv_heads, trained, outcome):
-    for without, said, error in on_ranks(2, own_overlap, use, heads, kv_heads, trained):
-        assert (without is not None) == (outcome == "refused without it, too"), without
-        assert (said is not None) == outcome.startswith("refused"), said
-        assert (error > 1e-3) == (outcome == "wrong"), error
-
-
-def uneven_heads(rank):
-    return refusal(single_all_to_all, torch.zeros(6, 1, 3, 4), 2, 0, 1, torch.distributed.group.WORLD, True, {}, "dq", 3)
-
-
-def test_deepspeeds_own_overlap_refuses_heads_that_do_not_divide():
-    assert on_ranks(2, uneven_heads) == [("AssertionError", "uneven head sp does not support async op")] * 2
+def test_deepspeeds_own_overlap_refuses_heads_that_do_not_divide(rank):
+    assert refusal(single_all_to_all, torch.zeros(6, 1, 3, 4), 2, 0, 1, torch.distributed.group.WORLD, True, {}, "dq", 3) == (
+        "AssertionError",
+        "uneven head sp does not support async op",
+    )
 
 
 # docs/loss_and_gradients.md.
 
 
-def loads(rank):
-    """What the loader says to rows that are fine, to a length that the sp size doesn't divide, and to rows without position_ids."""
-    said = []
-    for length, left_out in ((8, ()), (9, ()), (8, ("position_ids",))):
+def test_the_loader_neither_makes_position_ids_nor_pads(rank):
+    uneven, without = "seqlen=9 isn't divisible by sp-size=2", "requires `position_ids` in every dataloader batch"
+    for length, left_out, words in ((8, (), "None"), (9, (), uneven), (8, ("position_ids",), without)):
         row = torch.arange(length)[None]
         batch = {key: row for key in ("input_ids", "labels", "position_ids") if key not in left_out}
         loader = UlyssesSPDataLoaderAdapter([batch], rank, torch.distributed.group.WORLD, 2, torch.device("cpu"))
-        said.append(refusal(next, loader))
-    return said
+        assert words in str(refusal(next, loader))
 
 
-def test_the_loader_neither_makes_position_ids_nor_pads():
-    for fine, uneven, without in on_ranks(2, loads):
-        assert fine is None
-        assert "seqlen=9 isn't divisible by sp-size=2" in uneven[1]
-        assert "requires `position_ids` in every dataloader batch" in without[1]
-
-
-def reduced_in(rank):
+def test_gradients_in_bf16_are_reduced_in_fp32_over_an_sp_group(rank):
     with engine_of(tiny(dtype=torch.bfloat16), ds_config(1, dtype=torch.bfloat16)) as (engine, _):
-        return engine.communication_data_type
-
-
-def test_gradients_in_bf16_are_reduced_in_fp32_over_an_sp_group():
-    assert on_ranks(2, reduced_in) == [torch.float32] * 2
+        assert engine.communication_data_type == torch.float32
 
 
 # docs/features.md.
 
 
-def delta_net(rank):
-    """Largest difference of stock's logits from the whole sequence's, on this rank."""
+def test_a_delta_net_begins_with_an_empty_state_on_every_rank(rank):
     with in_double():
         model, tokens = tiny_model("qwen3_next"), tokens_of(32)
         inputs, _ = inputs_of(tokens, [16, 16], rank)
         whole = model(input_ids=tokens).logits.split(16, 1)[rank]
-        with forgetting():
+        with forgetting(), torch.no_grad():
             sequence_parallel(model, 2)
-            with torch.no_grad():
-                return (model.train()(**inputs, use_cache=False).logits - whole).abs().max().item()
-
-
-def test_a_delta_net_begins_with_an_empty_state_on_every_rank():
-    first, second = on_ranks(2, delta_net)
-    assert first < 1e-12 and second > 1e-3
+            off = (model.train()(**inputs, use_cache=False).logits - whole).abs().max()
+    assert off > 1e-3 if rank else off < 1e-12

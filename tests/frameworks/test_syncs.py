@@ -18,7 +18,6 @@ from tests.harness import flash
 from tests.harness.cases import full
 from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, batches, cut, outcome, packed, tiny
-from tests.harness.ranks import on_ranks
 from tests.harness.syncs import waits
 
 READ = ("cpu", "positions.py:_every")  # what all ranks said, in one piece
@@ -96,7 +95,7 @@ def overlapped(attention, head_groups, window=None, **options):
 
 
 def steps(rank, attention, head_groups, rows, masked=False, plant=None, **options):
-    """The waits of each training step, and the calls of flash attention in it."""
+    """Return the waits of each training step, and the calls of flash attention in it."""
     seen, called = [], []
     with overlapped(attention, head_groups, **options) as (model, calls):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -125,22 +124,18 @@ def of_layers(rank, **options):
     return [wait for step in later for wait in [*set(step) - {SENT, READ, EARLIER}, *[READ] * (step.count(READ) - 1)]]
 
 
-def all_cases(rank, attention, head_groups, window):
-    cases = [(rows, IRREGULAR, False) for rows in ROWS]
-    cases += [("packed in two rows", options, masked) for options in MODELS for masked in (False, True)][1:]
-    return {repr(case): steps(rank, attention, head_groups, ROWS[case[0]], case[2], window=window, **case[1])[0] for case in cases}
-
-
 @pytest.mark.singles
 @pytest.mark.parametrize("head_groups, window", [full(1, None), (2, None), full(2, 1), (2, 2)])
 @pytest.mark.parametrize("attention", ["sdpa", flash.NAME])
-def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups, window):
+def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups, window, rank):
     """Behind the first step, which compares the ranks and makes what is kept."""
-    for cases in on_ranks(2, all_cases, attention, head_groups, window):
-        for case, (_, *later) in cases.items():
-            for step in later:
-                assert step.count(READ) == 1, (case, step)
-                assert set(step) <= {READ, SENT, EARLIER}, (case, step)
+    cases = [(rows, IRREGULAR, False) for rows in ROWS]
+    cases += [("packed in two rows", options, masked) for options in MODELS for masked in (False, True)][1:]
+    for case in cases:
+        rows, options, masked = case
+        (_, *later), _ = steps(rank, attention, head_groups, ROWS[rows], masked, window=window, **options)
+        for step in later:
+            assert step.count(READ) == 1 and set(step) <= {READ, SENT, EARLIER}, case
 
 
 def in_forward(model):
@@ -151,23 +146,15 @@ def in_backward(model):
     model.model.layers[1].mlp.register_full_backward_hook(lambda module, dx, dy: dy[0].tolist() and None)
 
 
-def planted(rank, plant):
-    return steps(rank, "sdpa", 1, ROWS["one document"], plant=plant, **IRREGULAR)
-
-
 @pytest.mark.parametrize("plant, what", [(in_forward, "_local_scalar_dense"), (in_backward, "tolist")])
-def test_a_wait_that_is_planted_in_a_layer_is_seen_in_every_step(plant, what):
-    for seen, _ in on_ranks(2, planted, plant):
-        for step in seen:
-            assert [name for name, where in step if where.startswith("test_syncs.py")] == [what]
+def test_a_wait_that_is_planted_in_a_layer_is_seen_in_every_step(plant, what, rank):
+    seen, _ = steps(rank, "sdpa", 1, ROWS["one document"], plant=plant, **IRREGULAR)
+    for step in seen:
+        assert [name for name, where in step if where.startswith("test_syncs.py")] == [what]
 
 
-def longer(rank):
-    return [step.count(READ) for step in steps(rank, "sdpa", 1, [[[16]], [[16]], [[32]], [[32]], [[16]]])[0]]
-
-
-def test_a_step_that_is_longer_than_all_before_takes_one_more():
-    assert on_ranks(2, longer) == [[2, 1, 2, 1, 1]] * 2
+def test_a_step_that_is_longer_than_all_before_takes_one_more(rank):
+    assert [step.count(READ) for step in steps(rank, "sdpa", 1, [[[16]], [[16]], [[32]], [[32]], [[16]]])[0]] == [2, 1, 2, 1, 1]
 
 
 def test_what_the_host_knows_is_sent_in_one_copy_that_nobody_waits_for():
@@ -185,17 +172,13 @@ def test_what_the_host_knows_is_sent_in_one_copy_that_nobody_waits_for():
 # Flash attention.
 
 
-def told(rank, rows):
-    return steps(rank, flash.NAME, 2, rows)[1]
-
-
-def test_flash_attention_is_told_documents_by_edges_and_by_nothing_where_there_are_none():
+def test_flash_attention_is_told_documents_by_edges_and_by_nothing_where_there_are_none(rank):
     """int32 edges of all rows one after the other, and a Python int; two layers of two head groups."""
     rows = [[[32]], [[32], [32]], [[10, 6, 16]], [[10, 22], [32]]]
-    for one, two, packed_row, packed_rows in on_ranks(2, told, rows):
-        assert one == two == [None] * 4
-        assert packed_row == [(torch.int32, [0, 10, 16, 32], 16)] * 4
-        assert packed_rows == [(torch.int32, [0, 10, 32, 64], 32)] * 4
+    _, (one, two, packed_row, packed_rows) = steps(rank, flash.NAME, 2, rows)
+    assert one == two == [None] * 4
+    assert packed_row == [(torch.int32, [0, 10, 16, 32], 16)] * 4
+    assert packed_rows == [(torch.int32, [0, 10, 32, 64], 32)] * 4
 
 
 # Guards.
@@ -208,7 +191,6 @@ def faults_of_inference(rank):
             inputs = cut(batches(1)[0], rank, 2)
             model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
         outcome(model, batches(1)[0], rank, 2, None)
-    return []
 
 
 def waits_behind_the_first(attention, head_groups, rows, **options):

@@ -12,7 +12,6 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations import tiles
 from tests.harness.cases import full
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
-from tests.harness.ranks import on_ranks
 
 SECTION = {"head_groups": 2, "tiles": 5}  # of the 16 tokens of a rank
 GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -31,7 +30,7 @@ IN_FP32 = ("gemma3_text", "olmo2")
 
 @contextlib.contextmanager
 def counting():
-    """The modules that ran in tiles, by the names of their classes."""
+    """Yield the modules that ran in tiles, by the names of their classes."""
     ran, run = [], tiles.run_in_tiles
     tiles.run_in_tiles = lambda module, x, tokens: ran.append(type(module).__name__) or run(module, x, tokens)
     try:
@@ -40,31 +39,23 @@ def counting():
         tiles.run_in_tiles = run
 
 
-def errors_of(rank, options, ways):
-    figures, tokens = [], batches(1)[0]
-    expected = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
-    for reentrant in ways:
-        with sequence_parallel_model(2, **EXACT, **options) as (model, group), counting() as ran:
-            report = ds_sp_overlap.enable(model, SECTION)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_every_gradient_equal_the_whole_sequences(name, rank):
+    """Norms that compute in fp32, whatever they are given, round a tile otherwise than the whole."""
+    options, tokens = {**EXACT, **MODELS[name]}, batches(1)[0]
+    expected = outcome(tiny(**options), tokens, 0, 1, None)
+    for reentrant in (None, False, True) if name in ("llama", "gpt2") else (False,):
+        with sequence_parallel_model(2, **options) as (model, group), counting() as ran:
+            report = str(ds_sp_overlap.enable(model, SECTION))
             if reentrant is not None:
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
                 model.enable_input_require_grads()
                 model.train()
-            found = outcome(model, tokens, rank, 2, group)
-            figures.append((worst(found, expected), len(ran), str(report)))
+            assert worst(outcome(model, tokens, rank, 2, group), expected) < (1e-6 if name in IN_FP32 else FP64)
+            assert len(ran) > 4 and "in tiles: " in report
+            assert ("is a mixture of experts (2)" in report) == (name == "mixtral")
             ds_sp_overlap.disable(model)
             assert not any("forward" in vars(module) for module in model.modules()), "disabled"
-    return figures
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_every_gradient_equal_the_whole_sequences(name):
-    ways = (None, False, True) if name in ("llama", "gpt2") else (False,)
-    for figures in on_ranks(2, errors_of, MODELS[name], ways):
-        for error, ran, report in figures:
-            # Norms that compute in fp32, whatever they are given, round a tile otherwise than the whole.
-            assert error < (1e-6 if name in IN_FP32 else FP64) and ran > 4, report
-            assert "in tiles: " in report and ("is a mixture of experts (2)" in report) == (name == "mixtral")
 
 
 FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
@@ -83,7 +74,11 @@ def checkpointed(model, reentrant, prepare=None):
     return model.train()
 
 
-def compared_with_stock(rank, stage, reentrant, adapters):
+@pytest.mark.parametrize(
+    "stage, reentrant, adapters",
+    [full(1, False, False), full(2, True, False), (3, False, False), full(3, True, False), (3, False, True)],
+)
+def test_training_under_zero_is_as_without_tiles(stage, reentrant, adapters, rank):
     prepare = lora if adapters else None
     if reentrant is not None:
         prepare = functools.partial(checkpointed, reentrant=reentrant, prepare=prepare)
@@ -91,46 +86,31 @@ def compared_with_stock(rank, stage, reentrant, adapters):
     stock = train({"head_groups": 1})
     with counting() as ran:
         off = train({"head_groups": 1, "tiles": 5}).distance(stock)
-    return off, sorted(set(ran))
+    assert set(ran) == {"LlamaMLP", "LlamaRMSNorm"}
+    assert all(off[what] <= FP32[what] for what in FP32), off
 
 
-@pytest.mark.parametrize(
-    "stage, reentrant, adapters",
-    [full(1, False, False), full(2, True, False), (3, False, False), full(3, True, False), (3, False, True)],
-)
-def test_training_under_zero_is_as_without_tiles(stage, reentrant, adapters):
-    for off, ran in on_ranks(2, compared_with_stock, stage, reentrant, adapters):
-        assert ran == ["LlamaMLP", "LlamaRMSNorm"]
-        assert all(off[what] <= FP32[what] for what in FP32), off
-
-
-def changed_afterwards(rank):
-    found, tokens = [], batches(1)[0]
+def test_what_is_hooked_runs_whole_and_is_said(rank):
+    tokens = batches(1)[0]
     with sequence_parallel_model(2, **EXACT) as (model, group), counting() as ran:
-        report = ds_sp_overlap.enable(model, {**SECTION, "tiles": "auto"})
+        report = str(ds_sp_overlap.enable(model, {**SECTION, "tiles": "auto"}))
+        assert "  in tiles: LlamaMLP (2), LlamaRMSNorm (5)\n" in report and "whole" not in report
         mlp = model.model.layers[0].mlp
         handle = mlp.up_proj.register_forward_hook(lambda module, args, y: y * 2)
         outcome(model, tokens, rank, 2, group)
-        found.append(ran.count("LlamaMLP"))
+        assert ran.count("LlamaMLP") == 1
         handle.remove()
         ran.clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             outcome(torch.compile(model, backend="eager"), tokens, rank, 2, group)
         assert not [each for each in said if "ds_sp_overlap" in str(each.message)], said
-        found.append(ran.count("LlamaMLP"))
-        hooked = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: y)
-        lines = str(ds_sp_overlap.enable(model, SECTION))
-        hooked.remove()
-    return found, str(report), lines
-
-
-def test_what_is_hooked_runs_whole_and_is_said():
-    for found, report, hooked in on_ranks(2, changed_afterwards):
-        assert found == [1, 2]
-        assert "  in tiles: LlamaMLP (2), LlamaRMSNorm (5)\n" in report and "whole" not in report
-        assert "in tiles: LlamaMLP (1), LlamaRMSNorm (5)" in hooked
-        assert "whole, not in tiles: LlamaMLP: up_proj has a hook, or a forward of its own (1)" in hooked
+        assert ran.count("LlamaMLP") == 2
+        handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: y)
+        hooked = str(ds_sp_overlap.enable(model, SECTION))
+        handle.remove()
+    assert "in tiles: LlamaMLP (1), LlamaRMSNorm (5)" in hooked
+    assert "whole, not in tiles: LlamaMLP: up_proj has a hook, or a forward of its own (1)" in hooked
 
 
 def auto_of(m, inner, tokens):

@@ -46,15 +46,10 @@ from tests.harness.models import (
     with_sinks,
     worst,
 )  # fmt: skip
-from tests.harness.ranks import assert_refused, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_refused, assert_small, refusal
 from tests.harness.reference import relative_error
 
 # Equality with the whole sequence, and with stock.
-
-
-def of_cases(rank, size, cases):
-    """Of each case: the errors of stock, and of one head group and of two where there are two heads."""
-    return [errors_of(rank, options, BOTH[: options.get("heads", 4) // size], size) for options in cases]
 
 
 FAMILY = [dict(family=family) for family in ("llama", "mistral", "qwen2", "qwen3", "phi3")]
@@ -64,24 +59,19 @@ BIASES = [dict(attention_bias=True), dict(family="qwen3", attention_bias=True)]
 
 
 @pytest.mark.parametrize("size, cases", [(2, FAMILY + HEADS + BIASES), (4, FAMILY[:1] + FEW_KV_HEADS[:: 1 if everything() else 2])])
-def test_logits_and_every_gradient_equal_the_whole_sequences_and_stocks(size, cases):
+def test_logits_and_every_gradient_equal_the_whole_sequences_and_stocks(size, cases, rank):
     """Sizes 2 and 4, so that there are KV heads fewer than ranks; one and two head groups where there are two heads."""
-    for figures in on_ranks(size, of_cases, size, cases):
-        for case, errors in zip(cases, figures, strict=True):
-            assert len(errors) == (3 if case.get("heads", 4) // size > 1 else 2) and max(errors) < FP64, (case, errors)
+    for options in cases:
+        assert max(errors_of(rank, options, BOTH[: options.get("heads", 4) // size], size)) < FP64, options
 
 
-def with_fault(rank, factor):
+def test_the_tolerance_catches_a_fault(rank):
     tokens = batches(1)[0]
     whole = outcome(tiny(**EXACT), tokens, 0, 1, None)
-    with sequence_parallel_model(2, **EXACT) as (model, group), scaled_values(factor):
+    with sequence_parallel_model(2, **EXACT) as (model, group):
         ds_sp_overlap.enable(model)
-        return worst(outcome(model, tokens, rank, 2, group), whole)
-
-
-def test_the_tolerance_catches_a_fault():
-    assert all(error > 10 * FP64 for error in on_ranks(2, with_fault, 1 + 1e-7))
-    assert all(error < FP64 for error in on_ranks(2, with_fault, 1.0))
+        with scaled_values(1 + 1e-7):
+            assert worst(outcome(model, tokens, rank, 2, group), whole) > 10 * FP64
 
 
 WINDOWS = [
@@ -101,8 +91,8 @@ def test_a_sliding_window_is_that_of_the_whole_sequence_where_stock_has_none():
 # The model is the same before and after.
 
 
-def before_and_after(rank, family):
-    """What `enable` and `disable` leave of a model."""
+@pytest.mark.parametrize("family", ["llama", "phi3", "bitnet"])
+def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_forward(family, rank):
     with sequence_parallel_model(2, family=family) as (model, _):
         weights = copy.deepcopy(model.state_dict())
 
@@ -116,18 +106,13 @@ def before_and_after(rank, family):
 
         before = found()
         report = ds_sp_overlap.enable(model)
-        while_on = unchanged() and found()[0] == before[0], found() == before, len(overlapped_layers(model)), len(report.layers)
+        assert unchanged() and found()[0] == before[0] and found() != before
+        assert len(overlapped_layers(model)) == len(report.layers) == 2
         ds_sp_overlap.enable(model, {"head_groups": 1})  # twice is once
-        again = len(overlapped_layers(model))
+        assert len(overlapped_layers(model)) == 2
         ds_sp_overlap.disable(model)
         ds_sp_overlap.disable(model)
-        return while_on, again, unchanged() and found() == before
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3", "bitnet"])
-def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_forward(family):
-    for while_on, again, restored in on_ranks(2, before_and_after, family):
-        assert while_on == (True, False, 2, 2) and again == 2 and restored
+        assert unchanged() and found() == before
 
 
 # Packed documents.
@@ -148,58 +133,45 @@ def test_a_packed_document_sees_itself_alone_where_stock_lets_it_see_the_ones_be
     assert_right_where_stock_is_wrong([{}, *families], ROWS[rows])
 
 
-def context_parallel(rank):
+def test_accelerates_context_parallelism_is_refused_by_name(rank):
     with sequence_parallel_model(2) as (model, group):
         _attach_context_parallel_hooks(model)  # as Accelerator.prepare does with cp_size
-        return refusal(ds_sp_overlap.enable, model, {}, group), overlapped_layers(model)
-
-
-def test_accelerates_context_parallelism_is_refused_by_name():
-    for refused, bound in on_ranks(2, context_parallel):
-        assert refused[0] == "ValueError" and "Accelerate's context parallelism (cp_size)" in refused[1] and bound == []
+        kind, message = refusal(ds_sp_overlap.enable, model, {}, group)
+        assert kind == "ValueError" and "Accelerate's context parallelism (cp_size)" in message and overlapped_layers(model) == []
 
 
 # What is handed down to attention besides.
 
 
-def groups_beside_labels(rank):
-    """Exchanges of q in a forward that gets the labels as Trainer passes them, [b, s/P] with b the query heads of a rank."""
+def test_labels_that_trainer_hands_down_are_not_taken_for_something_per_head(rank):
+    """Trainer passes them as [b, s/P], with b the query heads of a rank: q still travels in two exchanges."""
+    assert BATCH == 4 // 2, "batch and query heads of a rank are the same number"
     inputs, launched, launch = cut(batches(1)[0], rank, 2), [], C10d.launch
 
     def noting(*args):
-        launched.append(args[-1])
+        launched.append(args[-1].split()[1])
         return launch(*args)
 
     with sequence_parallel_model(2, layers=1) as (model, _), mock.patch.object(C10d, "launch", noting):
         ds_sp_overlap.enable(model, {"head_groups": 2})
         labels = inputs.pop("labels")
         model(**inputs, labels=labels, shift_labels=labels, use_cache=False)
-    return [name.split()[1] for name in launched if name.split()[1].startswith("q")]
-
-
-def test_labels_that_trainer_hands_down_are_not_taken_for_something_per_head():
-    assert BATCH == 4 // 2, "batch and query heads of a rank are the same number"
-    for exchanges in on_ranks(2, groups_beside_labels):
-        assert len(exchanges) == 2, exchanges
+    assert [name for name in launched if name.startswith("q")] == ["q0", "q1"]
 
 
 # Accelerate.
 
 
-def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock():
-    stock, overlapped = (on_ranks(2, train_with_accelerate, section) for section in (None, {"head_groups": 1}))
-    for losses, same in zip(stock, overlapped):
-        assert losses == same and len(set(losses)) == 4
-
-
-def with_every_key(rank, value):
-    return train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
+def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock(rank):
+    losses, same = (train_with_accelerate(rank, section) for section in (None, {"head_groups": 1}))
+    assert losses == same and len(losses) > 2 and losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize("value", ["auto", None])
-def test_accelerate_passes_auto_and_null_on(value):
+def test_accelerate_passes_auto_and_null_on(value, rank):
     """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
-    assert [len(losses) for losses in on_ranks(2, with_every_key, value)] == [1, 1]
+    losses = train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
+    assert len(losses) == 1
 
 
 # LoRA and frozen projections.
@@ -228,52 +200,43 @@ def with_frozen(targets):
     return prepare
 
 
-def reported(rank, kind, targets, family):
-    """Errors of stock, and of one and two head groups; and what the reports say."""
-    prepare, reports = {"lora": with_lora, "frozen": with_frozen}[kind](targets), []
-    errors = errors_of(rank, dict(family=family), BOTH, prepare=prepare, reports=reports)
-    return errors, {(layer.got.replace("G = 1", "G = 2"), layer.lacks) for report in reports for layer in report.layers}
+def reported(rank, prepare, **options):
+    """Assert that a model behind ``prepare`` is right under stock, with one and with two head groups; return what the reports say of layers."""
+    errors = errors_of(rank, options, BOTH, prepare=prepare, reports=(reports := []))
+    assert_small(errors, FP64)
+    return {(layer.got.replace("G = 1", "G = 2"), layer.lacks) for report in reports for layer in report.layers}
 
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "v_proj"), full(("o_proj",)), full(ALL)], ids=",".join)
-def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets):
-    for errors, said in on_ranks(2, reported, "lora", list(targets), "llama"):
-        assert max(errors) < FP64, errors
-        ((got, lacks),) = said
-        assert got.startswith("all eight exchanges, G = 2")
-        inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # one of them called whole, all are
-        whole = inputs + [name for name in targets if name == "o_proj"]
-        assert lacks == "called whole: " + ", ".join(f"{name} ({'LoRA' if name in targets else 'Linear'})" for name in whole)
-        for name in ALL:
-            assert (name in got) == (name not in whole)
+def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets, rank):
+    ((got, lacks),) = reported(rank, with_lora(list(targets)))
+    assert got.startswith("all eight exchanges, G = 2")
+    inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # one of them called whole, all are
+    whole = inputs + [name for name in targets if name == "o_proj"]
+    assert lacks == "called whole: " + ", ".join(f"{name} ({'LoRA' if name in targets else 'Linear'})" for name in whole)
+    for name in ALL:
+        assert (name in got) == (name not in whole)
 
 
 @pytest.mark.parametrize("targets", [("k_proj", "v_proj"), ("o_proj",), full(ALL), ("embed", "layers.0")], ids=",".join)
-def test_frozen_projections_equal_stock(targets):
+def test_frozen_projections_equal_stock(targets, rank):
     """The last one leaves the first layer nothing to compute a gradient for."""
-    for errors, said in on_ranks(2, reported, "frozen", list(targets), "llama"):
-        assert max(errors) < FP64, errors
-        assert {lacks for _, lacks in said} == {""}
+    assert {lacks for _, lacks in reported(rank, with_frozen(targets))} == {""}
 
 
-def test_lora_on_a_fused_projection_equals_stock():
-    for errors, said in on_ranks(2, reported, "lora", ["qkv_proj"], "phi3"):
-        assert max(errors) < FP64, errors
-        assert {lacks for _, lacks in said} == {"called whole: qkv_proj (LoRA)"}
-
-
-def prompted(rank, kind):
-    model = get_peft_model(tiny(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    return refusal(ds_sp_overlap.enable, model, {}, torch.distributed.group.WORLD)
+def test_lora_on_a_fused_projection_equals_stock(rank):
+    said = reported(rank, with_lora(["qkv_proj"]), family="phi3")
+    assert {lacks for _, lacks in said} == {"called whole: qkv_proj (LoRA)"}
 
 
 @pytest.mark.parametrize("kind, name", [(PromptTuningConfig, "PROMPT_TUNING"), (PrefixTuningConfig, "PREFIX_TUNING")])
-def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, name):
-    for error, message in on_ranks(2, prompted, kind):
-        assert error == "ValueError" and f"PEFT's {name} puts virtual tokens" in message, message
+def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, name, rank):
+    model = get_peft_model(tiny(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    error, message = refusal(ds_sp_overlap.enable, model, {}, torch.distributed.group.WORLD)
+    assert error == "ValueError" and f"PEFT's {name} puts virtual tokens" in message, message
 
 
 # Layers that are not known by what their forward computes; roundings.
@@ -282,11 +245,10 @@ def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, na
 STRANGERS = [dict(family="bitnet"), dict(family="cohere", use_qk_norm=True), dict(family="stablelm", qk_layernorm=True)]
 
 
-def under_autocast(rank, cases):
-    """Of each case in bf16 by autocast: the error of the logits at two head groups, and one rank's own, against fp32."""
-    tokens, figures = batches(1)[0], []
+def test_what_norms_leave_in_fp32_under_autocast_travels_as_attention_takes_it(rank):
+    tokens = batches(1)[0]
     inputs = [{key: x for key, x in cut(tokens, *where).items() if key != "labels"} for where in ((0, 1), (rank, 2))]
-    for options in cases:
+    for options in STRANGERS:
         with sequence_parallel_model(2, **options) as (model, group):
             report = ds_sp_overlap.enable(model, {"head_groups": 2}, group)
             assert "nobody looked whether tokens meet outside attention" in " ".join(str(report).split())
@@ -297,14 +259,7 @@ def under_autocast(rank, cases):
             with torch.autocast("cpu", torch.bfloat16):
                 alone = model(**inputs[0], use_cache=False).logits.float()
             mine = [x.chunk(2, 1)[rank] for x in (exact, alone)]
-            figures.append((relative_error(ours, mine[0]), relative_error(mine[1], mine[0])))
-    return figures
-
-
-def test_what_norms_leave_in_fp32_under_autocast_travels_as_attention_takes_it():
-    for figures in on_ranks(2, under_autocast, STRANGERS):
-        for options, (ours, alone) in zip(STRANGERS, figures, strict=True):
-            assert 0 < ours < 2 * alone, (options, ours, alone)  # roundings in another order
+            assert 0 < relative_error(ours, mine[0]) < 2 * relative_error(mine[1], mine[0]), options  # roundings in another order
 
 
 ROUNDED = [
@@ -316,22 +271,14 @@ ROUNDED = [
 ]
 
 
-def rounded(rank, cases):
-    """Whether the logits in bf16 at one head group are stock's to the bit."""
-    same = []
-    for options in cases:
+def test_a_rotation_rounds_as_the_familys_own_does(rank):
+    for options in ROUNDED:
         with sequence_parallel_model(2, dtype=torch.bfloat16, **options) as (model, group):
             inputs = {key: x for key, x in cut(batches(1)[0], rank, 2).items() if key != "labels"}
             stock = model(**inputs, use_cache=False).logits
             report = ds_sp_overlap.enable(model, {"head_groups": 1}, group)
             assert "all eight exchanges" in " ".join(str(report).split())
-            same.append(torch.equal(model(**inputs, use_cache=False).logits, stock))
-    return same
-
-
-def test_a_rotation_rounds_as_the_familys_own_does():
-    for same in on_ranks(2, rounded, ROUNDED):
-        assert same == [True] * len(ROUNDED)
+            assert torch.equal(model(**inputs, use_cache=False).logits, stock), options
 
 
 FLASH = [
@@ -340,74 +287,54 @@ FLASH = [
 ]
 
 
-def under_flash(rank, size, kv_heads, cases):
-    """Errors of each case at one and two head groups, driven whole and at its attention function."""
-    tokens, group, errors = batches(1)[0], torch.distributed.group.WORLD, {}
+@pytest.mark.parametrize("size, kv_heads", [(2, 4), full(4, 2)])
+def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads, rank):
+    """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
+    tokens, group = batches(1)[0], torch.distributed.group.WORLD
 
     def made(**options):
         sizes = dict(heads=8, kv_heads=kv_heads, head_dim=8, sliding_window=5)
         return with_sinks(tiny(**EXACT, **sizes, implementation="eager", **options), flash.NAME)
 
     with flash.flash_attention():
-        for options in cases:
+        for options in FLASH:
             whole, model = outcome(made(**options), tokens, 0, 1, None), made(**options)
             assert all(x.abs().min() > 1e-3 * x.abs().max() for name, x in whole.items() if name.endswith("sinks"))
-            for unknown in (False, True):
-                for head_groups in (1, 2):
-                    reading = mock.patch.object(integration, "Reader", side_effect=integration.Unknown("not known"))
-                    with reading if unknown else contextlib.nullcontext():
-                        report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
-                    assert ("attention function" in " ".join(str(report).split())) == unknown
-                    errors[options["family"], unknown, head_groups] = worst(outcome(model, tokens, rank, size, group), whole)
-                    ds_sp_overlap.disable(model)
-    return errors
-
-
-@pytest.mark.parametrize("size, kv_heads", [(2, 4), full(4, 2)])
-def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads):
-    """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
-    for errors in on_ranks(size, under_flash, size, kv_heads, FLASH):
-        assert len(errors) == 8 and max(errors.values()) < 1e-6, errors  # both rotate or norm in fp32
+            for unknown, head_groups in itertools.product((False, True), (1, 2)):
+                reading = mock.patch.object(integration, "Reader", side_effect=integration.Unknown("not known"))
+                with reading if unknown else contextlib.nullcontext():
+                    report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
+                assert ("attention function" in " ".join(str(report).split())) == unknown
+                error = worst(outcome(model, tokens, rank, size, group), whole)
+                assert error < 1e-6, (options, unknown, head_groups)  # both rotate or norm in fp32
+                ds_sp_overlap.disable(model)
 
 
 # Evaluation and generation.
 
 
-def evaluations(rank, disable_in_eval, family):
-    """Errors of logits in eval mode, with gradients, without, and in inference mode; against the whole sequence."""
-    tokens = batches(1)[0]
-    whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
-    alone = tiny(family=family, **EXACT)(**{k: x for k, x in cut(tokens, rank, 2).items() if k != "labels"}, use_cache=False)
-    errors = {}
-    with sequence_parallel_model(2, family=family, stock={"disable_in_eval": disable_in_eval}, **EXACT) as (model, _):
-        ds_sp_overlap.enable(model)
-        modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-        for (what, mode), training in itertools.product(modes.items(), (True, False)):
-            model.train(training)
-            with mode():
-                inputs = cut(tokens, rank, 2)
-                logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
-            expected = alone.logits if disable_in_eval and not training else whole
-            errors[what, training] = relative_error(logits.detach(), expected.detach())
-    return errors, relative_error(alone.logits.detach(), whole)
-
-
 @pytest.mark.singles
 @pytest.mark.parametrize("family", ["llama", "bitnet"])
 @pytest.mark.parametrize("disable_in_eval", [False, True])
-def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family):
+def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family, rank):
     """With ``disable_in_eval`` each rank runs its own batch in eval mode, here its slice."""
-    for rank, (errors, apart) in enumerate(on_ranks(2, evaluations, disable_in_eval, family)):
-        assert len(errors) == 6
-        assert all(error < FP64 for error in errors.values()), errors
-        assert apart > 1e-3 or rank == 0, "the two are told apart, but for the first slice, which is causal"
-
-
-def generating(rank, family):
-    """What a step with a filled cache says, and what the first step, which only fills it, gives."""
-    tokens = batches(1)[0]
+    tokens, stock = batches(1)[0], {"disable_in_eval": disable_in_eval}
+    inputs = {key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}
     whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
-    with sequence_parallel_model(2, family=family, **EXACT) as (model, _), torch.no_grad():
+    alone = tiny(family=family, **EXACT)(**inputs, use_cache=False).logits.detach()
+    assert relative_error(alone, whole) > 1e-3 or rank == 0, "the two are told apart, but for the first slice, which is causal"
+    with sequence_parallel_model(2, family=family, stock=stock, **EXACT) as (model, _):
+        ds_sp_overlap.enable(model)
+        for mode, training in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), (True, False)):
+            with mode():
+                logits = model.train(training)(**inputs, use_cache=False).logits.detach()
+            assert relative_error(logits, alone if disable_in_eval and not training else whole) < FP64, (mode, training)
+
+
+def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not(rank):
+    tokens = batches(1)[0]
+    whole = tiny(**EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
+    with sequence_parallel_model(2, **EXACT) as (model, _), torch.no_grad():
         ds_sp_overlap.enable(model)
         inputs = cut(tokens, rank, 2)
         del inputs["labels"]
@@ -415,34 +342,25 @@ def generating(rank, family):
         for layer in range(2):
             filled.update(*torch.zeros(2, BATCH, 2, 3, 8, dtype=torch.float64), layer)
         said = refusal(model, **inputs, past_key_values=filled, use_cache=True)
+        assert said[0] == "RuntimeError" and "generation with a KV cache does not work" in said[1]
+        assert "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
         takes = inspect.signature(type(model.model).forward).parameters
-        for old_or_new in {
-            "past_key_values",
-            CACHES[0] if CACHES[0] in takes else "past_key_values",
-        }:  # from 5.24 on, of the one inside
+        for old_or_new in {"past_key_values", *CACHES[:1]} & takes.keys():  # from 5.24 on, of the one inside
             for used in (filled, ((torch.zeros(1),),)):  # or a tuple, of which nobody knows how long it is
                 again = refusal(model.model, **inputs, **{old_or_new: used})
                 assert again[1].split(": ", 1)[1] == said[1].split(": ", 1)[1], old_or_new
         empty = DynamicCache(config=model.config)
         options = {"use_cache": True}, {"use_cache": True, "past_key_values": empty}
-        error = max(relative_error(model(**inputs, **each).logits, whole) for each in options)
+        assert max(relative_error(model(**inputs, **each).logits, whole) for each in options) < FP64
         assert refusal(model, **inputs, **options[1]) == said, "the cache is of a step before"
         prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=2)
         assert refusal(model.generate, **prompt)[1].split(": ", 1)[1] == said[1].split(": ", 1)[1]
         ds_sp_overlap.disable(model)
-        return said, error
 
 
-def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_not():
-    for said, error in on_ranks(2, generating, "llama"):
-        assert said is not None and said[0] == "RuntimeError"
-        assert "generation with a KV cache does not work" in said[1] and "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
-        assert error < FP64
-
-
-def generating_after(rank, family):
-    """Generation after `disable` alone; after it with stock taken out too, against a model that nobody registered; and gradients after
-    it was enabled again, against those before; and those of another model, which stays overlapped."""
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_disable_with_stock_too_leaves_a_model_that_generates(family, rank):
+    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
     tokens = batches(1)[0]
     prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
     expected = tiny(family=family, **EXACT).generate(**prompt)
@@ -452,48 +370,16 @@ def generating_after(rank, family):
         ds_sp_overlap.enable(other)
         before, of_other = outcome(model, tokens, rank, 2, group), outcome(other, tokens, rank, 2, group)
         ds_sp_overlap.disable(model)
-        alone = refusal(model.generate, **prompt)
+        assert refusal(model.generate, **prompt)[0] == "AssertionError"
         ds_sp_overlap.disable(model, stock_too=True)
-        same = torch.equal(model.generate(**prompt), expected)
-        left = worst(outcome(other, tokens, rank, 2, group), of_other)
+        assert torch.equal(model.generate(**prompt), expected)
+        assert worst(outcome(other, tokens, rank, 2, group), of_other) < FP64
         ds_sp_overlap.enable(model, {}, group)
-        again = worst(outcome(model, tokens, rank, 2, group), before)
+        assert worst(outcome(model, tokens, rank, 2, group), before) < FP64
         ds_sp_overlap.disable(other)
-        return alone, same, again, left
-
-
-@pytest.mark.parametrize("family", ["llama", "cohere"])
-def test_disable_with_stock_too_leaves_a_model_that_generates(family):
-    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
-    for alone, same, again, left in on_ranks(2, generating_after, family):
-        assert alone is not None and alone[0] == "AssertionError"
-        assert same and again < FP64 and left < FP64
 
 
 # Positions that are missing or local.
-
-
-def positions_said(rank):
-    """What is said where position_ids are missing in a layer's call and in the model's, on all ranks and on one."""
-    said = {}
-    with sequence_parallel_model(2) as (model, _):
-        ds_sp_overlap.enable(model)
-        inputs = cut(batches(1)[0], rank, 2)
-        ids, positions = inputs["input_ids"], inputs["position_ids"]
-        layer = model.model.layers[0].self_attn
-        hidden = torch.zeros(BATCH, 16, 32)
-        tables = model.model.rotary_emb(hidden, positions)
-        said["layer"] = refusal(layer, hidden, position_embeddings=tables)
-        said["model"] = refusal(model, input_ids=ids, use_cache=False)
-        said["one rank"] = refusal(model, input_ids=ids, position_ids=positions if rank else None, use_cache=False)
-        said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
-        said["axes"] = refusal(model, input_ids=ids, position_ids=positions[0], use_cache=False)
-        said["two axes"] = refusal(model, input_ids=ids, position_ids=positions.expand(2, -1, -1), use_cache=False)
-        said["no dims"] = refusal(model, input_ids=ids, position_ids=positions if rank else positions[0, 0], use_cache=False)
-        said["no batch"] = refusal(model, input_ids=ids if rank else ids[0], position_ids=positions, use_cache=False)
-        said["length"] = refusal(model, input_ids=ids, position_ids=positions[:, : 8 + 8 * rank], use_cache=False)
-        said["fine"] = refusal(model, input_ids=ids, position_ids=positions, use_cache=False)
-    return said
 
 
 NEEDED = "sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the ranks like input_ids"
@@ -510,45 +396,56 @@ POSITIONS = {
 }
 
 
-def test_missing_and_misshapen_position_ids_are_refused_on_every_rank():
-    assert_refused(2, POSITIONS, positions_said)
+def test_missing_and_misshapen_position_ids_are_refused_on_every_rank(rank):
+    with sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        inputs = cut(batches(1)[0], rank, 2)
+        ids, positions = inputs["input_ids"], inputs["position_ids"]
+        given = {
+            "model": (ids, None),
+            "one rank": (ids, positions if rank else None),
+            "axes": (ids, positions[0]),
+            "two axes": (ids, positions.expand(2, -1, -1)),
+            "no dims": (ids, positions if rank else positions[0, 0]),
+            "no batch": (ids if rank else ids[0], positions),
+            "length": (ids, positions[:, : 8 + 8 * rank]),
+            "fine": (ids, positions),
+        }
+        said = {name: refusal(model, input_ids=x, position_ids=at, use_cache=False) for name, (x, at) in given.items()}
+        said["inner model"] = refusal(model.model, input_ids=ids, use_cache=False)
+        hidden = torch.zeros(BATCH, 16, 32)
+        tables = model.model.rotary_emb(hidden, positions)
+        said["layer"] = refusal(model.model.layers[0].self_attn, hidden, position_embeddings=tables)
+    assert_refused(said, POSITIONS)
 
 
-def restarting(rank, section):
-    """What is said of positions that start anew on every rank, first and after others."""
+@pytest.mark.parametrize("section", [{}, {"documents": "per_rank"}], ids=str)
+def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_may_begin_so(section, rank):
+    """Documents that end with every rank by chance, behind a forward in which they did not, are no reason to stop."""
     with sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model, section)
         ids = cut(batches(1)[0], rank, 2)["input_ids"]
         local, whole = torch.arange(16).expand(BATCH, -1), torch.arange(16 * rank, 16 * rank + 16).expand(BATCH, -1)
-        return [refusal(model, input_ids=ids, position_ids=positions, use_cache=False) for positions in (local, whole, local)]
-
-
-def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_may_begin_so():
-    """Documents that end with every rank by chance, behind a forward in which they did not, are no reason to stop."""
-    for first, whole, later in on_ranks(2, restarting, {}):
-        assert first[0] == "ValueError" and "position_ids start anew on every rank" in first[1]
-        assert 'set sp_overlap.documents to "per_rank"' in first[1]
-        assert whole is None and later is None
-    assert on_ranks(2, restarting, {"documents": "per_rank"}) == [[None] * 3] * 2
+        first, *later = (refusal(model, input_ids=ids, position_ids=at, use_cache=False) for at in (local, whole, local))
+    assert later == [None, None]
+    if section:
+        assert first is None
+    else:
+        assert_error(first, "position_ids start anew on every rank")
+        assert_error(first, 'set sp_overlap.documents to "per_rank"')
 
 
 # Nothing to do, and bad input.
 
 
-def at_size_one(rank):
-    """Reports of enabling two models over a group of one, and what was said."""
+def test_sp_size_one_is_a_no_op_that_is_said_once(rank):
     groups = [torch.distributed.new_group([r]) for r in range(2)]
     models = [tiny(), tiny(seed=1)]
     with listening() as messages:
         reports = [str(ds_sp_overlap.enable(model, {"head_groups": 2}, groups[rank])) for model in models]
-    return reports, messages, [overlapped_layers(model) for model in models]
-
-
-def test_sp_size_one_is_a_no_op_that_is_said_once():
-    for reports, messages, bound in on_ranks(2, at_size_one):
-        assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
-        assert len(messages) == 1 and "sequence-parallel size is 1" in messages[0]
-        assert bound == [[], []]
+    assert reports == ["sp_overlap: nothing to do at sp size 1"] * 2
+    assert len(messages) == 1 and "sequence-parallel size is 1" in messages[0]
+    assert [overlapped_layers(model) for model in models] == [[], []]
 
 
 class Peculiar(torch.nn.Module):
@@ -559,8 +456,16 @@ class Peculiar(torch.nn.Module):
         self.up = torch.nn.Linear(4, 4)
 
 
-def bad_input(rank):
-    """What `enable` says to each fault, behind which it leaves nothing."""
+BAD = {
+    "no group, no transformers": "no DistributedAttention in Peculiar that was made with one; give its Distributed",
+    "no attention": "no attention layer found in Peculiar",
+    "meta": "model.layers.0.self_attn is on the meta device (2 of 2 layers); load the weights first",
+    "one rank wrong": "sp rank 1: sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3",
+    "layers differ": "the ranks of the sp group are about to exchange different things",
+}
+
+
+def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing(rank):
     world = torch.distributed.group.WORLD
     faults = {
         "no group, no transformers": (Peculiar(), {}, None),
@@ -574,24 +479,11 @@ def bad_input(rank):
         before = [set(vars(module)) for module in model.modules()]
         said[fault] = refusal(ds_sp_overlap.enable, model, section, group)
         assert [set(vars(module)) for module in model.modules()] == before and not overlapped_layers(model), f"{fault}: changed"
-    return said
+    assert_refused(said, BAD)
 
 
-BAD = {
-    "no group, no transformers": "no DistributedAttention in Peculiar that was made with one; give its Distributed",
-    "no attention": "no attention layer found in Peculiar",
-    "meta": "model.layers.0.self_attn is on the meta device (2 of 2 layers); load the weights first",
-    "one rank wrong": "sp rank 1: sp_overlap.head_groups must be between 1 and 2 for 4 heads at sp size 2, got 3",
-    "layers differ": "the ranks of the sp group are about to exchange different things",
-}
-
-
-def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing():
-    assert_refused(2, BAD, bad_input)
-
-
-def way_of_the_first_exchange(rank):
-    """Modules of the package from a layer's forward to the transport, outermost first."""
+def test_the_way_of_a_query_to_the_wire_enters_no_file_twice_and_is_the_one_that_the_package_describes(rank):
+    """Look at the modules of the package that are on the stack at the first exchange, outermost first."""
     package, ways, launch = Path(ds_sp_overlap.__file__).parent, [], C10d.launch
 
     def recorded(self, *args):
@@ -603,14 +495,9 @@ def way_of_the_first_exchange(rank):
     with sequence_parallel_model(2) as (model, _), mock.patch.object(C10d, "launch", recorded):
         ds_sp_overlap.enable(model, {"head_groups": 1})
         inputs = cut(batches(1)[0], rank, 2)
-        inputs.pop("labels")
-        model(**inputs, use_cache=False)
+        model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
     rebound = max(at for at, module in enumerate(ways[0]) if module == "integrations.rebinding")  # of models around the layer too
-    return ways[0][rebound:]
-
-
-def test_the_way_of_a_query_to_the_wire_enters_no_file_twice_and_is_the_one_that_the_package_describes():
+    way = ways[0][rebound:]
     described = ds_sp_overlap.__doc__.split("The way of a query")[1].split("\n\n")[0]
-    for way in on_ranks(2, way_of_the_first_exchange):
-        assert way == re.findall(r"``([a-z]+\.[a-z_.]+)``", described)
-        assert len(way) == len(set(way)) <= 10
+    assert way == re.findall(r"``([a-z]+\.[a-z_.]+)``", described)
+    assert len(way) == len(set(way)) <= 10

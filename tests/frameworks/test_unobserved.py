@@ -27,7 +27,7 @@ from ds_sp_overlap.attention.unobserved import unobserved
 from ds_sp_overlap.integrations.inspect import probe
 from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
-from tests.harness.ranks import no_errors, on_ranks
+from tests.harness.ranks import assert_small
 
 # Weights large enough to matter, and products of one shape alone, which one can take for another.
 LLAMA = dict(dtype=torch.float64, initializer_range=0.3, kv_heads=4, intermediate_size=32)
@@ -104,8 +104,8 @@ def observed(model):
             handle.remove()
 
 
-def seen_by_observers(rank, section):
-    """What observers see of the first three forwards, and of their backwards; and the random numbers drawn behind each."""
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_observers_see_of_the_first_forward_what_they_see_of_the_second(section, rank):
     tokens, found = batches(1)[0], []
     with sequence_parallel_model(2, **LLAMA) as (model, group), mock.patch.object(probe, "EVERY", 3):
         ds_sp_overlap.enable(model, section, group)
@@ -114,25 +114,21 @@ def seen_by_observers(rank, section):
             with observed(model) as seen:
                 outcome(model, tokens, rank, 2, None)
             found.append({**seen, "random": torch.rand(2).tolist()})
-    return found
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=str)
-def test_observers_see_of_the_first_forward_what_they_see_of_the_second(section):
-    for first, second, third in on_ranks(2, seen_by_observers, section):
-        assert all(second.values())
-        for kind, expected in second.items():
-            for found in (first[kind], third[kind]):
-                more = {str(word): n for word, n in (Counter(found) - Counter(expected)).items()}
-                assert found == expected, f"{kind}: {len(found)}, not {len(expected)}; {more}"
+    first, second, third = found
+    assert all(second.values())
+    for kind, expected in second.items():
+        for seen in (first[kind], third[kind]):
+            more = {str(word): n for word, n in (Counter(seen) - Counter(expected)).items()}
+            assert seen == expected, f"{kind}: {len(seen)}, not {len(expected)}; {more}"
 
 
 # State.
 
 
-def remembering(rank, prepare):
-    """The worst error of three forwards and backwards against the whole sequence, and of the buffers behind them."""
-
+@pytest.mark.parametrize(
+    "prepare", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["parametrized", "by a hook"]
+)
+def test_norms_of_weights_that_iterate_saw_the_forwards_alone(prepare, rank):
     def prepared(model):
         for layer in model.model.layers:
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -140,23 +136,15 @@ def remembering(rank, prepare):
                 prepare(getattr(layer.self_attn, name))
         return model.train()
 
-    tokens, errors = batches(1)[0], []
+    tokens = batches(1)[0]
     whole = prepared(tiny(**LLAMA))
     expected = [outcome(whole, tokens, 0, 1, None) for _ in range(3)]
     with sequence_parallel_model(2, **LLAMA) as (model, group):
         ds_sp_overlap.enable(prepared(model), {"head_groups": 2}, group)
-        errors += [worst(outcome(model, tokens, rank, 2, group), of_whole) for of_whole in expected]
+        assert_small([worst(outcome(model, tokens, rank, 2, group), of_whole) for of_whole in expected], FP64)
         buffers, expected = dict(model.named_buffers()), dict(whole.named_buffers())
         assert buffers.keys() == expected.keys()
-        errors += [float((x - expected[name]).abs().max()) for name, x in buffers.items() if x.numel()]
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    "prepare", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["parametrized", "by a hook"]
-)
-def test_norms_of_weights_that_iterate_saw_the_forwards_alone(prepare):
-    no_errors(2, FP64, remembering, prepare)
+        assert all((x - expected[name]).abs().max() < FP64 for name, x in buffers.items() if x.numel())
 
 
 # Code of the user's own.
@@ -182,8 +170,8 @@ def counting(place, own, calls):
     return {"q_norm": of_norm, "": of_layer}.get(place, of_projection)
 
 
-def calls_counted(rank, place):
-    """How many calls of two layers are counted behind `enable` and each of three forwards, and the worst error."""
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_counts_calls_counts_those_of_the_forward_alone(place, rank):
     tokens, calls = batches(1)[0], []
     options = dict(family="qwen3", layers=2, **EXACT)
     whole = outcome(tiny(**options), tokens, 0, 1, None)
@@ -193,18 +181,10 @@ def calls_counted(rank, place):
             own = type(part)
             part.__class__ = type("Counted", (own,), {"forward": counting(place, own.forward, calls), "__module__": "users"})
         ds_sp_overlap.enable(model, {"head_groups": 2}, group)
-        counts, errors = [len(calls)], []
-        for _ in range(3):
-            errors.append(worst(outcome(model, tokens, rank, 2, group), whole))
-            counts.append(len(calls))
-    return counts, max(errors)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_whatever_counts_calls_counts_those_of_the_forward_alone(place):
-    for counts, error in on_ranks(2, calls_counted, place):
-        assert counts == [0, 2, 4, 6]
-        assert error < 1e-6  # the family's norms compute in fp32
+        assert calls == []
+        for step in range(1, 4):
+            assert worst(outcome(model, tokens, rank, 2, group), whole) < 1e-6  # the family's norms compute in fp32
+            assert len(calls) == 2 * step
 
 
 # Selective checkpoints.
@@ -216,7 +196,7 @@ def saves(operations, context, operation, *args, **kwargs):
 
 
 def selected(rank, section, operations, steps=12):
-    """The worst error of some steps, in the eighth of which the ranks compare their calls, in a checkpoint that saves the results of ``operations``."""
+    """Return the worst error of some steps in a checkpoint that saves the results of ``operations``; ranks compare their calls in the eighth."""
     tokens, errors = batches(1)[0], []
     policy = functools.partial(saves, [getattr(torch.ops.aten, name).default for name in operations])
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -231,11 +211,12 @@ def selected(rank, section, operations, steps=12):
 
 @pytest.mark.parametrize("operations", [[], ["mm"], ["mul", "silu", "add"], ["view", "copy_", "clone"]], ids="-".join)
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
-def test_selective_checkpoints_give_the_gradients_of_the_whole_sequence(section, operations):
-    no_errors(2, FP64, selected, section, operations)
+def test_selective_checkpoints_give_the_gradients_of_the_whole_sequence(section, operations, rank):
+    assert_small(selected(rank, section, operations), FP64)
 
 
-def run_again(rank, section):
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_a_checkpoint_runs_in_backward_what_it_ran_in_forward(section, rank):
     """For each layer and step, the operations of a checkpointed layer that forward and recomputation do not share."""
     tokens, seen = batches(1)[0], []
 
@@ -248,12 +229,7 @@ def run_again(rank, section):
         model.train().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         for _ in range(12):
             outcome(model, tokens, rank, 2, group)
-    return [f"{Counter(one) - Counter(two)}, {Counter(two) - Counter(one)}" for one, two in seen if one != two]
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=str)
-def test_a_checkpoint_runs_in_backward_what_it_ran_in_forward(section):
-    assert on_ranks(2, run_again, section) == [[], []]
+    assert [f"{Counter(one) - Counter(two)}, {Counter(two) - Counter(one)}" for one, two in seen if one != two] == []
 
 
 # Guards.
@@ -269,7 +245,11 @@ def takes_random_numbers():
 one_step_of_views = functools.partial(selected, section={"head_groups": 2}, operations=["view", "copy_", "clone"], steps=1)
 WATCHED = [
     Watched("takes no random numbers", "pass", takes_random_numbers),
-    Watched("no mode sees it", "operations = []", functools.partial(run_again, section={"head_groups": 1})),
+    Watched(
+        "no mode sees it",
+        "operations = []",
+        functools.partial(test_a_checkpoint_runs_in_backward_what_it_ran_in_forward, section={"head_groups": 1}),
+    ),
     Watched("buffers are written again", "return False", one_step_of_views, raises=True),
 ]
 

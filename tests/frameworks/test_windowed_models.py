@@ -5,7 +5,6 @@ import torch
 
 from tests.harness.cases import everything
 from tests.harness.models import FP64, SEQ, errors_of
-from tests.harness.ranks import on_ranks
 
 MODELS = [dict(), dict(heads=8, kv_heads=2), dict(heads=8, kv_heads=8), dict(family="qwen3", heads=8, kv_heads=4)]
 MODELS += [dict(family="phi3"), dict(family="qwen2"), dict(family="qwen3", attention_bias=True)]
@@ -25,18 +24,11 @@ HOW = {  # what is done to a model and its batch
 }
 
 
-def of_models(rank, cases, how):
-    """Of each case: the errors by each of `SECTIONS`, and what the layers got."""
-    figures = []
-    for options in cases:
-        errors = errors_of(rank, options, SECTIONS, reports=(reports := []), **HOW[how])
-        figures.append((errors[1:], {layer.got for report in reports for layer in report.layers}))
-    return figures
-
-
 @pytest.mark.parametrize("how", HOW)
-def test_logits_and_every_gradient_equal_the_whole_sequences(how):
-    for figures in on_ranks(2, of_models, MODELS[:: 1 if everything() else 2] if how == "plain" else MODELS[1:4:2], how):
-        for errors, got in figures:
-            assert max(errors) < FP64, figures
-            assert all("at a time, recomputed in backward" in each for each in got), got
+def test_logits_and_every_gradient_equal_the_whole_sequences(how, rank):
+    cases = MODELS[:: 1 if everything() else 2] if how == "plain" else MODELS[1:4:2]
+    for options in cases:
+        _, *errors = errors_of(rank, options, SECTIONS, reports=(reports := []), **HOW[how])
+        assert max(errors) < FP64
+        for report in reports:
+            assert all("at a time, recomputed in backward" in layer.got for layer in report.layers)

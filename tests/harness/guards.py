@@ -108,7 +108,7 @@ class Watched(NamedTuple):
     """
     marker   behind ``# guard:``, on any line of the guarded statement
     without  what stands there, instead of that statement, if somebody takes the guard out
-    check    finds nothing while it is there: what it returns, but for errors below ``limit``
+    check    a test that passes while it is there, or a function that finds nothing: what it returns, but for errors below ``limit``
     ranks    that the check runs on, if it takes a rank
     raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
     says     words that stand in what the check returns while the guard is there, of one that returns what is refused
@@ -138,7 +138,9 @@ def size_of(watched):
 def found(rank, watched):
     """Return what the check finds; a failed assertion is its way to say so, any other exception is a crash."""
     try:
-        result = watched.check(*[rank] * (size_of(watched) > 0))
+        result = watched.check(**{"rank": rank} if size_of(watched) else {})
+        if result is None and not watched.says:
+            return []
         if watched.says:
             return [] if watched.says in str(result) else [f"{result}, without {watched.says!r}"]
         errors = [f"off by {x}" if isinstance(x, float) and not x < watched.limit else x for x in leaves(result)]

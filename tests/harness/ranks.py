@@ -17,6 +17,8 @@ import traceback
 
 import torch
 import torch.multiprocessing
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 from torch.distributed.distributed_c10d import _world
 
 _context = torch.multiprocessing.get_context("forkserver")
@@ -45,6 +47,7 @@ def _work(rank, size, store, tasks, results):
     stacks = open(f"{store}.stacks{rank}", "w")  # kept for as long as the worker lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
+    install_importhook(get_config())  # a failed assert of a test says what it compared
     import deepspeed
 
     from ds_sp_overlap.attention import layer
@@ -146,18 +149,17 @@ def on_ranks(size, function, *args, timeout_s=180):
     return pool.run(function, args, timeout_s)
 
 
+def run_test(rank, test, arguments):
+    """Run a test of pytest's that takes ``rank``, on this one: see `pytest_pyfunc_call` in conftest.py."""
+    test(**arguments, rank=rank)
+
+
 def soon(happened):
     """Return whether ``happened()`` within a few seconds: a thread of gloo's may tell late, or hold for a moment what it sent."""
     until = time.monotonic() + 5
     while not (has := happened()) and time.monotonic() < until:
         time.sleep(0.01)
     return has
-
-
-def no_faults(size, function, *args):
-    """Assert that ``function(rank, *args)`` finds nothing on any of ``size`` ranks."""
-    for rank, found in enumerate(on_ranks(size, function, *args)):
-        assert found == [], f"rank {rank}: {found}"
 
 
 def leaves(found):
@@ -167,21 +169,24 @@ def leaves(found):
     return [leaf for each in found for leaf in leaves(each)] if isinstance(found, (list, tuple)) else [found]
 
 
-def no_errors(size, limit, function, *args, **options):
-    """Assert that ``function(rank, *args)`` gives errors, in dicts and lists, and on each of ``size`` ranks all are below ``limit``."""
-    for rank, errors in enumerate(on_ranks(size, function, *args, **options)):
-        every = leaves(errors)
-        assert every and all(error < limit for error in every), f"rank {rank}: errors should be below {limit:g}: {errors}"
+def assert_small(errors, limit):
+    """Assert that all ``errors``, which stand in dicts, lists and tuples, are below ``limit``, and that there are any."""
+    every = leaves(errors)
+    assert every and all(error < limit for error in every), f"errors should be below {limit:g}: {errors}"
 
 
-def assert_refused(size, messages, function, *args, kind="ValueError"):
-    """Assert that ``function(rank, *args)`` gives errors of ``kind``, as of `refusal`, by the names and with the words of ``messages``; by others None."""
-    for rank, said in enumerate(on_ranks(size, function, *args)):
-        assert messages.keys() <= said.keys(), f"rank {rank}: {messages.keys() - said.keys()} were not tried"
-        for name, error in said.items():
-            expected = (kind, messages[name]) if name in messages else None
-            fine = error == expected if expected is None or error is None else error[0] == kind and expected[1] in error[1]
-            assert fine, f"rank {rank}, {name}: expected {expected}, got {error}"
+def assert_error(said, words, kind="ValueError"):
+    """Assert that ``said``, of `refusal`, is an error of ``kind`` that says these words."""
+    assert said is not None and said[0] == kind and words in said[1], f"expected {kind} with {words!r}, got {said}"
+
+
+def assert_refused(said, messages, kind="ValueError"):
+    """Assert that ``said``, of `refusal` by name, are errors of ``kind`` with the words of ``messages``, and None by all other names."""
+    assert messages.keys() <= said.keys(), f"{messages.keys() - said.keys()} were not tried"
+    for name, error in said.items():
+        if name in messages:
+            assert_error(error, messages[name], kind)
+        assert error is None or name in messages, f"{name}: expected no error, got {error}"
 
 
 @atexit.register

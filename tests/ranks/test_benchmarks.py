@@ -43,7 +43,7 @@ def test_a_picture_says_what_its_figures_are_of(tmp_path, monkeypatch):
 
 
 def five_of_eight(rank, size):
-    """The order in which it starts and waits, forward and backward; it must give what DeepSpeed's class gives."""
+    """Return the order in which it starts and waits, forward and backward; it must give what DeepSpeed's class gives."""
     layer = Layer(Shape(8 * size, 4, 8, 4, dtype=torch.float64), rank, size, torch.distributed.group.WORLD)
     mover = Recording()
     got = layer.step(layer.five_of_eight(mover))
@@ -191,7 +191,7 @@ def async_ulysses_output_projection(hidden_states, seq_dimension, head_dimension
 
 
 def beside_a_peer(rank, size, checkout, port):
-    """What rank 0 of `link.py` prints, over connections of this machine in place of a slow link."""
+    """Return what rank 0 of `link.py` prints, over connections of this machine in place of a slow link."""
     words = f"link.py --veomni {checkout} --seq 32 --heads 4 --head-dim 8 --groups 1 --steps 1 --warmup 0 --no-switches"
     with mock.patch.object(wire, "PORT", port), mock.patch.object(wire.Wire, "host", lambda rank: "127.0.0.1"):
         streams = wire.Streams(rank, size, 1)

@@ -154,30 +154,21 @@ def test_a_failed_load_says_built_against_versus_found(tmp_path, abi, says):
     assert "no readable record" in kernels.load(tmp_path / "_kernels.so").reason
 
 
-def chosen(rank, backend, lacks):
-    """What "auto" becomes on this rank, how often it looked for a library, and what was said."""
-    calls = []
-
-    def lacks_compiled(build):
-        calls.append(build)
-        return lacks[rank]
-
+@pytest.mark.parametrize(
+    "backend, lacks, expected", [("nccl", "", "compiled"), ("gloo", "", "torch"), ("nccl", "nvcc failed (1)", "torch")]
+)
+def test_auto_takes_compiled_kernels_over_nccl_where_all_ranks_have_them(backend, lacks, expected, rank):
     with (
         mock.patch.object(sp_group_module, "backend_of", lambda group, device: backend),
-        mock.patch.object(ops, "lacks_compiled", lacks_compiled),
+        mock.patch.object(ops, "lacks_compiled", side_effect=lambda build: lacks if rank else "") as asked,
         mock.patch.object(sp_group_module, "warn_once") as warned,
     ):
         sp_group = SPGroup(torch.distributed.group.WORLD, "c10d")
         sp_group.prepare()
         sp_group.prepare()
-        return sp_group.kernels, len(calls), [call.args[0] for call in warned.call_args_list]
-
-
-def test_auto_takes_compiled_kernels_over_nccl_where_all_ranks_have_them():
-    assert ranks.on_ranks(2, chosen, "nccl", ("", "")) == [("compiled", 1, [])] * 2
-    assert ranks.on_ranks(2, chosen, "gloo", ("", "")) == [("torch", 0, [])] * 2
-    for kind, looked, said in ranks.on_ranks(2, chosen, "nccl", ("", "nvcc failed (1)")):
-        assert (kind, looked) == ("torch", 1) and "(sp rank 1: nvcc failed (1))" in said[0]
+    assert sp_group.kernels == expected and asked.call_count == (backend == "nccl")
+    said = [call.args[0] for call in warned.call_args_list]
+    assert len(said) == bool(lacks) and all(f"(sp rank 1: {lacks})" in line for line in said)
 
 
 def test_a_build_that_fails_is_a_reason_and_is_not_tried_again(monkeypatch):
@@ -196,7 +187,7 @@ def test_a_build_that_fails_is_a_reason_and_is_not_tried_again(monkeypatch):
 
 
 def refused(rank, whole_model, devices, library):
-    """What a layer that is called, or a model that is enabled, says of compiled kernels, where ranks have what is given."""
+    """Return what a layer that is called, or a model that is enabled, says of compiled kernels, where ranks have what is given."""
     group = torch.distributed.group.WORLD
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: devices[rank]),
@@ -212,18 +203,18 @@ def refused(rank, whole_model, devices, library):
 @needs_library
 @pytest.mark.parametrize("whole_model", [True, False])
 @pytest.mark.parametrize("devices", [(False, False), (True, False)])
-def test_compiled_kernels_without_a_cuda_device_are_refused_on_every_rank(devices, whole_model):
+def test_compiled_kernels_without_a_cuda_device_are_refused_on_every_rank(devices, whole_model, rank):
     """The CPU kernels would give what they should, and be slow."""
     missing = f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
-    for kind, message in ranks.on_ranks(2, refused, whole_model, devices, (True, True)):
-        assert kind == "ValueError" and message.endswith(missing) and ("sp rank 1: " in message) == devices[0]
+    kind, message = refused(rank, whole_model, devices, (True, True))
+    assert kind == "ValueError" and message.endswith(missing) and ("sp rank 1: " in message) == devices[0]
 
 
 @needs_library
 @pytest.mark.parametrize("whole_model", [True, False])
-def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank(whole_model):
-    for kind, message in ranks.on_ranks(2, refused, whole_model, (True, True), (True, False)):
-        assert kind == "ValueError" and 'sp rank 1: sp_overlap.kernels: "compiled", but none; build them' in message
+def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank(whole_model, rank):
+    said = refused(rank, whole_model, (True, True), (True, False))
+    ranks.assert_error(said, 'sp rank 1: sp_overlap.kernels: "compiled", but none; build them')
 
 
 def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():

@@ -11,13 +11,14 @@ import uuid
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_sp_overlap.exchange import transport
 from tests.harness.listening import listening
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 
 GPU = torch.device("cuda", 0)
 TIMEOUT = timedelta(minutes=77)
@@ -88,65 +89,53 @@ def bound_to_a_gpu():
 
 
 def sp_groups(rank):
-    """The sp group of this rank: ranks 0 and 1, or 2 and 3."""
+    """Return the sp group of this rank: ranks 0 and 1, or 2 and 3."""
     return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 1], [2, 3])][rank // 2]
 
 
-def made_by_one_group(rank):
-    """Ranks 2 and 3 do nothing at all. Of the others: the communicator, what it moves, and what the default group is bound to."""
+@pytest.mark.ranks(4)
+def test_the_sp_group_alone_makes_its_communicator_though_the_default_group_is_bound_to_a_device(rank):
+    """Ranks 2 and 3 do nothing at all."""
     group = sp_groups(rank)
     with bound_to_a_gpu(), listening() as messages:
         if rank > 1:
-            return None
+            return
         own = transport.communicator(group, transport.C10d(), max_ctas=4)
         asked_for = Nccl.made[-1].asked_for
         received = torch.empty(2)
         dist.all_to_all_single(received, torch.tensor([10.0, 11.0]) + rank, group=own)
         settings = asked_for.is_high_priority_stream, asked_for.config.max_ctas, asked_for._timeout, asked_for.split_from
-        assert messages == []
-        return own is group, dist.get_process_group_ranks(own), settings, received.tolist(), dist.group.WORLD.bound_device_id
+        assert messages == [] and dist.group.WORLD.bound_device_id == GPU
+    assert own is not group and dist.get_process_group_ranks(own) == [0, 1]
+    assert settings == (True, 4, TIMEOUT, None) and received.tolist() == [10.0 + rank, 11.0 + rank]
 
 
-def test_the_sp_group_alone_makes_its_communicator_though_the_default_group_is_bound_to_a_device():
-    settings = (True, 4, TIMEOUT, None)
-    expected = [(False, [0, 1], settings, received, GPU) for received in ([10.0, 11.0], [11.0, 12.0])]
-    assert on_ranks(4, made_by_one_group) == [*expected, None, None]
-
-
-def beside_one_that_falls_back(rank):
-    """In one sp group the ranks have made different numbers of groups. What is made, what is said."""
+@pytest.mark.ranks(4)
+def test_an_sp_group_that_keeps_its_own_does_not_hang_another(rank):
+    """In the second sp group the ranks have made different numbers of groups."""
     group = sp_groups(rank)
     if rank == 3:
         dist.new_group([3], use_local_synchronization=True)
     with bound_to_a_gpu(), listening() as messages:
         own = transport.communicator(group, transport.C10d())
-        return own is group, len(Nccl.made), ["have made" in message for message in messages]
+        assert (own is group, len(Nccl.made)) == ((False, 1) if rank < 2 else (True, 0))
+    assert ["have made" in message for message in messages] == [True] * (rank > 1)
 
 
-def test_an_sp_group_that_keeps_its_own_does_not_hang_another():
-    assert on_ranks(4, beside_one_that_falls_back) == [(False, 1, [])] * 2 + [(True, 0, [True])] * 2
-
-
-def made_in_vain(rank):
+def test_the_default_group_stays_bound_where_the_making_fails(rank):
     group = dist.new_group([0, 1])
     with bound_to_a_gpu(), mock.patch.object(dist, "new_group", side_effect=RuntimeError("out of memory")):
-        return refusal(transport.communicator, group, transport.C10d()), dist.group.WORLD.bound_device_id
+        assert refusal(transport.communicator, group, transport.C10d()) == ("RuntimeError", "out of memory")
+        assert dist.group.WORLD.bound_device_id == GPU
 
 
-def test_the_default_group_stays_bound_where_the_making_fails():
-    assert on_ranks(2, made_in_vain) == [(("RuntimeError", "out of memory"), GPU)] * 2
-
-
-def bound_groups_are_split(rank):
-    """What torch does with a group that only its members make while the default group is bound."""
+@pytest.mark.ranks(4)
+def test_the_stand_in_hangs_where_nccl_would(rank):
+    """torch splits a group that only its members make while the default group is bound."""
     with bound_to_a_gpu():
         if rank < 2:
-            return refusal(dist.new_group, [0, 1], backend="nccl", pg_options=Options(), use_local_synchronization=True)
-
-
-def test_the_stand_in_hangs_where_nccl_would():
-    said = ("TimeoutError", "ncclCommSplit hangs: 2 of 4 ranks came")
-    assert on_ranks(4, bound_groups_are_split) == [said, said, None, None]
+            said = refusal(dist.new_group, [0, 1], backend="nccl", pg_options=Options(), use_local_synchronization=True)
+            assert said == ("TimeoutError", "ncclCommSplit hangs: 2 of 4 ranks came")
 
 
 class Counted:
@@ -161,8 +150,7 @@ class Counted:
         Counted.alive -= 1
 
 
-def engines_made_and_dropped(rank):
-    """Communicators alive after each of five engines; rank 1 lets go of the second one engine late."""
+def test_communicators_are_given_back_by_all_ranks_together_before_the_next_is_made(rank):
     alive, late, Counted.alive = [], None, 0
     with bound_to_a_gpu(), mock.patch.object(transport, "_make_connected", Counted):
         for engine in range(5):
@@ -176,8 +164,4 @@ def engines_made_and_dropped(rank):
             layers[0].circle = layers  # as layers of a model hold one another
             del layers
             alive.append(Counted.alive)
-        return alive
-
-
-def test_communicators_are_given_back_by_all_ranks_together_before_the_next_is_made():
-    assert on_ranks(2, engines_made_and_dropped) == [[2, 2, 4, 4, 2]] * 2
+    assert alive == [2, 2, 4, 4, 2]

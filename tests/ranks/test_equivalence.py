@@ -9,12 +9,11 @@ from tests.harness import dropin, layers, reference
 from tests.harness.cases import pairs
 from tests.harness.dropin import Case
 from tests.harness.layers import HEADS, Shape, groups_for
-from tests.harness.ranks import no_faults, on_ranks
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
-def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
+def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size, rank):
     shapes = [
         Shape(heads, kv_heads, 4, batch, (3,) * size, batch_first, rope, rotary, config={"head_groups": groups})
         for batch in (1, 3)
@@ -22,7 +21,7 @@ def test_block_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv
         for rope, rotary in ((True, True), (True, False), (False, False))
         for groups in groups_for(heads, size)
     ]
-    no_faults(size, layers.faults_of_all, pairs(shapes))
+    assert layers.faults_of_all(rank, pairs(shapes)) == []
 
 
 def test_block_equals_the_reference_on_one_rank():
@@ -32,18 +31,18 @@ def test_block_equals_the_reference_on_one_rank():
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
-def test_dropin_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size):
+def test_dropin_equals_the_reference_for_all_layouts_batches_and_groups(heads, kv_heads, size, rank):
     cases = [
         Case(heads, kv_heads, 4, value_dim, batch, (3,) * size, batch_first, rotary_dims, flat, {"head_groups": groups})
         for batch, value_dim, flat, rotary_dims in ((1, 4, False, 4), (3, 4, True, 0), (3, 6, False, 2), (1, 6, True, 4))
         for batch_first in (True, False)
         for groups in groups_for(heads, size)
     ]
-    no_faults(size, dropin.faults_of_all, pairs(cases))
+    assert dropin.faults_of_all(rank, pairs(cases)) == []
 
 
-def with_arguments(rank, case):
-    calls = []
+def test_arguments_reach_local_attention_once_a_head_group(rank):
+    case, calls = Case(heads=8, kv_heads=4), []
 
     def local(q, k, v, scale, note=None):
         calls.append((q.shape[2], scale, note))
@@ -52,68 +51,47 @@ def with_arguments(rank, case):
     q, k, v, _ = dropin.whole_inputs(case)
     mine = (dropin.my_slice(case, rank, t) for t in (q, k, v))
     got = dropin.module(case, local=local)(*mine, 0, None, 0.3, note="mine")
-    return layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, reference.attention(q * 0.3, k, v)))), calls
+    assert layers.faults(1e-12, output=(got, dropin.my_slice(case, rank, reference.attention(q * 0.3, k, v)))) == []
+    assert calls == [(2, 0.3, "mine")] * 2
 
 
-def test_arguments_reach_local_attention_once_a_head_group():
-    assert on_ranks(2, with_arguments, Case(heads=8, kv_heads=4)) == [([], [(2, 0.3, "mine")] * 2)] * 2
-
-
-def with_a_tensor_of_three_slices(rank, case):
-    """A tensor whose slices happen to be as many as the heads of one rank; attention makes nothing of it."""
-    sizes = []
+def test_ranks_with_different_head_counts_agree_on_the_number_of_groups(rank):
+    """5 heads on 2 ranks, 3 and 2: an argument with 3 slices means heads to one rank only, if each looks at its own."""
+    case, sizes = Case(heads=5, kv_heads=5), []
 
     def attend(q, k, v, extra):
         sizes.append(q.shape[2])
         return reference.attention(q, k, v)
 
-    found = dropin.dropin_faults(rank, case, attend=dropin.module(case, local=attend), extra=torch.zeros(3, 12, 12))
-    return found + [f"groups {sizes}"] * (len(sizes) != 1)
+    assert dropin.dropin_faults(rank, case, attend=dropin.module(case, local=attend), extra=torch.zeros(3, 12, 12)) == []
+    assert len(sizes) == 1
 
 
-def test_ranks_with_different_head_counts_agree_on_the_number_of_groups():
-    """5 heads on 2 ranks, 3 and 2: an argument with 3 slices means heads to one rank only, if each looks at its own."""
-    no_faults(2, with_a_tensor_of_three_slices, Case(heads=5, kv_heads=5))
+@pytest.mark.parametrize("heads, kv_heads, batch, lengths", [(4, 4, 2, (6, 6)), (8, 4, 3, (6, 6)), (8, 4, 2, (3,) * 4)])
+def test_no_group_is_all_ranks_as_in_deepspeeds_own_class(heads, kv_heads, batch, lengths, rank):
+    case = Case(heads, kv_heads, batch=batch, lengths=lengths)
+    for cls in (Upstream, ds_sp_overlap.DistributedAttention):
+        assert dropin.dropin_faults(rank, case, attend=cls(dropin.local_attention(case), None, gather_idx=1)) == []
 
 
-def over_the_world(rank, case):
-    """Without a group, as DeepSpeed's class and as the drop-in."""
-    classes = Upstream, ds_sp_overlap.DistributedAttention
-    made = [cls(dropin.local_attention(case), None, gather_idx=1) for cls in classes]
-    return [fault for attend in made for fault in dropin.dropin_faults(rank, case, attend=attend)]
-
-
-@pytest.mark.parametrize("case", [Case(), Case(8, 4, batch=3), Case(8, 4, lengths=(3,) * 4)], ids=str)
-def test_no_group_is_all_ranks_as_in_deepspeeds_own_class(case):
-    no_faults(len(case.lengths), over_the_world, case)
-
-
-def enabled_without_a_group_of_their_own(rank, case):
-    """Modules made without a group, over the group that `enable` is given: the two halves of four ranks."""
+@pytest.mark.ranks(4)
+def test_modules_without_a_group_take_the_one_that_enable_is_given(rank):
+    case = Case()
     halves = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     model = torch.nn.Sequential(Upstream(dropin.local_attention(case), None, gather_idx=1))
     report = ds_sp_overlap.enable(model, case.config, halves[rank // 2])
-    found = dropin.dropin_faults(rank % 2, case, attend=model[0])
+    assert dropin.dropin_faults(rank % 2, case, attend=model[0]) == []
     ds_sp_overlap.disable(model)
-    return found + [f"sp size {report.sp_size}"] * (report.sp_size != 2)
+    assert report.sp_size == 2
 
 
-def test_modules_without_a_group_take_the_one_that_enable_is_given():
-    no_faults(4, enabled_without_a_group_of_their_own, Case())
-
-
-def constructor_like_upstream(rank):
-    """Constructed and read as DeepSpeed's class is."""
-    group = torch.distributed.group.WORLD
-    local = torch.nn.Identity()
+def test_dropin_is_constructed_and_read_like_deepspeeds_class(rank):
+    group, local = torch.distributed.group.WORLD, torch.nn.Identity()
     ours = ds_sp_overlap.DistributedAttention(local, group, 2, 1, None, 4)
     theirs = Upstream(local, group, 2, 1, None, 4)
-    names = ("local_attn", "spg", "scatter_idx", "gather_idx", "num_kv_heads", "sp_stream")
-    return [name for name in names if getattr(ours, name) is not getattr(theirs, name)] + list(ours.state_dict())
-
-
-def test_dropin_is_constructed_and_read_like_deepspeeds_class():
-    no_faults(2, constructor_like_upstream)
+    for name in ("local_attn", "spg", "scatter_idx", "gather_idx", "num_kv_heads", "sp_stream"):
+        assert getattr(ours, name) is getattr(theirs, name), name
+    assert list(ours.state_dict()) == []
 
 
 def test_reference_is_scaled_dot_product_attention():

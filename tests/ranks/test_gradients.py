@@ -10,7 +10,7 @@ from tests.harness import dropin, layers
 from tests.harness.dropin import Case
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.transports import Recording
 
 BLOCKS = {
@@ -56,7 +56,7 @@ WAYS = {  # to differentiate the backward, or forward by another mode, and what 
 
 
 def differentiated(rank, shape, way):
-    """What a differentiable backward, or one of torch's transforms, raises, and what it has launched."""
+    """Return what a differentiable backward, or one of torch's transforms, raises, and what it has launched."""
     mover = Recording()
     call, inputs, parameters, dy = layer_of(rank, shape, mover)
     y = call(*inputs)  # the first call compares what the ranks are about to do
@@ -85,12 +85,12 @@ def differentiated(rank, shape, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*BLOCKS, *DROPINS])
-def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(name, way):
+def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(name, way, rank):
     """Guard: `refuse_second_derivatives` where a layer's backward begins; products of all gradients were silently wrong."""
-    for (kind, message), launched in on_ranks(2, differentiated, {**BLOCKS, **DROPINS}[name], way, timeout_s=60):
-        assert WAYS[way] in message and (launched == [] or way == "forward mode")  # which torch refuses where the first q arrives
-        if WAYS[way] == "create_graph=True":  # by us, the others by torch
-            assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
+    (kind, message), launched = differentiated(rank, {**BLOCKS, **DROPINS}[name], way)
+    assert WAYS[way] in message and (launched == [] or way == "forward mode")  # which torch refuses where the first q arrives
+    if WAYS[way] == "create_graph=True":  # by us, the others by torch
+        assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
 
 
 # Gradients that one rank does not get.
@@ -220,34 +220,29 @@ ODD_SHAPES = [
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
-def test_local_attention_may_lack_gradients_on_one_rank(odd):
+def test_local_attention_may_lack_gradients_on_one_rank(odd, rank):
     """Guards: `_Halves.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
-    no_faults(2, odd_on_one_rank, ODD_SHAPES, odd)
+    assert odd_on_one_rank(rank, ODD_SHAPES, odd) == []
 
 
-def test_local_attention_may_lack_gradients_on_one_rank_beside_frozen_inputs():
+def test_local_attention_may_lack_gradients_on_one_rank_beside_frozen_inputs(rank):
     for freeze in ("q", "k", "qv"):
-        no_faults(2, odd_on_one_rank, ODD_SHAPES, constant, freeze)
+        assert odd_on_one_rank(rank, ODD_SHAPES, constant, freeze) == []
 
 
-def exchanges_of_a_constant(rank):
-    """A line if the backward of a layer whose attention uses nothing exchanges less than that of another."""
+def test_every_rank_exchanges_the_same_whatever_its_attention_uses(rank):
+    """Guard: each piece takes the token of the piece before."""
     shape, logs = BLOCKS["G = 2"], []
     for local in (None, lambda q, k, v: torch.ones_like(q)):
         mover = Recording()
         call, inputs, _, dy = layer_of(rank, shape, mover, local)
         call(*inputs).backward(dy)
         logs.append(mover.log)
-    return [] if logs[0] == logs[1] else [str(logs[1])]
+    assert logs[0] == logs[1]
 
 
-def test_every_rank_exchanges_the_same_whatever_its_attention_uses():
-    """Guard: each piece takes the token of the piece before."""
-    no_faults(2, exchanges_of_a_constant)
-
-
-def test_the_output_may_get_no_gradient_on_one_rank():
-    no_faults(2, odd_on_one_rank, ODD_SHAPES)
+def test_the_output_may_get_no_gradient_on_one_rank(rank):
+    assert odd_on_one_rank(rank, ODD_SHAPES) == []
 
 
 # Guards.
@@ -256,7 +251,7 @@ WATCHED = [
     Watched(
         "leads to each of them",
         "self._token, *received = y\nself._token = self._token.detach() if received else self._token",
-        exchanges_of_a_constant,
+        test_every_rank_exchanges_the_same_whatever_its_attention_uses,
     ),
     Watched(
         "no second derivatives",

@@ -40,7 +40,7 @@ def self_attention(rank, **config):
 
 
 def drop_in(rank, **config):
-    """The same of the drop-in, with a rotary embedding on arrival."""
+    """Return the same of the drop-in, with a rotary embedding on arrival."""
     attend = ds_sp_overlap.DistributedAttention(
         dropin.local_attention(CASE), dist.group.WORLD, gather_idx=1, config={"head_groups": 1, **config}, heads_alike=True
     )
@@ -53,7 +53,8 @@ def drop_in(rank, **config):
     return step, attend._attend.layer
 
 
-def captured_step(rank, make, groups):
+@pytest.mark.parametrize("make, groups", [(self_attention, 1), (drop_in, 1), (drop_in, 2)])
+def test_a_call_of_a_known_kind_is_captured(make, groups, rank):
     """Steps in and behind a capture are as before it, and in it there are no waits of the host and no collectives beside exchanges."""
     step, layer = make(rank, head_groups=groups)
     backend = on_streams(layer.sp_group)
@@ -72,19 +73,13 @@ def captured_step(rank, make, groups):
                     found = step()
             assert not seen, seen
             assert {stream.name for stream in forked} == {"compute", "transfer", "gate"}
-            assert exchanges.call_count == Calls.EVERY * (4 + 4 * groups), exchanges.call_count
+            assert exchanges.call_count == Calls.EVERY * (4 + 4 * groups)
             for _ in range(2 * Calls.EVERY):
                 again = step()
             assert all(map(torch.equal, expected, found)) and all(map(torch.equal, expected, again))
-    return []
 
 
-@pytest.mark.parametrize("make, groups", [(self_attention, 1), (drop_in, 1), (drop_in, 2)])
-def test_a_call_of_a_known_kind_is_captured(make, groups):
-    assert on_ranks(2, captured_step, make, groups, timeout_s=60) == [[], []]
-
-
-def forward_and_backward_apart(rank):
+def test_forward_and_backward_may_be_captured_apart(rank):
     """As ``make_graphed_callables`` captures them."""
     shape = Shape(config={"head_groups": 2})
     modules, attend, x, dy = layers.mine(rank, shape)
@@ -98,18 +93,13 @@ def forward_and_backward_apart(rank):
             found.append([y, *(p.grad for p in modules.parameters())])
             modules.zero_grad()
     assert all(map(torch.equal, *found))
-    return []
-
-
-def test_forward_and_backward_may_be_captured_apart():
-    assert on_ranks(2, forward_and_backward_apart, timeout_s=60) == [[], []]
 
 
 # What is refused.
 
 
 def outcome(rank, config, warm, streams):
-    """What a step in a capture raises, behind those that ``warm`` makes."""
+    """Return what a step in a capture raises, behind those that ``warm`` makes."""
     plan.pieces_of.cache_clear()  # lists that another layer compiled
     config = dict(config)
     transport = CopyEngine() if config.pop("transport", None) else None
@@ -158,8 +148,7 @@ def test_what_no_graph_can_hold_is_refused_by_name(case, tmp_path):
         assert kind == "RuntimeError" and message in said, said
 
 
-def of_a_model(rank):
-    """What a transformers model raises in a capture, and one whose layer alone is captured."""
+def test_a_transformers_model_is_refused_since_positions_are_those_of_one_forward(rank):
     model = models.tiny()
     ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
     inputs = models.cut(models.batches(1)[0], rank, 2)
@@ -169,24 +158,19 @@ def of_a_model(rank):
         return model(**inputs, use_cache=False)
 
     forward()
-    said, backend, original = [], Backend(), model.model.layers[0].self_attn.forward
+    backend, layer = Backend(), model.model.layers[0].self_attn
+    original, expected = layer.forward, "while a CUDA graph is captured, positions of all ranks can't be read"
     with backend.captured():
-        said.append(refusal(forward))
+        kind, message = refusal(forward)
+    assert kind == "RuntimeError" and message.startswith(f"LlamaForCausalLM: {expected}")
 
     def captured(*args, **kwargs):
         with backend.captured():
             return original(*args, **kwargs)
 
-    with mock.patch.object(model.model.layers[0].self_attn, "forward", captured):
-        said.append(refusal(forward))
-    return said
-
-
-def test_a_transformers_model_is_refused_since_positions_are_those_of_one_forward():
-    for model, layer in on_ranks(2, of_a_model, timeout_s=120):
-        expected = "while a CUDA graph is captured, positions of all ranks can't be read"
-        assert model == ("RuntimeError", mock.ANY) and model[1].startswith(f"LlamaForCausalLM: {expected}"), model
-        assert layer == ("RuntimeError", mock.ANY) and layer[1].startswith(f"model.layers.0.self_attn: {expected}"), layer
+    with mock.patch.object(layer, "forward", captured):
+        kind, message = refusal(forward)
+    assert kind == "RuntimeError" and message.startswith(f"model.layers.0.self_attn: {expected}")
 
 
 # The instrument.

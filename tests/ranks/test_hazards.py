@@ -17,7 +17,7 @@ from tests.harness.dropin import Case
 from tests.harness.guards import Watched, notices, removed
 from tests.harness.layers import Shape
 from tests.harness.moving import kinds, moving
-from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.uses import (
     adapted_query_and_output,
     grad_of_input_then_backward,
@@ -51,13 +51,13 @@ WINDOWED = [
 
 
 def spoiled(rank, transport, shapes, cases):
-    """What shapes and cases get wrong while buffers are spoiled."""
+    """Return what shapes and cases get wrong while buffers are spoiled."""
     with transports.spoiled_buffers():
         return layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
 
 
 def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct=False):
-    """The same; BLIND, where a reader of a released buffer, planted in the same run, isn't seen."""
+    """Return the same; BLIND, where a reader of a released buffer, planted in the same run, isn't seen."""
     control = [Shape(lengths=(3,) * torch.distributed.get_world_size())]
     with moving(kernels, direct):
         found = spoiled(rank, transport, shapes, cases)
@@ -69,27 +69,27 @@ def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct
 
 
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
-def test_results_do_not_depend_on_when_the_bytes_move(transport):
+def test_results_do_not_depend_on_when_the_bytes_move(transport, rank):
     """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
     received and unpacked is not read again; all of an output is written."""
-    no_faults(2, spoiled_with_control, transport, SHAPES, CASES)
+    assert spoiled_with_control(rank, transport, SHAPES, CASES) == []
 
 
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
-def test_nor_do_those_of_a_window(transport):
-    no_faults(2, spoiled_with_control, transport, WINDOWED, [])
+def test_nor_do_those_of_a_window(transport, rank):
+    assert spoiled_with_control(rank, transport, WINDOWED, []) == []
 
 
 @pytest.mark.singles
 @kinds
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
-def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport, direct, kind):
-    no_faults(2, spoiled_with_control, transport, SHAPES[:12], CASES[:6], kind, direct)
+def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport, direct, kind, rank):
+    assert spoiled_with_control(rank, transport, SHAPES[:12], CASES[:6], kind, direct) == []
 
 
 def counts(rank, what, direct, kernels):
-    """What the fixture did in one forward and backward, and which operators moved its data."""
+    """Return what the fixture did in one forward and backward, and which operators moved its data."""
     run = layers.faults_of_all if isinstance(what, Shape) else dropin.faults_of_all
     with moving(kernels, direct) as operators, transports.spoiled_buffers() as armed:
         assert run(rank, [what], transports.Late) == []
@@ -110,20 +110,20 @@ def counts(rank, what, direct, kernels):
     ],
     ids=str,
 )
-def test_every_buffer_that_may_be_reused_is_spoiled(what, direct, owned, unpacked):
+def test_every_buffer_that_may_be_reused_is_spoiled(what, direct, owned, unpacked, rank):
     """Of twelve exchanges of two head groups, two of which move q, k and v or their gradients together: these alone are packed into
     memory that was there before. All else that is packed or unpacked is one copy for each tensor, which makes its memory."""
-    for acted, _ in on_ranks(2, counts, what, direct, "torch"):
-        assert acted == Counter(delayed=12, owned=owned, spoiled=owned, filled=2, poisoned=unpacked)
+    acted, _ = counts(rank, what, direct, "torch")
+    assert acted == Counter(delayed=12, owned=owned, spoiled=owned, filled=2, poisoned=unpacked)
 
 
 @kinds
-def test_and_so_with_kernels_that_rotate(kind):
+def test_and_so_with_kernels_that_rotate(kind, rank):
     """q and k of the first group are packed though a GEMM could write their send buffers, v and do are not. Kernels pack these and dk,
     and unpack o and dq, dk and dv of the first group, all into memory that was there before."""
-    for acted, operators in on_ranks(2, counts, Shape(batch=1), True, kind):
-        assert acted == Counter(delayed=12, owned=8, spoiled=8, filled=2 + 3 + 5, poisoned=7)
-        assert operators == {"rotate_pack", "pack", "unpack_rotate_back", "unpack"}
+    acted, operators = counts(rank, Shape(batch=1), True, kind)
+    assert acted == Counter(delayed=12, owned=8, spoiled=8, filled=2 + 3 + 5, poisoned=7)
+    assert operators == {"rotate_pack", "pack", "unpack_rotate_back", "unpack"}
 
 
 INERT = {  # ways in which the fixture may cease to act, and what it says then
@@ -143,41 +143,34 @@ INERT = {  # ways in which the fixture may cease to act, and what it says then
 }  # fmt: skip
 
 
-def inert(rank, how):
+@pytest.mark.parametrize("how", INERT)
+def test_a_fixture_that_does_not_act_is_blind(how, rank):
     change, transport, _ = INERT[how]
 
     def run():
         with change(), transports.spoiled_buffers():
             layers.faults_of_all(rank, [Shape()], transport)
 
-    return refusal(run)
+    kind, message = refusal(run)
+    assert kind == "AssertionError" and message.startswith(f"BLIND: too few {INERT[how][2]}: acted"), message
 
 
-@pytest.mark.parametrize("how", INERT)
-def test_a_fixture_that_does_not_act_is_blind(how):
-    for kind, message in on_ranks(2, inert, how):
-        assert kind == "AssertionError" and message.startswith(f"BLIND: too few {INERT[how][2]}: acted"), message
-
-
-def blind(rank):
-    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
-        return spoiled_with_control(rank, transports.Late, SHAPES[:1], [])
-
-
-def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them():
+def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them(rank):
     """The control of the control: they compute what they should."""
-    for found in on_ranks(2, blind):
-        assert found == [f"BLIND: {what} was not seen" for what in PLANTED]
+    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
+        found = spoiled_with_control(rank, transports.Late, SHAPES[:1], [])
+    assert found == [f"BLIND: {what} was not seen" for what in PLANTED]
 
 
-def test_four_ranks_do_not_depend_on_it_either():
+@pytest.mark.ranks(4)
+def test_four_ranks_do_not_depend_on_it_either(rank):
     """The same guards, with replicated KV heads and ranks that delay differently."""
     shapes = [Shape(heads=8, kv_heads=2, head_dim=4, lengths=(2, 1, 2, 3)), Shape(kv_heads=1, lengths=(2,) * 4)]
     cases = [
         Case(heads=9, kv_heads=3, lengths=(2,) * 4, batch_first=False),
         Case(heads=4, kv_heads=2, lengths=(1, 2, 3, 4)),
     ]
-    no_faults(4, spoiled_with_control, transports.Delayed, shapes, cases)
+    assert spoiled_with_control(rank, transports.Delayed, shapes, cases) == []
 
 
 def spoiled_uses(rank, shape=Shape(kv_heads=2)):
@@ -190,34 +183,25 @@ def spoiled_uses(rank, shape=Shape(kv_heads=2)):
     return found
 
 
-def test_repeated_calls_and_backwards_do_not_depend_on_it_either():
+def test_repeated_calls_and_backwards_do_not_depend_on_it_either(rank):
     """The same guards, where two calls are in flight at once or one is run again."""
-    no_faults(2, spoiled_uses)
-    no_faults(2, spoiled_uses, Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": 2}))
+    assert spoiled_uses(rank) == []
+    assert spoiled_uses(rank, Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": 2})) == []
 
 
-def one_position_a_rank(rank):
-    """Local sequences of one token, attention whose output has other strides: sources that travel as they lie."""
-    found = []
+def test_what_travels_as_it_lies_is_contiguous(rank):
+    """Local sequences of one token, attention whose output has other strides: sources that travel as they lie.
+
+    Guard: `InFlight` makes its source contiguous where that is the send buffer.
+    """
     for case in (Case(batch=1, lengths=(1, 1)), Case(batch=2, batch_first=False)):
-        found += dropin.dropin_faults(rank, case, strided_inputs_and_cotangent)
-    return found
+        assert dropin.dropin_faults(rank, case, strided_inputs_and_cotangent) == [], case
 
 
-def test_what_travels_as_it_lies_is_contiguous():
-    """Guard: `InFlight` makes its source contiguous where that is the send buffer."""
-    no_faults(2, one_position_a_rank)
-
-
-def rotated_as_it_lies(rank):
-    """One token a rank and one batch element: everything could travel as it lies, but for what is rotated on its way."""
+def test_what_is_rotated_on_its_way_is_packed_and_unpacked(rank):
+    """One token a rank and one batch element could travel as they lie. Guard: `InFlight` asks for rotations first."""
     with moving("reference", direct=False):
-        return layers.faults_of_all(rank, [Shape(batch=1, lengths=(1, 1))])
-
-
-def test_what_is_rotated_on_its_way_is_packed_and_unpacked_though_it_could_travel_as_it_lies():
-    """Guard: `InFlight` asks for that before it asks how its source lies."""
-    no_faults(2, rotated_as_it_lies)
+        assert layers.faults_of_all(rank, [Shape(batch=1, lengths=(1, 1))]) == []
 
 
 # Guards.
@@ -243,7 +227,7 @@ WATCHED = [
     Watched("waits before it reads", "pass", late_delivery),
     Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
     Watched("a copy, no view", "x = x.reshape(shape)", late_delivery),
-    Watched("lies as it travels", "if True:", one_position_a_rank),
+    Watched("lies as it travels", "if True:", test_what_travels_as_it_lies_is_contiguous),
     Watched(
         "memory of its own",
         # Where replicas are summed, else torch itself refuses to copy.
@@ -251,8 +235,8 @@ WATCHED = [
         late_delivery_of_replicas,
     ),
     *PLANTED.values(),
-    Watched("rotated, so packed", "if copies.flat is None:", rotated_as_it_lies),
-    Watched("rotated, so unpacked", "rotates = False", rotated_as_it_lies),
+    Watched("rotated, so packed", "if copies.flat is None:", test_what_is_rotated_on_its_way_is_packed_and_unpacked),
+    Watched("rotated, so unpacked", "rotates = False", test_what_is_rotated_on_its_way_is_packed_and_unpacked),
     Watched("repeats are summed", "place = place.amax(run.repeats)", late_delivery_of_replicas),
     Watched("overlaps are summed", "part.copy_(place)", late_delivery_of_replicas),
 ]

@@ -1,7 +1,5 @@
 """Local attention gets all of a rank's heads at once, and head groups where it is said to treat all heads alike."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +11,14 @@ from tests.harness import dropin, layers, reference
 from tests.harness.dropin import Case
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.transports import Recording
 
 HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
 
 
 def scaled(q, k, v, of_query, of_key):
-    """The oracle: attention whose heads have factors of their own."""
+    """Attend with factors of each head, as the oracle."""
     return reference.attention(q, k * of_key.view(-1, 1), v) * of_query.view(-1, 1)
 
 
@@ -75,8 +73,10 @@ def kinds(rank):
     }
 
 
-def stateful(rank, kind, config):
-    """Faults of output and gradients, the exchanges of q, and the warnings."""
+@pytest.mark.parametrize("config", [{}, {"head_groups": 4, "check": True}], ids=str)
+@pytest.mark.parametrize("kind", kinds(0))
+def test_right_in_one_head_group_for(kind, config, rank):
+    """At the two groups of the default it would be wrong by 0.3."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, config=config)
     local, keywords, of = kinds(rank)[kind]
     inputs, mover = dropin.whole_inputs(case), Recording()
@@ -86,22 +86,18 @@ def stateful(rank, kind, config):
     if isinstance(local, KeyScale):
         grad = torch.autograd.grad(scaled(*inputs[:3], of[0], p := of[1].clone().requires_grad_()), p, inputs[3])[0]
         found += layers.faults(1e-12, scale=(local.scale.grad, grad.chunk(2)[rank]))
-    return found, sorted({what for what in mover.log if what[1] == "q"}), messages
+    assert found == []
+    assert {what for what in mover.log if what[1] == "q"} == {"<q", ">q"}
+    (said,) = messages
+    assert "runs in one head group, since it isn't known to treat all heads alike" in said and "heads_alike=True" in said
 
 
-@pytest.mark.parametrize("config", [{}, {"head_groups": 4, "check": True}], ids=str)
-@pytest.mark.parametrize("kind", kinds(0))
-def test_right_in_one_head_group_for(kind, config):
-    """At the two groups of the default it would be wrong by 0.3."""
-    for found, queries, messages in on_ranks(2, stateful, kind, config):
-        assert found == []
-        assert queries == ["<q", ">q"]
-        (said,) = messages
-        assert "runs in one head group, since it isn't known to treat all heads alike" in said and "heads_alike=True" in said
-
-
-def with_slopes(rank, config, heads):
-    """Faults of attention whose slopes are said to be per head, and the exchanges of q."""
+@pytest.mark.parametrize(
+    "config, queries", [({"head_groups": 1}, ["<q", ">q"]), ({"head_groups": 2}, ["<q0", "<qkv1", ">q0", ">qkv1"])]
+)
+@pytest.mark.parametrize("heads", [8, 6])
+def test_what_is_said_to_be_per_head_goes_with_its_heads(heads, config, queries, rank):
+    """Six heads: groups of two and of one on each rank; the slopes' gradients come from the ranks that have the heads."""
     case, mover, of = Case(heads=heads, kv_heads=heads // 2, config=config), Recording(), factors(heads).requires_grad_()
 
     def attend(q, k, v, slopes):
@@ -112,33 +108,18 @@ def with_slopes(rank, config, heads):
         return scaled(q, k, v, of, torch.ones(heads // 2).double())
 
     slopes = ds_sp_overlap.PerHead(factors(heads).requires_grad_())
-    found = dropin.dropin_faults(rank, case, attend=dropin.module(case, mover, local=attend), whole=whole, slopes=slopes)
+    assert dropin.dropin_faults(rank, case, attend=dropin.module(case, mover, local=attend), whole=whole, slopes=slopes) == []
     torch.distributed.all_reduce(slopes.tensor.grad)
-    return found + layers.faults(1e-12, slopes=(slopes.tensor.grad, of.grad)), sorted(
-        {what for what in mover.log if what[1] == "q"}
-    )
+    assert layers.faults(1e-12, slopes=(slopes.tensor.grad, of.grad)) == []
+    assert sorted({what for what in mover.log if what[1] == "q"}) == queries
 
 
-@pytest.mark.parametrize(
-    "config, queries", [({"head_groups": 1}, ["<q", ">q"]), ({"head_groups": 2}, ["<q0", "<qkv1", ">q0", ">qkv1"])]
-)
-@pytest.mark.parametrize("heads", [8, 6])
-def test_what_is_said_to_be_per_head_goes_with_its_heads(heads, config, queries):
-    """Six heads: groups of two and of one on each rank; the slopes' gradients come from the ranks that have the heads."""
-    for found, sent in on_ranks(2, with_slopes, config, heads):
-        assert found == [] and sent == queries
-
-
-def wrong_slopes(rank, count):
-    of = torch.ones(count if rank else HEADS).double()
+def test_too_few_of_what_is_per_head_are_refused_on_every_rank(rank):
+    of = torch.ones(HEADS // 2 if rank else HEADS).double()
     case = Case(heads=HEADS, kv_heads=KV_HEADS, config={"head_groups": 2})
     mine = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
-    return refusal(dropin.module(case, Recording(), local=given), *mine, 0, slopes=ds_sp_overlap.PerHead(of))
-
-
-def test_too_few_of_what_is_per_head_are_refused_on_every_rank():
-    for kind, message in on_ranks(2, wrong_slopes, HEADS // 2):
-        assert kind == "ValueError" and "a tensor of [4] for 8 query heads; give [8, ..]" in message
+    kind, message = refusal(dropin.module(case, Recording(), local=given), *mine, 0, slopes=ds_sp_overlap.PerHead(of))
+    assert kind == "ValueError" and "a tensor of [4] for 8 query heads; give [8, ..]" in message
 
 
 # Head groups of what is said to treat its heads alike.
@@ -170,46 +151,31 @@ def groups_of(rank, local, alike, shape=None, **config):
 
 
 @pytest.mark.parametrize("shape", [None, Shape(heads=HEADS, kv_heads=2)])
-def test_head_groups_are_of_attention_that_is_said_to_treat_heads_alike(shape):
+def test_head_groups_are_of_attention_that_is_said_to_treat_heads_alike(shape, rank):
     for local, alike in ((plain, True), (declared, False), (declared, True)):
-        assert on_ranks(2, groups_of, local, alike, shape) == [(2, [])] * 2
-    for groups, messages in on_ranks(2, groups_of, plain, False, shape):
-        assert groups == 1 and len(messages) == 1
+        assert groups_of(rank, local, alike, shape) == (2, [])
+    groups, messages = groups_of(rank, plain, False, shape)
+    assert groups == 1 and len(messages) == 1
 
 
-def test_who_asks_for_one_group_is_told_nothing():
-    for groups, messages in on_ranks(2, functools.partial(groups_of, head_groups=1), plain, False):
-        assert groups == 1 and messages == []
+def test_who_asks_for_one_group_is_told_nothing(rank):
+    assert groups_of(rank, plain, False, head_groups=1) == (1, [])
 
 
-def one_rank_alone(rank):
-    return refusal(groups_of, rank, plain, rank == 1)
+def test_ranks_that_say_different_things_are_refused(rank):
+    kind, message = refusal(groups_of, rank, plain, rank == 1)
+    assert kind == "ValueError" and "head_groups" in message
 
 
-def test_ranks_that_say_different_things_are_refused():
-    for kind, message in on_ranks(2, one_rank_alone):
-        assert kind == "ValueError" and "head_groups" in message
-
-
-def under_the_section(rank, local):
-    """Of a module of DeepSpeed's own class that `enable` overlaps: the heads that it is called with, faults, and the report."""
+@pytest.mark.parametrize("local, heads", [(plain, HEADS // 2), (declared, HEADS // 4)])
+def test_deepspeeds_class_has_head_groups_where_its_local_attention_is_declared(local, heads, rank):
     case, seen = Case(heads=HEADS, kv_heads=KV_HEADS), set()
     inputs, group = dropin.whole_inputs(case), dist.group.WORLD
     model = nn.Sequential(Upstream(local, group, gather_idx=1))
     mine = [dropin.my_slice(case, rank, t) for t in inputs[:3]]
-    report = ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}}, group)
+    report = " ".join(str(ds_sp_overlap.enable(model, {"policy": {"warmup_steps": 8}}, group)).split())
     model[0].local_attn = lambda q, k, v: seen.add(q.shape[2]) or local(q, k, v)
     o = model[0](*mine, 0)
     ds_sp_overlap.disable(model)
-    return (
-        layers.faults(1e-12, o=(o, dropin.my_slice(case, rank, reference.attention(*inputs[:3])))),
-        seen,
-        " ".join(str(report).split()),
-    )
-
-
-def test_deepspeeds_class_has_head_groups_where_its_local_attention_is_declared():
-    for local, heads in ((plain, HEADS // 2), (declared, HEADS // 4)):
-        for found, seen, report in on_ranks(2, under_the_section, local):
-            assert found == [] and seen == {heads}
-            assert ("plain runs in one head group" in report) == (local is plain)
+    assert layers.faults(1e-12, o=(o, dropin.my_slice(case, rank, reference.attention(*inputs[:3])))) == []
+    assert seen == {heads} and ("plain runs in one head group" in report) == (local is plain)

@@ -16,7 +16,7 @@ from ds_sp_overlap.exchange.sp_group import SPGroup
 from tests.harness import layers
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, refusal
+from tests.harness.ranks import refusal
 
 
 class FailingAtLaunch(Silent):
@@ -26,22 +26,17 @@ class FailingAtLaunch(Silent):
         return super().launch(send, recv, send_sizes, recv_sizes, group, name)
 
 
-def launch_that_fails(rank):
+def test_a_launch_that_fails_names_its_exchange(rank):
     """As of a communicator that was aborted before."""
     shape = Shape()
     _, attend, x, dy = layers.mine(rank, shape, FailingAtLaunch())
     _, message = refusal(layers.call_block(shape, attend, rank, x.requires_grad_()).backward, dy)
     expected = f"layer do0: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error"
-    return [] if message.startswith(expected) else [message]
+    assert message.startswith(expected)
 
 
-def test_a_launch_that_fails_names_its_exchange():
-    no_faults(2, launch_that_fails)
-
-
-def held_until_finished(rank):
-    """The source of an exchange that sends it as it lies lives until it is finished; one that was packed has been read."""
-    found = []
+def test_a_source_lives_as_long_as_it_is_read_and_no_longer(rank):
+    """One that is sent as it lies lives until the exchange is finished; one that was packed has been read. Guard: `InFlight.sources`."""
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
         exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, (8,)), "layer", kind)
@@ -51,18 +46,10 @@ def held_until_finished(rank):
             token = exchange.start(x)
             del x
             gc.collect()
-            if (source() is None) != (kind == "q"):
-                found.append(f"{kind}: the source was {'dropped' if source() is None else 'kept'} in flight")
+            assert (source() is None) == (kind == "q"), f"{kind}, in flight"
             exchange.finish(token)
             gc.collect()
-            if source() is not None:
-                found.append(f"{kind}: the source is kept after the exchange")
-    return found
-
-
-def test_a_source_lives_as_long_as_it_is_read_and_no_longer():
-    """Guard: `InFlight.sources`."""
-    no_faults(2, held_until_finished)
+            assert source() is None, f"{kind}: the source is kept after the exchange"
 
 
 def in_flight():
@@ -70,50 +57,40 @@ def in_flight():
     return [o for o in gc.get_objects() if type(o) is InFlight]
 
 
-def nothing_stays_in_flight(rank):
-    """Between a forward and its backward, and after it, no record of a transfer is alive, graph or no graph."""
+def test_nothing_in_flight_is_reachable_through_a_graph(rank):
+    """Guard: a finish takes the transfer off the call; left there, it would be a cycle through the graph that is never freed."""
     shape = Shape(kv_heads=2)
     _, attend, x, dy = layers.mine(rank, shape)
     before = {id(o) for o in in_flight()}
     y = layers.call_block(shape, attend, rank, x.requires_grad_())
-    found = [f"after forward: {o.name}" for o in in_flight() if id(o) not in before]
+    assert [o.name for o in in_flight() if id(o) not in before] == [], "between forward and backward"
     y.backward(dy, retain_graph=True)
-    return found + [f"after backward: {o.name}" for o in in_flight() if id(o) not in before]
+    assert [o.name for o in in_flight() if id(o) not in before] == [], "after backward"
 
 
-def test_nothing_in_flight_is_reachable_through_a_graph_that_is_kept():
-    """Guard: a finish takes the transfer off the call; left there, it would be a cycle through the graph that is never freed."""
-    no_faults(2, nothing_stays_in_flight)
-
-
-def finished_twice(rank):
+def test_a_half_out_of_place_is_refused(rank):
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange("q", 0, (8,)), "layers.7", "q")
     token = exchange.start(torch.zeros(3, 1, 4, 8))
     exchange.finish(token)
-    seen = refusal(exchange.finish, token), refusal(exchange.start, torch.zeros(3, 1, 4, 9))
-    expected = (
-        (
-            "RuntimeError",
-            "layers.7 q: finished without having been started, or finished twice; gradients of a layer's inputs and of its "
-            "weights come of one backward, ask for them together",
-        ),
-        ("ValueError", "layers.7 q: expected a tensor of shape [3, 1, 4, 8], got [3, 1, 4, 9]"),
-    )
-    return [] if seen == expected else [str(seen)]
-
-
-def test_a_half_out_of_place_is_refused():
-    no_faults(2, finished_twice)
+    together = "gradients of a layer's inputs and of its weights come of one backward, ask for them together"
+    twice = f"layers.7 q: finished without having been started, or finished twice; {together}"
+    assert refusal(exchange.finish, token) == ("RuntimeError", twice)
+    wide = "layers.7 q: expected a tensor of shape [3, 1, 4, 8], got [3, 1, 4, 9]"
+    assert refusal(exchange.start, torch.zeros(3, 1, 4, 9)) == ("ValueError", wide)
 
 
 # Guards.
 
 WATCHED = [
-    Watched("packed, so let go", "pass", held_until_finished),
-    Watched("the transfer is let go", "in_flight = call.in_flight.get(key)", nothing_stays_in_flight),
-    Watched("this half belongs here", "if False:", finished_twice),
-    Watched("a failed launch has a name", "except LookupError as error:", launch_that_fails),
+    Watched("packed, so let go", "pass", test_a_source_lives_as_long_as_it_is_read_and_no_longer),
+    Watched(
+        "the transfer is let go",
+        "in_flight = call.in_flight.get(key)",
+        test_nothing_in_flight_is_reachable_through_a_graph,
+    ),
+    Watched("this half belongs here", "if False:", test_a_half_out_of_place_is_refused),
+    Watched("a failed launch has a name", "except LookupError as error:", test_a_launch_that_fails_names_its_exchange),
 ]
 
 

@@ -18,7 +18,6 @@ from tests.harness.cases import pairs, singles
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.moving import moving
-from tests.harness.ranks import no_faults, on_ranks
 from tests.harness.schedules import travelling
 
 SENT = {"all together": ("qkv",), "k with v": ("q", "kv"), "q with k": ("qk", "v"), "v with q": ("qv", "k")}
@@ -54,25 +53,22 @@ def faults(rank, sent, shapes, **kwargs):
 
 
 @pytest.mark.parametrize("sent", SENT)
-def test_what_travels_together_equals_the_reference(sent):
-    no_faults(2, faults, SENT[sent], pairs(SHAPES))
+def test_what_travels_together_equals_the_reference(sent, rank):
+    assert faults(rank, SENT[sent], pairs(SHAPES)) == []
 
 
-def test_so_it_does_between_four_ranks():
+@pytest.mark.ranks(4)
+def test_so_it_does_between_four_ranks(rank):
     """KV heads that several ranks need, and ranks of which some attend with more heads."""
     shapes = [Shape(9, 3, 4, 2, (2, 1, 2, 3)), Shape(8, 2, 4, 1, (2,) * 4), Shape(4, 1, 4, 2, (1,) * 4, batch_first=False)]
-    no_faults(4, faults, ("qkv",), shapes)
-
-
-def spoiled(rank, kernels):
-    with moving(kernels, True), transports.spoiled_buffers():
-        mover = transports.Late()
-        return faults(rank, ("qkv",), singles(SHAPES[:16]), transport=mover) + mover.faults + mover.unfinished()
+    assert faults(rank, ("qkv",), shapes) == []
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])  # the second rotates what travels alone, and nothing else
-def test_no_buffer_is_read_too_early_or_after_its_use(kernels):
-    no_faults(2, spoiled, kernels)
+def test_no_buffer_is_read_too_early_or_after_its_use(kernels, rank):
+    with moving(kernels, True), transports.spoiled_buffers():
+        mover = transports.Late()
+        assert faults(rank, ("qkv",), singles(SHAPES[:16]), transport=mover) + mover.faults + mover.unfinished() == []
 
 
 def only_trained(layer, kinds):
@@ -103,20 +99,18 @@ def frozen(rank, kinds, use, groups=1):
 
 @pytest.mark.parametrize("kinds", ["".join(k) for n in (1, 2, 3) for k in itertools.combinations("qkv", n)])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_travel_for_those_that_need_one(groups, kinds):
-    for found, sent, of_one in on_ranks(2, frozen, kinds, of_a_frozen_input, groups):
-        assert found == [] and sent == [of_one * len(kinds) // groups] * groups
+def test_gradients_travel_for_those_that_need_one(groups, kinds, rank):
+    found, sent, of_one = frozen(rank, kinds, of_a_frozen_input, groups)
+    assert found == [] and sent == [of_one * len(kinds) // groups] * groups
 
 
 @pytest.mark.parametrize("kinds", ["", "q", "kv"])
-def test_gradients_of_the_input_need_all_of_them(kinds):
-    for found, sent, of_one in on_ranks(2, frozen, kinds, layers.backward):
-        assert found == [] and sent == [of_one * 3]
+def test_gradients_of_the_input_need_all_of_them(kinds, rank):
+    found, sent, of_one = frozen(rank, kinds, layers.backward)
+    assert found == [] and sent == [of_one * 3]
 
 
-def of_two_dtypes(rank):
-    """k and v of lower precision than q: each arrives as it left, and so does its gradient."""
-    found = []
+def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left(rank):
     for lengths, batch_first in (((3, 3), True), ((5, 2), False)):
         geometry = Geometry(2, rank, lengths, 2, 6, 6, batch_first=batch_first)
         layout = geometry.exchange("qkv", 0, (8, 8, 4))
@@ -131,12 +125,7 @@ def of_two_dtypes(rank):
         dys = [torch.randn_like(y) for y in ys]
         dxs = InFlight(layout.inverse, sp_group, "layer dqkv", dys, checked=True).finish()
         for got, expected in zip([*ys, *dxs], [*alone, *torch.autograd.grad(alone, xs, dys)]):
-            found += [f"{lengths}: {got.dtype} {expected.dtype}"] * (got.dtype != expected.dtype or not torch.equal(got, expected))
-    return found
-
-
-def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left():
-    no_faults(2, of_two_dtypes)
+            assert got.dtype == expected.dtype and torch.equal(got, expected), lengths
 
 
 # Guards.

@@ -20,7 +20,7 @@ from tests.harness import layers, reference, uses
 from tests.harness.cases import full
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks, refusal, soon
+from tests.harness.ranks import assert_error, refusal, soon
 from tests.harness.transports import Late, Recording, spoiled_buffers
 
 SECTIONS = [
@@ -99,16 +99,6 @@ USES = [
 ]  # fmt: skip
 
 
-def faults_of_uses(rank, local, shape):
-    faults, local = [], layers.laid_out(LOCAL[local], shape.batch_first)
-    for use in USES:
-        transport = Late()
-        with spoiled_buffers():
-            found = layers.block_faults(rank, shape, use, transport, local_attention=local)
-        faults += [f"{use.__name__}: {fault}" for fault in found + transport.faults]
-    return faults
-
-
 CASES = [
     ("flash", Shape(kv_heads=2, config=SECTIONS[0])),
     full("math", Shape(kv_heads=1, lengths=(7, 5), config=SECTIONS[0])),
@@ -121,22 +111,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("local", "shape"), CASES, ids=str)
-def test_gradients_are_those_of_the_whole_sequence(local, shape):
-    no_faults(2, faults_of_uses, local, shape)
-
-
-def faults_of_changes(rank, section):
-    faults = []
-    for change in (uses.frozen_query, uses.only_query_trains, uses.only_input_trains, uses.frozen_output, uses.key_is_value):
-        shape = Shape(heads=8, kv_heads=2, config=section)
-        found = layers.block_faults(rank, shape, between_others, change=change, local_attention=reference.fused)
-        faults += [f"{change.__name__}: {fault}" for fault in found]
-    return faults
+def test_gradients_are_those_of_the_whole_sequence(local, shape, rank):
+    local = layers.laid_out(LOCAL[local], shape.batch_first)
+    for use in USES:
+        transport = Late()
+        with spoiled_buffers():
+            assert layers.block_faults(rank, shape, use, transport, local_attention=local) + transport.faults == [], use
 
 
 @pytest.mark.parametrize("section", SECTIONS[1::2], ids=str)
-def test_what_does_not_train_may_be_kept_too(section):
-    no_faults(2, faults_of_changes, section)
+def test_what_does_not_train_may_be_kept_too(section, rank):
+    for change in (uses.frozen_query, uses.only_query_trains, uses.only_input_trains, uses.frozen_output, uses.key_is_value):
+        shape = Shape(heads=8, kv_heads=2, config=section)
+        assert layers.block_faults(rank, shape, between_others, change=change, local_attention=reference.fused) == [], change
 
 
 # What runs.
@@ -182,7 +169,7 @@ def tokens(rank):
 
 
 def logs(rank, section, local, how):
-    """What is logged in forward, and in backward."""
+    """Return what is logged in forward, and in backward."""
     layer = Traced(section, LOCAL[local])
     layer(tokens(rank)).sum().backward()  # the first call compares more
     layer.log.clear()
@@ -197,19 +184,16 @@ def logs(rank, section, local, how):
 
 @pytest.mark.parametrize("local", LOCAL)
 @pytest.mark.parametrize("section", SECTIONS[1::2], ids=str)
-def test_the_recomputation_exchanges_nothing_and_does_not_attend(section, local):
-    (forward, backward), *_ = on_ranks(2, logs, section, local, "plain")
+def test_the_recomputation_exchanges_nothing_and_does_not_attend(section, local, rank):
+    forward, backward = logs(rank, section, local, "plain")
     assert backward.count("attention") == (4 if local == "math" else 0)
     assert any(entry.startswith(">odo" if local == "flash" else ">do") for entry in backward)
-    kept = on_ranks(2, logs, section, local, "kept")
-    assert kept == [(forward, ["begin", "behind", *backward])] * 2
-    without = {**section, "checkpointing": "recompute"}
-    again = on_ranks(2, logs, without, local, "recomputed")
-    assert again == [(forward, [*forward, *backward])] * 2
+    assert logs(rank, section, local, "kept") == (forward, ["begin", "behind", *backward])
+    assert logs(rank, {**section, "checkpointing": "recompute"}, local, "recomputed") == (forward, [*forward, *backward])
 
 
 def entries_of_nested(rank, run):
-    """What a layer in a checkpoint inside another one, and once more behind it, logs in a step."""
+    """Return what a layer in a checkpoint inside another one, and once more behind it, logs in a step."""
     layer = Traced(SECTIONS[1])
     run = keeping if run == "kept" else lambda function, x: function(x)
     for _ in range(2):
@@ -218,12 +202,27 @@ def entries_of_nested(rank, run):
     return sorted(layer.log)
 
 
-def test_a_checkpoint_inside_another_exchanges_no_more_either():
-    assert on_ranks(2, entries_of_nested, "kept") == on_ranks(2, entries_of_nested, "plain")
+def test_a_checkpoint_inside_another_exchanges_no_more_either(rank):
+    assert entries_of_nested(rank, "kept") == entries_of_nested(rank, "plain")
 
 
-def faults_of_two_layers(rank, how):
-    """Two layers in one checkpoint, one of them not windowed; a checkpoint without a layer."""
+def test_under_autocast_the_same_is_kept_as_is_computed(rank):
+    for section in SECTIONS[1:]:
+        got = {}
+        for kept in (section["checkpointing"], "recompute"):
+            shape = Shape(8, 4, dtype=torch.float32, config={**section, "checkpointing": kept})
+            layer, call, x, dy = layers.mine(rank, shape, local_attention=reference.fused)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = keeping(lambda x: layers.call_block(shape, call, rank, x), x.requires_grad_())  # noqa: B023
+            y.backward(dy.to(y.dtype))
+            got[kept] = [y, x.grad, *(p.grad for p in layer.parameters())]
+        ours, expected = got.values()
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), section
+        assert ours[0].dtype == torch.bfloat16, "BLIND, not cast"
+
+
+@pytest.mark.parametrize(("how", "attended"), [("both", 0), ("mixed", 2)])
+def test_layers_of_one_checkpoint_keep_each_its_own(how, attended, rank):
     sections = SECTIONS[1], {"head_groups": 2} if how == "mixed" else SECTIONS[0]
     found = []
     for kept in (False, True):
@@ -235,35 +234,8 @@ def faults_of_two_layers(rank, how):
         transport.log.clear()
         y.sum().backward()
         found.append({"dx": x.grad, **first.gradients(), **{f"second {k}": v for k, v in second.gradients().items()}})
-        attended = transport.log.count("attention")
-    return layers.faults(1e-12, **{name: (found[1][name], found[0][name]) for name in found[0]}), attended
-
-
-def under_autocast(rank):
-    """Weights in fp32, products in bf16: bit for bit what a checkpoint that keeps nothing computes, which runs the same again."""
-    found = []
-    for section in SECTIONS[1:]:
-        got = {}
-        for kept in (section["checkpointing"], "recompute"):
-            shape = Shape(8, 4, dtype=torch.float32, config={**section, "checkpointing": kept})
-            layer, call, x, dy = layers.mine(rank, shape, local_attention=reference.fused)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = keeping(lambda x: layers.call_block(shape, call, rank, x), x.requires_grad_())  # noqa: B023
-            y.backward(dy.to(y.dtype))
-            got[kept] = [y, x.grad, *(p.grad for p in layer.parameters())]
-        ours, expected = got.values()
-        found += [f"{section}: {i}" for i, (a, b) in enumerate(zip(ours, expected)) if a.dtype != b.dtype or not torch.equal(a, b)]
-        found += [f"{section}: BLIND, not cast"] * (ours[0].dtype != torch.bfloat16)
-    return found
-
-
-def test_under_autocast_the_same_is_kept_as_is_computed():
-    no_faults(2, under_autocast)
-
-
-@pytest.mark.parametrize(("how", "attended"), [("both", 0), ("mixed", 2)])
-def test_layers_of_one_checkpoint_keep_each_its_own(how, attended):
-    assert on_ranks(2, faults_of_two_layers, how) == [([], attended)] * 2
+    assert layers.faults(1e-12, **{name: (found[1][name], found[0][name]) for name in found[0]}) == []
+    assert transport.log.count("attention") == attended
 
 
 # Random numbers.
@@ -286,15 +258,11 @@ def drawn(rank, section, dropout, how):
     return {"y": y.detach(), "dx": x.grad, **layer.gradients(), "after": torch.rand(3)}
 
 
-def faults_of_draws(rank, dropout=0.25):
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_random_numbers_are_those_of_the_first_forward(dropout, rank):
     expected = drawn(rank, {"head_groups": 4}, dropout, "plain")
     got = drawn(rank, SECTIONS[1], dropout, "kept")
-    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_random_numbers_are_those_of_the_first_forward(dropout):
-    no_faults(2, faults_of_draws, dropout)
+    assert layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected}) == []
 
 
 # What is held, and for how long.
@@ -346,60 +314,46 @@ ENDS += [({**SECTIONS[0], "head_groups": 1}, end) for end in ("learned", "learne
 
 
 @pytest.mark.parametrize(("section", "end"), ENDS, ids=str)
-def test_o_and_the_log_sum_exp_are_kept_and_let_go(section, end):
-    for size, of_o, left in on_ranks(2, held, section, end):
-        log_sum_exp = of_o // 8  # one number a head and token; fp64
-        scaled_value = of_o // 4 + 8 if "learned" in end else 0  # of a quarter of the heads, and the gain
-        assert size == of_o + log_sum_exp + scaled_value
-        assert left == [False] * 3
+def test_o_and_the_log_sum_exp_are_kept_and_let_go(section, end, rank):
+    size, of_o, left = held(rank, section, end)
+    log_sum_exp = of_o // 8  # one number a head and token; fp64
+    scaled_value = of_o // 4 + 8 if "learned" in end else 0  # of a quarter of the heads, and the gain
+    assert size == of_o + log_sum_exp + scaled_value and left == [False] * 3
 
 
 # Refusals.
 
 
-def refusals(rank):
-    """What checkpoints that nothing can be kept in raise, and one that does something else the second time."""
+def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_before_it_exchanges(rank):
     layer, other = Traced(SECTIONS[1]), Traced(SECTIONS[1], name="other")
-    sent = []
+    sent, times = set(), []
 
     def refused(run):
         layer.log.clear()
         found = refusal(run)
-        sent.append([entry for entry in layer.log if entry.startswith(">")])
+        sent.add(sum(entry.startswith(">") for entry in layer.log))
         return found
-
-    def backward(**options):
-        return refused(lambda: checkpoint(layer.body, tokens(rank), **options).sum().backward())
-
-    found = [backward(use_reentrant=True), backward(use_reentrant=False)]
-    times = []
 
     def changing(x):
         times.append(None)
         return (layer if len(times) == 1 else other)(x).sin()
 
-    found.append(refused(lambda: keeping(changing, tokens(rank)).sum().backward()))
-    return found, [len(entries) for entries in sent]
-
-
-def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_before_it_exchanges():
-    every = on_ranks(2, refusals)
-    assert every[0] == every[1]
-    (reentrant, plain, changed), sent = every[0]
-    assert reentrant == plain and plain[0] == "RuntimeError"
-    assert "context_fn=ds_sp_overlap.keep_attention" in plain[1] and '"recompute"' in plain[1]
-    assert (
-        changed[0] == "RuntimeError" and "other: called when its checkpoint is computed again, where there was layer" in changed[1]
-    )
-    assert len(set(sent)) == 1  # of forward alone
+    for reentrant in (True, False):
+        said = refused(lambda: checkpoint(layer.body, tokens(rank), use_reentrant=reentrant).sum().backward())
+        assert_error(said, "context_fn=ds_sp_overlap.keep_attention", "RuntimeError")
+        assert_error(said, '"recompute"', "RuntimeError")
+    said = refused(lambda: keeping(changing, tokens(rank)).sum().backward())
+    assert_error(said, "other: called when its checkpoint is computed again, where there was layer", "RuntimeError")
+    assert len(sent) == 1  # of forward alone
 
 
 # Guards.
 
 
+of_dropout = functools.partial(test_random_numbers_are_those_of_the_first_forward, dropout=0.25)
 GUARDS = [
-    Watched("the same random numbers", "pass", faults_of_draws),
-    Watched("what is drawn behind attention is as before", "pass", faults_of_draws),
+    Watched("the same random numbers", "pass", of_dropout),
+    Watched("what is drawn behind attention is as before", "pass", of_dropout),
     Watched(
         "a checkpoint or offload around is not asked",
         "hooks = torch.enable_grad()",
@@ -409,7 +363,10 @@ GUARDS = [
         raises=True,  # torch counts what is saved
     ),
     Watched(
-        "nothing circular", "pass", functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]), says="[False, False, False]"
+        "nothing circular",
+        "pass",
+        functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]),
+        says="[False, False, False]",
     ),
 ]
 

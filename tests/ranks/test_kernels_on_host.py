@@ -25,7 +25,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def loaded_first():
-    """What a Python that loads a sanitized library must have loaded before all else; None where there is no such thing."""
+    """Return what a Python that loads a sanitized library must have loaded before all else; None where there is no such thing."""
     if build.compiler() is None:
         return None
     ask = [[build.compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
@@ -51,7 +51,7 @@ def compiled(source, text, cache):
 
 
 def run(folder, cache, text, *words):
-    """The tests with these kernels; what they print, and their exit status."""
+    """Run the tests with these kernels; return what they print, and their exit status."""
     ops = (build.sources() / "ops.cpp").read_text()
     objects = [compiled("kernels.cu", text, cache), compiled("ops.cpp", ops, cache)]
     library = folder / build.NAME

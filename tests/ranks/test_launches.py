@@ -97,5 +97,5 @@ def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
 
 @pytest.mark.parametrize("groups,most", [(1, 239), (2, 348), (4, 526)])
 def test_a_step_calls_no_more_functions_than_its_budget_says(groups, most):
-    """What a layer costs the host beside torch, see benchmarks/instructions.py."""
+    """Count what a layer costs the host beside torch, see benchmarks/instructions.py."""
     assert launches.calls_of_layer(groups) <= most

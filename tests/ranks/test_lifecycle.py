@@ -19,7 +19,7 @@ import ds_sp_overlap
 from tests.harness import dropin, layers, models, reference
 from tests.harness.dropin import Case
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 
 
 def loss_of(model, rank, size):
@@ -27,21 +27,17 @@ def loss_of(model, rank, size):
     return models.mean_loss(model, inputs, torch.distributed.group.WORLD)
 
 
-def thrown_away(rank):
+def test_an_overlapped_model_dies_with_its_last_reference(rank):
+    """Guard: undo is given the module instead of holding it."""
     model = models.tiny()
     ds_sp_overlap.enable(model, {"head_groups": 2}, torch.distributed.group.WORLD)
     layer = weakref.ref(model.model.layers[0].self_attn)
     del model
     gc.collect()
-    return layer() is None
+    assert layer() is None
 
 
-def test_an_overlapped_model_dies_with_its_last_reference():
-    """Guard: undo is given the module instead of holding it."""
-    assert on_ranks(2, thrown_away) == [True, True]
-
-
-def compiled(rank):
+def test_a_compiled_model_runs_its_attention_layers_as_they_are(rank):
     with models.sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model, {"head_groups": 2})
         gradients = []
@@ -50,34 +46,22 @@ def compiled(rank):
             loss_of(run, rank, 2).backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
         ds_sp_overlap.disable(model)
-        return all(torch.equal(*pair) for pair in zip(*gradients))
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
 
 
-def test_a_compiled_model_runs_its_attention_layers_as_they_are():
-    assert on_ranks(2, compiled) == [True, True]
-
-
-def switched_off(rank):
+def test_enabled_false_switches_an_overlapped_model_off(rank):
     with models.sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model, {"head_groups": 2})
         ds_sp_overlap.enable(model, {"enabled": False})
-        return [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
 
 
-def test_enabled_false_switches_an_overlapped_model_off():
-    assert on_ranks(2, switched_off) == [[], []]
-
-
-def gradients_differ(rank):
+def test_ranks_that_disagree_about_gradients_are_refused_before_they_hang_in_backward(rank):
     layer, attend, x, _ = layers.mine(rank, Shape())
     layer.requires_grad_(False)
-    return refusal(layers.call_block, Shape(), attend, rank, x.requires_grad_(rank == 0))
-
-
-def test_ranks_that_disagree_about_gradients_are_refused_before_they_hang_in_backward():
-    for kind, message in on_ranks(2, gradients_differ):
-        assert kind == "ValueError"
-        assert "about to exchange different things" in message and "[True, True, True]" in message
+    kind, message = refusal(layers.call_block, Shape(), attend, rank, x.requires_grad_(rank == 0))
+    assert kind == "ValueError"
+    assert "about to exchange different things" in message and "[True, True, True]" in message
 
 
 # Models of transformers in fp64, against the same model on the whole sequence.
@@ -147,31 +131,12 @@ def scale_parameters(model, factor):
 
 
 def whole_gradients(change=None, scale=1, **options):
-    """Of the model on the whole sequence in one process."""
+    """Return the gradients of the model on the whole sequence in one process."""
     model = models.tiny(**EXACT, **options)
     if change is not None:
         change(model)
     scale_parameters(model, scale)
     return gradients_of(model, whole_loss(model))
-
-
-def changed(rank, change):
-    """Faults of all gradients of a model that was changed before, and of one that was changed after it was overlapped."""
-    expected, found = [whole_gradients(change, scale) for scale in (1, 1.05)], []
-    for order in ("before", "after"):
-        model = models.tiny(**EXACT)
-        if order == "before":
-            change(model)
-        ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
-        if order == "after":
-            change(model)
-        for step in range(2):
-            got = summed(gradients_of(model, loss_of(model, rank, 2)))
-            pairs = {f"{order}, {step}: {name}": (got[name], grad) for name, grad in expected[step].items()}
-            found += layers.faults(1e-9, **pairs)
-            scale_parameters(model, 1.05)  # what was kept of the first step is wrong in the second
-        ds_sp_overlap.disable(model)
-    return found
 
 
 PROJECTIONS = [
@@ -181,9 +146,21 @@ PROJECTIONS = [
 
 
 @pytest.mark.parametrize("change", PROJECTIONS, ids=lambda change: change.__name__)
-def test_gradients_are_right_for_projections_that_are(change):
+def test_gradients_are_right_for_projections_that_are(change, rank):
     """To 1e-9: RoPE's tables are fp32 for all alike, and fp64 leaves 1e-14; a fault is above 1e-3."""
-    assert on_ranks(2, changed, change) == [[], []]
+    expected = [whole_gradients(change, scale) for scale in (1, 1.05)]
+    for order in ("before", "after"):
+        model = models.tiny(**EXACT)
+        if order == "before":
+            change(model)
+        ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
+        if order == "after":
+            change(model)
+        for step in range(2):
+            got = summed(gradients_of(model, loss_of(model, rank, 2)))
+            assert layers.faults(1e-9, **{name: (got[name], grad) for name, grad in expected[step].items()}) == [], (order, step)
+            scale_parameters(model, 1.05)  # what was kept of the first step is wrong in the second
+        ds_sp_overlap.disable(model)
 
 
 def frozen_and_thawed(model, loss):
@@ -206,21 +183,18 @@ def frozen_and_thawed(model, loss):
     return found | gradients_of(model, first + 2 * second)
 
 
-def toggled(rank):
+def test_gradients_are_right_while_parameters_are_frozen_and_thawed(rank):
     ours, whole = (models.tiny(**EXACT) for _ in range(2))
     ds_sp_overlap.enable(ours, CUT, torch.distributed.group.WORLD)
     got = summed(frozen_and_thawed(ours, lambda: loss_of(ours, rank, 2)))
     expected = frozen_and_thawed(whole, lambda: whole_loss(whole))
     ds_sp_overlap.disable(ours)
-    return layers.faults(1e-9, **{name: (got[name], grad) for name, grad in expected.items()})
+    assert layers.faults(1e-9, **{name: (got[name], grad) for name, grad in expected.items()}) == []
 
 
-def test_gradients_are_right_while_parameters_are_frozen_and_thawed():
-    assert on_ranks(2, toggled) == [[], []]
-
-
-def of_another_dtype(rank, dtype):
-    """Relative error of the loss's gradients of a model that is cast after `enable`, and of one that is cast and stock."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_model_may_be_cast_after_it_was_overlapped(dtype, rank):
+    """No further from the exact gradients than 1.5 times what stock is: both round alike, in another order."""
     errors, expected = [], whole_gradients()
     for overlap in (True, False):
         with models.sequence_parallel_model(2, **EXACT) as (model, _):
@@ -231,14 +205,8 @@ def of_another_dtype(rank, dtype):
             got = summed(gradients_of(model, loss_of(model, rank, 2)))
             off = sum((got[name].double() - grad).square().sum() for name, grad in expected.items())
             errors.append((off / sum(grad.square().sum() for grad in expected.values())).sqrt().item())
-    return errors
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_model_may_be_cast_after_it_was_overlapped(dtype):
-    """No further from the exact gradients than 1.5 times what stock is: both round alike, in another order."""
-    for ours, stock in on_ranks(2, of_another_dtype, dtype):
-        assert 0 < stock < 0.5 and ours < 1.5 * stock + 1e-6, (ours, stock)
+    ours, stock = errors
+    assert 0 < stock < 0.5 and ours < 1.5 * stock + 1e-6, (ours, stock)
 
 
 # Wrappers that own the parameters.
@@ -268,8 +236,8 @@ def in_fsdp1(model):
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, in_fsdp1], ids=lambda wrap: wrap.__name__)
-def test_gradients_are_right_in(wrap):
-    assert on_ranks(2, wrapped, wrap) == [[], []]
+def test_gradients_are_right_in(wrap, rank):
+    assert wrapped(rank, wrap) == []
 
 
 # The drop-in and the block themselves.
@@ -309,23 +277,17 @@ def made(kind):
     return Owner(Shape(rope=False), group)  # the tables of `layers.block` are a local function, which no pickle takes
 
 
-def copied(rank, kind):
-    """Whether a copy gives the bits of the original, after the original was spoiled; its group; what pickling says."""
+@pytest.mark.parametrize("kind", ["drop-in", "block"])
+def test_a_copy_of_a_module_exchanges_over_the_same_group_and_a_pickle_is_refused(kind, rank):
     module = made(kind)
     expected = run(module, kind, rank)
     other = copy.deepcopy(module)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(float("nan"))
-    same = all(torch.equal(*pair) for pair in zip(run(other, kind, rank), expected, strict=True))
-    return same, refusal(torch.save, module, io.BytesIO())
-
-
-@pytest.mark.parametrize("kind", ["drop-in", "block"])
-def test_a_copy_of_a_module_exchanges_over_the_same_group_and_a_pickle_is_refused(kind):
-    for same, refused in on_ranks(2, copied, kind):
-        assert same
-        assert refused[0] == "TypeError" and "an attention layer over a process group can't be pickled" in refused[1]
+    assert all(torch.equal(*pair) for pair in zip(run(other, kind, rank), expected, strict=True))
+    refused = refusal(torch.save, module, io.BytesIO())
+    assert refused[0] == "TypeError" and "an attention layer over a process group can't be pickled" in refused[1]
 
 
 # AutoSP, which exchanges by itself.
@@ -350,24 +312,20 @@ def with_autosp(rank, wrapped, section):
 AUTOSP = "DeepSpeed's AutoSP exchanges around it"
 
 
-def test_what_autosp_has_wrapped_is_left_to_it_and_named():
-    for refused, table, bound in on_ranks(2, with_autosp, "vision", {}):
-        assert refused is None and AUTOSP in table and bound == [f"text.model.layers.{i}.self_attn" for i in range(2)]
-    for refused, _, bound in on_ranks(2, with_autosp, "vision", {"on_unsupported": "error"}):
-        assert refused[0] == "ValueError" and f"vision: {AUTOSP}" in refused[1] and bound == []
+def test_what_autosp_has_wrapped_is_left_to_it_and_named(rank):
+    refused, table, bound = with_autosp(rank, "vision", {})
+    assert refused is None and AUTOSP in table and bound == [f"text.model.layers.{i}.self_attn" for i in range(2)]
+    refused, _, bound = with_autosp(rank, "vision", {"on_unsupported": "error"})
+    assert refused[0] == "ValueError" and f"vision: {AUTOSP}" in refused[1] and bound == []
 
 
-def test_a_layer_that_would_be_exchanged_twice_is_refused():
-    for refused, _, bound in on_ranks(2, with_autosp, "text", {}):
-        assert refused[0] == "ValueError" and bound == []
-        assert "text.model.layers.0.self_attn.attn is part of text.model.layers.0.self_attn: " + AUTOSP in refused[1]
+def test_a_layer_that_would_be_exchanged_twice_is_refused(rank):
+    refused, _, bound = with_autosp(rank, "text", {})
+    assert refused[0] == "ValueError" and bound == []
+    assert "text.model.layers.0.self_attn.attn is part of text.model.layers.0.self_attn: " + AUTOSP in refused[1]
 
 
-def with_autosps_pass(rank):
+def test_autosps_compile_pass_is_refused_beside_the_section(rank):
     config = {"train_batch_size": 2, "sp_overlap": {}, "compile": {"deepcompile": True, "passes": ["autosp"]}}
     with pytest.raises(ValueError, match='sp_overlap: compile.passes has "autosp", which exchanges by itself'):
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
-
-
-def test_autosps_compile_pass_is_refused_beside_the_section():
-    on_ranks(2, with_autosps_pass)

@@ -43,7 +43,7 @@ def test_tiles_and_a_window_are_below_a_third_and_half():
 
 
 def test_the_first_step_holds_no_more_than_later_ones():
-    """What is compared in a layer's first call is compared on the first tokens alone."""
+    """A layer's first call compares the first tokens alone."""
     measure = Measure(REHEARSAL, torch.device("cpu"))
     run = functools.partial(step, measure.net, REHEARSAL, TOKENS, measure.device, False)
     with alone(REHEARSAL.ranks, Silent()), running("W = 1", measure.net, REHEARSAL, TOKENS):

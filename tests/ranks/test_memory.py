@@ -158,7 +158,7 @@ def held(shape, change, make, size=2):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__ if change else "all train")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_what_waits_for_the_backward_is_no_more_than_with_stock(groups, change):
-    """Of what no weight needs, nothing is kept: neither the input nor the output of attention."""
+    """Nothing is kept that no weight needs: neither the input nor the output of attention."""
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=8)
     ours, stock = (
         held(shape, change, make) for make in (lambda layer: layer.ours(head_groups=groups), lambda layer: layer.stock())
@@ -266,7 +266,7 @@ def test_nothing_of_a_call_outlives_its_graph(window, make):
 
 
 def recorded(shape, size, way):
-    """What the planner's recorder says of a layer."""
+    """Return what the planner's recorder says of a layer."""
     numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, size, shape.batch, shape.dtype.itemsize
     return record(LayerShape(*numbers), Way(*way))
 

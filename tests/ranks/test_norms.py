@@ -8,7 +8,6 @@ import torch
 from tests.harness import layers
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks
 
 
 def known(shape):
@@ -123,7 +122,7 @@ def as_it_is(norm):
 
 
 def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=None, last=False):
-    """Of the output and every gradient, on this rank; ``frozen`` are left without a gradient."""
+    """Return the faults of the output and of every gradient on this rank; ``frozen`` are left without a gradient."""
     shape = Shape(heads=max(4, 2 * groups), kv_heads=max(2, groups), config={"head_groups": groups, "window": window})
     mine, whole = Both(shape, kind), Both(shape, kind)
     for model in (mine, whole):
@@ -150,36 +149,36 @@ KNOWN, OTHERS = [known, layer_norm], [Rms, InPlace, View, Counting, Keeping, Nes
 
 @pytest.mark.parametrize("kind", KNOWN + OTHERS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_norms_are_those_of_the_whole_sequence(kind, groups):
-    no_faults(2, faults, kind, groups)
+def test_norms_are_those_of_the_whole_sequence(kind, groups, rank):
+    assert faults(rank, kind, groups) == []
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])
 @pytest.mark.parametrize("window", [1, 2])
-def test_norms_are_computed_again_in_a_window(window, last):
+def test_norms_are_computed_again_in_a_window(window, last, rank):
     for kind in (known, *[layer_norm] * (not last)):  # behind RoPE a bias of k has no gradient but rounding
         for frozen in (None, "norms"):
-            no_faults(2, faults, kind, 4, frozen, as_it_is, False, window, last)
+            assert faults(rank, kind, 4, frozen, as_it_is, False, window, last) == []
 
 
 @pytest.mark.parametrize("frozen", ["norms", "layer", "layer.q_proj"])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen):
-    no_faults(2, faults, known, 2, frozen)
+def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(frozen, rank):
+    assert faults(rank, known, 2, frozen) == []
 
 
-def test_a_graph_that_is_kept_gives_the_same_again():
-    no_faults(2, faults, known, 2, None, as_it_is, True)
+def test_a_graph_that_is_kept_gives_the_same_again(rank):
+    assert faults(rank, known, 2, None, as_it_is, True) == []
 
 
 def as_a_function(norm):
     return lambda heads: norm(heads)
 
 
-def test_a_norm_that_is_no_module_is_right_with_projections_called_whole():
-    no_faults(2, faults, known, 2, None, as_a_function)
+def test_a_norm_that_is_no_module_is_right_with_projections_called_whole(rank):
+    assert faults(rank, known, 2, None, as_a_function) == []
 
 
-def dropping(rank):
+def test_dropout_before_a_norm_is_the_same_in_backward(rank):
     """Gradient of a norm's weight under dropout, by autograd and by differences; the same random numbers each time."""
     shape = Shape(config={"head_groups": 1})
 
@@ -205,15 +204,11 @@ def dropping(rank):
             weight[0] -= sign * step
     difference = (found[0] - found[1]) / (2 * step)
     torch.distributed.all_reduce(difference)
-    return [] if abs(here - difference) < 1e-6 * abs(here) else [f"{here} by autograd, {difference} by differences"]
+    assert abs(here - difference) < 1e-6 * abs(here)
 
 
-def test_dropout_before_a_norm_is_the_same_in_backward():
-    no_faults(2, dropping)
-
-
-def in_bf16(rank):
-    """Whether autocast is for the norm in backward what it was in forward."""
+def test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward(rank):
+    """Note in each call of a norm whether autocast is on, and the dtypes."""
     shape, seen = Shape(dtype=torch.float32), []
     model = Both(shape, Rms)
 
@@ -229,35 +224,30 @@ def in_bf16(rank):
     with torch.autocast("cpu", torch.bfloat16):
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
     y.backward(dy.to(y.dtype))
-    return [] if len(seen) == 8 and len(set(seen)) == 1 and seen[0][:2] == (True, torch.bfloat16) else [str(seen)]
+    assert len(seen) == 8 and len(set(seen)) == 1 and seen[0][:2] == (True, torch.bfloat16)
 
 
-def test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward():
-    no_faults(2, in_bf16)
-
-
-def hooked(rank):
-    """What a hook on a norm sees, and whether the projections were split."""
+def test_a_hook_on_a_norm_sees_it_once(rank):
     shape, seen = Shape(config={"head_groups": 1}), []
     model = Both(shape, known)
     attend = model.block()
-    split = len(attend.split_projections())
+    assert len(attend.split_projections()) == 4
     model.norms["q_norm"].register_forward_hook(lambda module, args, output: seen.append(list(output.shape)))
     x, dy = (layers.my_slice(shape, rank, t) for t in layers.whole_inputs(shape))
     layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-    return split, len(attend.split_projections()), seen
-
-
-def test_a_hook_on_a_norm_sees_it_once():
-    assert on_ranks(2, hooked) == [(4, 1, [[2, 6, 4, 8]])] * 2
+    assert len(attend.split_projections()) == 1 and seen == [[2, 6, 4, 8]]
 
 
 # Guards.
 
 WATCHED = [
-    Watched("only known norms", "if False:", dropping),
+    Watched("only known norms", "if False:", test_dropout_before_a_norm_is_the_same_in_backward),
     Watched("its hooks run once", "return True", functools.partial(faults, kind=weight_is_hooked, groups=2)),
-    Watched("as in forward", 'with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):', in_bf16),
+    Watched(
+        "as in forward",
+        'with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):',
+        test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward,
+    ),
 ]
 
 

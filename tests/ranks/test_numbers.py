@@ -49,7 +49,7 @@ PLACES = [("x", math.nan), ("x", math.inf), ("x", -math.inf), ("dy", math.nan), 
 
 
 def with_strange_numbers(rank, shape, place, value):
-    """What differs from stock where one element on rank 1, or of a weight, is no number; and how many are none in stock."""
+    """Return what differs from stock where one element on rank 1, or of a weight, is no number; and how many are none in stock."""
     seen = []
     for build in (Stock, overlapped):
         layer = layers.projections(shape)
@@ -94,7 +94,7 @@ P_DROP, LENGTHS = 0.25, (64, 64)
 
 
 def masks(rank, groups, how):
-    """The mask of each head of a rank, [h/P, n], in the output and in the gradient; and in the output of a second call."""
+    """Return the mask of each head of a rank, [h/P, n], in the output and in the gradient; and in the output of a second call."""
     torch.manual_seed(100 + rank)
     case = Case(heads=8, kv_heads=8, lengths=LENGTHS, config={"head_groups": groups})
     attend = dropin.module(case, local=Drop(P_DROP))
@@ -141,20 +141,19 @@ def finite_gradients(rank, build, shape):
     return seen
 
 
-def overflows(rank, groups):
-    shape = Shape(rope=False, dtype=torch.float32, config={"head_groups": groups})
-    return [finite_gradients(rank, build, shape) for build in (Stock, overlapped)]
-
-
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_overflow_inside_the_layer_where_stocks_do(groups):
-    for stock, ours in on_ranks(2, overflows, groups):
-        assert stock == ours and {all(finite) for finite in stock} == {True, False}
+def test_gradients_overflow_inside_the_layer_where_stocks_do(groups, rank):
+    shape = Shape(rope=False, dtype=torch.float32, config={"head_groups": groups})
+    stock, ours = [finite_gradients(rank, build, shape) for build in (Stock, overlapped)]
+    assert stock == ours and {all(finite) for finite in stock} == {True, False}
 
 
-def runs_differ(rank, shape):
-    """Whether two runs give other bits, of everything; uninitialised memory is NaN, so that it would show."""
-    runs = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # the last: rows that overlap
+def test_deterministic_mode_gives_the_same_bits_again(heads, kv_heads, bias, groups, dtype, rank):
+    """Uninitialised memory is NaN in this mode, so that it would show."""
+    shape, runs = Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, bias=bias, config={"head_groups": groups}), []
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(2):
@@ -164,13 +163,5 @@ def runs_differ(rank, shape):
             runs.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
     finally:
         torch.use_deterministic_algorithms(False)
-    finite = all(t.isfinite().all() for t in runs[0])
-    return [] if finite and all(torch.equal(*pair) for pair in zip(*runs)) else [str(shape)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # the last: rows that overlap
-def test_deterministic_mode_gives_the_same_bits_again(heads, kv_heads, bias, groups, dtype):
-    shape = Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, bias=bias, config={"head_groups": groups})
-    assert on_ranks(2, runs_differ, shape) == [[], []]
+    assert all(t.isfinite().all() for t in runs[0])
+    assert all(torch.equal(*pair) for pair in zip(*runs))

@@ -12,7 +12,6 @@ from tests.harness import dropin, layers
 from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks
 from tests.harness.transports import Late
 
 NODES = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1)]
@@ -37,7 +36,7 @@ def in_nodes(node):
 
 
 def faults_in_nodes(rank, of_nodes, function, *args):
-    """What ``function(rank, shape, *args)`` finds, for each shape with the nodes of its ranks."""
+    """Return what ``function(rank, shape, *args)`` finds, for each shape with the nodes of its ranks."""
     found = []
     for nodes, shape in of_nodes:
         with in_nodes(nodes[rank]) as started:
@@ -55,17 +54,19 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def test_a_layer_equals_the_reference():
-    no_faults(4, faults_in_nodes, pairs([(nodes, shape) for shape in SHAPES for nodes in NODES]), layers.faults_of_all)
+@pytest.mark.ranks(4)
+def test_a_layer_equals_the_reference(rank):
+    assert faults_in_nodes(rank, pairs([(nodes, shape) for shape in SHAPES for nodes in NODES]), layers.faults_of_all) == []
 
 
-def test_a_layer_equals_the_reference_where_ranks_share_query_heads_too():
+@pytest.mark.ranks(4)
+def test_a_layer_equals_the_reference_where_ranks_share_query_heads_too(rank):
     shapes = [
         Shape(heads, kv_heads, 4, 2, lengths, config={"head_groups": 1, "shares": shares, **ONCE})
         for heads, kv_heads, shares in ((2, 1, 2), (2, 2, 2), (1, 1, 4), (4, 2, 2))
         for lengths in ((2, 2, 2, 2), (3, 1, 4, 2))
     ]
-    no_faults(4, faults_in_nodes, singles([(nodes, shape) for shape in shapes for nodes in NODES[:2]]), layers.faults_of_all)
+    assert faults_in_nodes(rank, singles([(nodes, shape) for shape in shapes for nodes in NODES[:2]]), layers.faults_of_all) == []
 
 
 NODES_OF_MANY = {6: [(0, 0, 0, 1, 1, 1), (0, 1, 0, 1, 0, 1)], 8: [(0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 2, 2)]}
@@ -82,34 +83,32 @@ MANY = [
 
 
 @pytest.mark.parametrize("size", NODES_OF_MANY)
-def test_a_layer_equals_the_reference_on_more_ranks(size):
-    no_faults(
-        size, faults_in_nodes, singles([(nodes, shape) for ranks, nodes, shape in MANY if ranks == size]), layers.faults_of_all
-    )
+def test_a_layer_equals_the_reference_on_more_ranks(size, rank):
+    cases = singles([(nodes, shape) for ranks, nodes, shape in MANY if ranks == size])
+    assert faults_in_nodes(rank, cases, layers.faults_of_all) == []
 
 
-def test_the_drop_in_equals_the_reference():
+@pytest.mark.ranks(4)
+def test_the_drop_in_equals_the_reference(rank):
     cases = [
         Case(8, kv_heads, 4, 6, 2, (3,) * 4, batch_first, 4, config={"head_groups": groups, **ONCE})
         for kv_heads in (1, 2)
         for groups in (1, 2)
         for batch_first in (True, False)
     ]
-    no_faults(4, faults_in_nodes, singles([(NODES[0], case) for case in cases]), dropin.faults_of_all)
+    assert faults_in_nodes(rank, singles([(NODES[0], case) for case in cases]), dropin.faults_of_all) == []
 
 
-def test_nothing_is_read_before_it_arrived():
+@pytest.mark.ranks(4)
+def test_nothing_is_read_before_it_arrived(rank):
     shape = Shape(8, 2, 4, 1, (3,) * 4, config={"head_groups": 2, **ONCE})
-    no_faults(4, faults_in_nodes, [(NODES[0], shape)], layers.faults_of_all, Late)
+    assert faults_in_nodes(rank, [(NODES[0], shape)], layers.faults_of_all, Late) == []
 
 
-def plain_in_nodes(rank, node_of_rank, shape):
-    with in_nodes(node_of_rank[rank]) as started:
-        return layers.block_faults(rank, shape), started
-
-
-def test_one_leg_is_enough_where_no_ranks_of_a_node_need_the_same_heads():
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes, kv_heads", [((0, 0, 1, 1), 4), ((0, 1, 2, 3), 1)])
+def test_one_leg_is_enough_where_no_ranks_of_a_node_need_the_same_heads(nodes, kv_heads, rank):
     """Also where each rank is a node of its own: nothing travels that need not."""
-    for nodes, kv_heads in (((0, 0, 1, 1), 4), ((0, 1, 2, 3), 1)):
-        shape = Shape(8, kv_heads, 4, 1, (3,) * 4, config=ONCE)
-        assert on_ranks(4, plain_in_nodes, nodes, shape) == [([], [])] * 4
+    with in_nodes(nodes[rank]) as started:
+        assert layers.block_faults(rank, Shape(8, kv_heads, 4, 1, (3,) * 4, config=ONCE)) == []
+    assert started == []

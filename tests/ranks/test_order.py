@@ -109,18 +109,13 @@ def test_a_layer_that_is_switched_off_waits_for_each_exchange_at_once(more):
         assert seen == (">q <q >k <k >v <v >o <o".split(), ">do <do >dv <dv >dk <dk >dq <dq".split())
 
 
-def projected_and_switched_off(rank):
-    """The order of exchanges of a drop-in that is switched off, what it logs, and what differs from the whole sequence's."""
-    mover = Recording()
-    case = dropin.Case(config={"enabled": False})
+def test_a_drop_in_that_is_switched_off_waits_for_each_exchange_at_once_and_is_right(rank):
+    mover, case = Recording(), dropin.Case(config={"enabled": False})
     with listening(start_up=True) as said:
-        return dropin.dropin_faults(rank, case, transport=mover), mover.log, said
-
-
-def test_a_drop_in_that_is_switched_off_waits_for_each_exchange_at_once_and_is_right():
-    for faults, log, (line,) in on_ranks(2, projected_and_switched_off):
-        assert faults == [] and line.endswith("KV heads over 2 ranks: off (enabled is false in its config)")
-        assert log == ">q <q >k <k >v <v >o <o >do <do >dv <dv >dk <dk >dq <dq".split()
+        assert dropin.dropin_faults(rank, case, transport=mover) == []
+    (line,) = said
+    assert line.endswith("KV heads over 2 ranks: off (enabled is false in its config)")
+    assert mover.log == ">q <q >k <k >v <v >o <o >do <do >dv <dv >dk <dk >dq <dq".split()
 
 
 @pytest.mark.parametrize("local", [reference.attention, reference.fused], ids=["run again", "kept"])
@@ -172,27 +167,21 @@ def test_without_the_switch_the_wgrad_runs_with_its_dgrad(groups):
         assert len(at) == groups and max(at) < log.index(">do" if groups == 1 else ">do0"), log
 
 
-def order_of_uses(rank, config):
-    """Exchanges under no_grad, in a module called whole, and of a frozen layer."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_order_is_the_same_for_fused_and_whole_projections(groups, rank):
+    """Starts and finishes in forward as drawn; in backward a module called whole needs all its gradients first."""
     seen = {}
     for name, change in (("whole", {"projections": False}), ("fused", {})):
         mover = Recording()
-        shape = Shape(fused=name == "fused", config={**config, **change})
+        shape = Shape(fused=name == "fused", config={"head_groups": groups, **change})
         _, attend, x, dy = layers.mine(rank, shape, mover)
         y = layers.call_block(shape, attend, rank, x.requires_grad_())
         forward, mover.log[:] = list(mover.log), []
         y.backward(dy)
         seen[name] = forward, list(mover.log)
-    return seen
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_order_is_the_same_for_fused_and_whole_projections(groups):
-    """Starts and finishes in forward as drawn; in backward a module called whole needs all its gradients first."""
-    for seen in on_ranks(2, order_of_uses, {"head_groups": groups}):
-        assert seen["fused"] == drawn(("qkv",) * groups)
-        assert seen["whole"][0] == drawn(("qkv",) * groups)[0]
-        assert sorted(seen["whole"][1]) == sorted(drawn(("qkv",) * groups)[1])
+    assert seen["fused"] == drawn(("qkv",) * groups)
+    assert seen["whole"][0] == drawn(("qkv",) * groups)[0]
+    assert sorted(seen["whole"][1]) == sorted(drawn(("qkv",) * groups)[1])
 
 
 def order_of_gradients(rank, family, adapted, windows=(None,)):
@@ -216,18 +205,18 @@ def order_of_gradients(rank, family, adapted, windows=(None,)):
 @pytest.mark.parametrize(
     "family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)]
 )
-def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted):
+def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted, rank):
     """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
-    for one, two, four in on_ranks(2, order_of_gradients, family, adapted):
-        assert len(one) >= 8 and one == two == four
+    one, two, four = order_of_gradients(rank, family, adapted)
+    assert len(one) >= 8 and one == two == four
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_and_so_with_a_window(family):
+def test_and_so_with_a_window(family, rank):
     """For every number of groups and every window; not in the order of a layer without one, as the section is alike on all ranks."""
-    for one, *others in on_ranks(2, order_of_gradients, family, False, (1, 2)):
-        assert len(one) >= 8 and len(one) == len(set(one)), "each once"
-        assert all(order == one for order in others)
+    one, *others = order_of_gradients(rank, family, False, (1, 2))
+    assert len(one) >= 8 and len(one) == len(set(one)), "each once"
+    assert all(order == one for order in others)
 
 
 # Guards.
@@ -238,7 +227,11 @@ WATCHED = [
         "program = tuple(sorted(piece.forward, key=lambda step: -step.group))",
         functools.partial(order_differs, groups=2),
     ),
-    Watched("in the order drawn", "backward = tuple(step.mirror for step in own)", functools.partial(order_differs, groups=2)),
+    Watched(
+        "in the order drawn",
+        "backward = tuple(step.mirror for step in own)",
+        functools.partial(order_differs, groups=2),
+    ),
     Watched(
         "the wgrad comes last",
         'backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',

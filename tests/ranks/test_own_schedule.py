@@ -5,22 +5,17 @@ import pytest
 from ds_sp_overlap.schedule import Schedule, by_head_groups, by_window, draw, order, simulate
 from tests.harness import layers
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.schedules import merged_last, step_of
 from tests.harness.transports import Recording
 
 
-def run_by(rank, function, groups, kv_heads):
-    """Faults of a layer that runs by it, on this rank; and what it recorded, forward and backward."""
-    shape, mover = Shape(kv_heads=kv_heads, config={"head_groups": groups}, schedule=function), Recording()
-    return layers.block_faults(rank, shape, transport=mover), mover.log
-
-
 @pytest.mark.parametrize("kv_heads, kinds", [(4, ("qkv", "qkv")), (2, ("qkv", "q"))])
-def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kinds):
-    made = merged_last(kinds)
-    for found, log in on_ranks(2, run_by, merged_last, 2, kv_heads):
-        assert found == [] and log == order(made, made.forward) + order(made, made.backward)
+def test_a_schedule_that_is_added_is_run_recorded_drawn_and_played(kv_heads, kinds, rank):
+    made, mover = merged_last(kinds), Recording()
+    shape = Shape(kv_heads=kv_heads, config={"head_groups": 2}, schedule=merged_last)
+    assert layers.block_faults(rank, shape, transport=mover) == []
+    assert mover.log == order(made, made.forward) + order(made, made.backward)
     assert made.forward[-4:] == tuple(map(step_of, ("finish o 0", "finish o 1", "merge o 0", "merge o 1")))
     one, other = (simulate(s, s.forward, lambda step: 2.0 if step.on_wire else 1.0) for s in (by_head_groups(kinds), made))
     assert other.exposed_ms["o1"] == one.exposed_ms["o1"] + 1, "the first merge no longer hides it"
@@ -39,13 +34,9 @@ WRONG = {
 }
 
 
-def by_a_wrong_one(rank, what):
+@pytest.mark.parametrize("what", WRONG)
+def test_a_layer_refuses_a_schedule_that_cannot_be_run(what, rank):
     shape = Shape(schedule=lambda kinds, wgrad_last: WRONG[what][0](kinds))
     _, attend, x, _ = layers.mine(rank, shape)
-    return refusal(layers.call_block, shape, attend, rank, x)
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_layer_refuses_a_schedule_that_cannot_be_run(what):
-    for kind, said in on_ranks(2, by_a_wrong_one, what):
-        assert kind == "ValueError" and said.startswith(WRONG[what][1])
+    kind, said = refusal(layers.call_block, shape, attend, rank, x)
+    assert kind == "ValueError" and said.startswith(WRONG[what][1])

@@ -81,7 +81,7 @@ class Model:
                 self.in_flight.append((shape, mine, y, my_dy, x, expected, dy))
 
     def backward(self, which=0):
-        """Of the oldest forward in flight, or another."""
+        """Run backward of the oldest forward in flight, or of another."""
         if not self.in_flight:
             return
         shape, mine, y, my_dy, x, expected, dy = self.in_flight.pop(which)
@@ -211,9 +211,9 @@ def rank_0_steps_alone(model, step, rank):
         model.step()
 
 
-def test_with_an_optimizer_stepped_on_one_rank_only_the_default_runs():
-    for faults, ran, chosen, _ in on_ranks(2, attacked, rank_0_steps_alone, 20):
-        assert faults == [] and {candidate for _, candidate in ran} == {2} and chosen == [None]
+def test_with_an_optimizer_stepped_on_one_rank_only_the_default_runs(rank):
+    faults, ran, chosen, _ = attacked(rank, rank_0_steps_alone, 20)
+    assert faults == [] and {candidate for _, candidate in ran} == {2} and chosen == [None]
 
 
 def off_on_one_rank(rank):
@@ -225,41 +225,9 @@ def off_on_one_rank(rank):
         model.step()
 
 
-def test_ranks_that_would_try_different_things_are_told_so_before_they_do():
-    for kind, message in on_ranks(2, refused):
-        assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
-
-
-def refused(rank):
-    return refusal(off_on_one_rank, rank)
-
-
-def dropped_in_mid_trial(models, collected, length=4):
-    """The second of two ``models``, with a policy of its own, goes before the step of the first one's optimizer."""
-    model, other = models
-    models.clear()
-    gc.disable()
-    try:
-        with scripted(COSTS) as ran:
-            for step in range(24):
-                model.forward(length=length)
-                if step < 10:
-                    other.forward()
-                    other.backward()
-                model.backward()
-                if step == 9:
-                    faults, gone = other.faults, weakref.ref(other.policy)
-                    other.itself = other
-                    del other
-                    if collected:
-                        gc.collect()
-                    assert (gone() is None) == collected
-                model.step()
-                if step % 3 == 0 and step < 9:
-                    other.step()
-        return model.faults + faults, ran, model.chosen()
-    finally:
-        gc.enable()
+def test_ranks_that_would_try_different_things_are_told_so_before_they_do(rank):
+    kind, message = refusal(off_on_one_rank, rank)
+    assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
 
 
 def own_policy(group):
@@ -319,18 +287,41 @@ def test_replicas_try_and_choose_alike_whatever_one_of_them_does_beside():
     assert [trained[step] for step in range(18)] == [{2}, *[{1}, {2}, {4}] * 5, {4}, {4}]
 
 
-def dropped_beside_replicas(rank, collects):
-    with replica_models(rank, 8, 16) as models:
-        return dropped_in_mid_trial(models, rank in collects, 4 + rank // 2)
+def dropped_in_mid_trial(rank):
+    """Return what runs where the second of two models, with a policy of its own, goes before the step of the first one's optimizer."""
+    gc.disable()
+    try:
+        with replica_models(rank, 8, 16) as models, scripted(COSTS) as ran:
+            model, other = models
+            models.clear()
+            for step in range(24):
+                model.forward(length=4 + rank // 2)
+                if step < 10:
+                    other.forward()
+                    other.backward()
+                model.backward()
+                if step == 9:
+                    faults, gone = other.faults, weakref.ref(other.policy)
+                    other.itself = other
+                    del other
+                    if rank in (0, 3):
+                        gc.collect()
+                    assert (gone() is None) == (rank in (0, 3))
+                model.step()
+                if step % 3 == 0 and step < 9:
+                    other.step()
+        return model.faults + faults, ran, model.chosen()
+    finally:
+        gc.enable()
 
 
 def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ranks_only():
-    first, *others = on_ranks(4, dropped_beside_replicas, [0, 3])
+    first, *others = on_ranks(4, dropped_in_mid_trial)
     assert first[0] == [] and first[2] == [4] and others == [first] * 3
 
 
 def stepping(rank, steps_its_optimizer, late=()):
-    """What runs when optimizers step on some ranks only from step 5 on, and on some of these once the others have given up."""
+    """Return what runs when optimizers step on some ranks only from step 5 on, and on some of these once the others have given up."""
     wait = policies.WAIT_S
     try:
         with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
@@ -350,26 +341,25 @@ def stepping(rank, steps_its_optimizer, late=()):
         policies.WAIT_S = wait
 
 
-def test_what_one_replica_gives_up_the_late_one_gives_up_too():
-    for faults, ran, chosen, said in on_ranks(4, stepping, range(4), [2, 3]):
-        assert faults == [] and set(ran[6:]) == {2} and chosen == [2] and len(said) == 1
+@pytest.mark.ranks(4)
+def test_what_one_replica_gives_up_the_late_one_gives_up_too(rank):
+    faults, ran, chosen, said = stepping(rank, range(4), [2, 3])
+    assert faults == [] and set(ran[6:]) == {2} and chosen == [2] and len(said) == 1
 
 
-def test_replicas_whose_optimizers_do_not_step_are_not_waited_for():
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stepped, waiting", [((2, 3), (0, 1)), ((0, 1), (2, 3))])
+def test_replicas_whose_optimizers_do_not_step_are_not_waited_for(stepped, waiting, rank):
     """The other replica gives up for all of them, and says so."""
-    every = on_ranks(4, stepping, [2, 3])
-    for rank, (faults, ran, chosen, said) in enumerate(every):
-        assert faults == [] and ran[:6] == [2, 1, 2, 4, 1, 2]
-        if rank > 1:
-            assert chosen == [2] and set(ran[6:]) == {2} and "no optimizer of ranks [0, 1] has stepped" in said[0]
-    every = on_ranks(4, stepping, [0, 1])
-    assert [len(said) for *_, said in every] == [1, 1, 0, 0]
-    assert "no optimizer of ranks [2, 3] has stepped" in every[0][3][0]
+    faults, ran, chosen, said = stepping(rank, stepped)
+    assert faults == [] and ran[:6] == [2, 1, 2, 4, 1, 2] and len(said) == (rank in stepped)
+    if rank in stepped:
+        assert chosen == [2] and set(ran[6:]) == {2} and f"no optimizer of ranks {list(waiting)} has stepped" in said[0]
 
 
-def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait():
-    for faults, ran, chosen, said in on_ranks(4, stepping, [0]):
-        assert faults == [] and ran == [2, 1, 2, 4, 1] + [2] * 7 and chosen == [None] and said == []
+@pytest.mark.ranks(4)
+def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait(rank):
+    assert stepping(rank, [0]) == ([], [2, 1, 2, 4, 1] + [2] * 7, [None], [])
 
 
 # Guards.

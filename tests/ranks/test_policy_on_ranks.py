@@ -24,7 +24,7 @@ from tests.harness.transports import Recording
 
 
 def trained_layers(rank, shapes, costs, steps):
-    """What each of some layers of one's own ran in each step, by the exchanges it launched; what was asked for; the lines that were
+    """Return what each of some layers of one's own ran in each step, by the exchanges it launched; what was asked for; the lines that were
     said, with the start-up's."""
     group, movers = torch.distributed.group.WORLD, [Recording() for _ in shapes]
     modules = torch.nn.ModuleList(layers.projections(shape) for shape in shapes)
@@ -59,28 +59,25 @@ def test_what_the_slowest_rank_measured_decides_and_is_said():
 
 
 @pytest.mark.parametrize("config,groups", [({"head_groups": 1}, 1), ({"head_groups": 4}, 4), ({"policy": {"warmup_steps": 0}}, 2)])
-def test_with_a_fixed_setting_nothing_is_tried(config, groups):
-    for ran, asked, said in on_ranks(2, trained_layers, [Shape(heads=8, kv_heads=8, config=config)], [{}, {}], 12):
-        assert ran == [[groups] * 12] and asked == [] and said == []
+def test_with_a_fixed_setting_nothing_is_tried(config, groups, rank):
+    assert trained_layers(rank, [Shape(heads=8, kv_heads=8, config=config)], [{}, {}], 12) == ([[groups] * 12], [], [])
 
 
-def test_layers_of_ones_own_choose_together_and_each_shape_is_told_once():
-    for groups, _, said in on_ranks(
-        2, trained_layers, [EIGHT] * 3 + [Shape(heads=8, kv_heads=2)], [{1: 3.0, 2: 2.0, 4: 1.8}] * 2, 20
-    ):
-        assert len({of_layer[-1] for of_layer in groups[:3]}) == 1
-        for heads in ("8 query and 8 KV heads", "8 query and 2 KV heads"):
-            lines = [line for line in said if heads in line]
-            assert len(lines) == 2, lines
-            assert lines[0].endswith(f"layers of one's own like it: {heads} over 2 ranks: G by timing in the first 16 steps")
-            assert "kept: G = " in lines[1]
+def test_layers_of_ones_own_choose_together_and_each_shape_is_told_once(rank):
+    shapes = [EIGHT] * 3 + [Shape(heads=8, kv_heads=2)]
+    groups, _, said = trained_layers(rank, shapes, [{1: 3.0, 2: 2.0, 4: 1.8}] * 2, 20)
+    assert len({of_layer[-1] for of_layer in groups[:3]}) == 1
+    for heads in ("8 query and 8 KV heads", "8 query and 2 KV heads"):
+        begun, kept = (line for line in said if heads in line)
+        assert begun.endswith(f"layers of one's own like it: {heads} over 2 ranks: G by timing in the first 16 steps")
+        assert "kept: G = " in kept
 
 
 # Models.
 
 
 def trained(rank, stage, costs, checkpointing, accumulation=2, **more):
-    """How far training with ``auto`` is from stock, and what ran in each step."""
+    """Return how far training with ``auto`` is from stock, and what ran in each step."""
 
     def prepare(model):
         if checkpointing is not None:
@@ -120,59 +117,18 @@ def test_steps_are_counted_under_every_zero_stage_and_training_stays_what_it_was
     assert both[0][1] == both[1][1], "the ranks run the same"
 
 
-def disabled(rank):
+def test_models_have_policies_of_their_own_and_disable_drops_their_hooks(rank):
     gc.collect()
     before = hooks()
     with models.sequence_parallel_model(2) as (model, group):
         other = models.tiny()
         report = ds_sp_overlap.enable(model, {})
         ds_sp_overlap.enable(other, {}, group)
-        while_on = hooks() - before
+        assert hooks() == before + 2 and "G by timing in the first 16 steps" in str(report)
         ds_sp_overlap.disable(model)
-        without_one = hooks() - before
+        assert hooks() == before + 1
         ds_sp_overlap.disable(other)
-        return while_on, without_one, hooks() - before, str(report)
-
-
-def test_models_have_policies_of_their_own_and_disable_drops_their_hooks():
-    for while_on, without_one, after, report in on_ranks(2, disabled):
-        assert (while_on, without_one, after) == (2, 1, 0)
-        assert "G by timing in the first 16 steps" in report
-
-
-def tried(rank, what):
-    """The candidates that a model's layers run while everything is tried."""
-    options, positions = {"heads": 4, "kv_heads": 2}, None
-    if what == "beside a window":
-        options = {"heads": 8, "kv_heads": 2}
-    if what == "window":
-        options = {"family": "mistral", "sliding_window": 8, **options}
-    if what == "packed":
-        positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(models.BATCH, -1)
-    if what == "unknown forward":
-        options = {"family": "bitnet", "heads": 4, "kv_heads": 2}
-    with models.sequence_parallel_model(2, **options) as (model, group):
-        if what == "not registered":
-            models.forget_sequence_parallel()
-            model.set_attn_implementation("sdpa")
-        section = {"window": 1, "head_groups": "auto"} if what == "beside a window" else {}
-        ds_sp_overlap.enable(model, section, torch.distributed.group.WORLD)
-        sgd, losses = torch.optim.SGD(model.parameters(), lr=0.0), []
-        tokens = models.batches(1)[0]
-        with scripted({OFF: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}) as ran:
-            for _ in range(7):
-                inputs = models.cut(tokens, rank, 2, positions)
-                if what == "uneven":
-                    whole = {**inputs}
-                    for key, value in models.cut(tokens, 0, 1).items():
-                        whole[key] = value[:, :12] if rank == 0 else value[:, 12:]
-                    inputs = whole
-                loss = models.mean_loss(model, inputs, torch.distributed.group.WORLD)
-                loss.backward()
-                sgd.step()
-                losses.append(loss.item())
-        ds_sp_overlap.disable(model)
-        return {candidate for _, candidate in ran}, max(losses) - min(losses)
+        assert hooks() == before
 
 
 @pytest.mark.parametrize(
@@ -187,17 +143,44 @@ def tried(rank, what):
         ("beside a window", {2, 4}),  # what holds no more than the first step
     ],
 )
-def test_off_is_tried_only_where_stock_computes_the_same(what, expected):
-    for ran, spread in on_ranks(2, tried, what):
-        assert ran == expected
-        assert spread <= 2e-6  # of a loss of 4 in fp32, a few roundings
+def test_off_is_tried_only_where_stock_computes_the_same(what, expected, rank):
+    options, positions, section = {"heads": 4, "kv_heads": 2}, None, {}
+    if what == "beside a window":
+        options, section = {"heads": 8, "kv_heads": 2}, {"window": 1, "head_groups": "auto"}
+    if what == "window":
+        options = {"family": "mistral", "sliding_window": 8, **options}
+    if what == "packed":
+        positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(models.BATCH, -1)
+    if what == "unknown forward":
+        options = {"family": "bitnet", **options}
+    tokens, losses = models.batches(1)[0], []
+    inputs = models.cut(tokens, rank, 2, positions)
+    if what == "uneven":
+        inputs = {key: x[:, :12] if rank == 0 else x[:, 12:] for key, x in models.cut(tokens, 0, 1).items()}
+    with models.sequence_parallel_model(2, **options) as (model, group):
+        if what == "not registered":
+            models.forget_sequence_parallel()
+            model.set_attn_implementation("sdpa")
+        ds_sp_overlap.enable(model, section, torch.distributed.group.WORLD)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        with scripted({OFF: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}) as ran:
+            for _ in range(7):
+                loss = models.mean_loss(model, inputs, torch.distributed.group.WORLD)
+                loss.backward()
+                sgd.step()
+                losses.append(loss.item())
+        ds_sp_overlap.disable(model)
+    assert {candidate for _, candidate in ran} == expected
+    assert max(losses) - min(losses) <= 2e-6  # of a loss of 4 in fp32, a few roundings
 
 
-def drop_in_tried(rank, case, sequence_lengths):
-    """The candidates that DeepSpeed's own module runs once bound, and whether it computes the same in all of them."""
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("sequence_lengths", [False, True])
+def test_deepspeeds_own_module_runs_as_it_is_where_it_does_the_same(batch_first, sequence_lengths, rank):
     from deepspeed.sequence.layer import DistributedAttention
 
-    stock = DistributedAttention(dropin.local_attention(case), torch.distributed.group.WORLD, 2, 0 if not case.batch_first else 1)
+    case = Case(batch_first=batch_first)
+    stock = DistributedAttention(dropin.local_attention(case), torch.distributed.group.WORLD, 2, 1 if batch_first else 0)
     model = torch.nn.Sequential(stock)
     ds_sp_overlap.enable(model, {}, torch.distributed.group.WORLD)
     outputs, more = [], {"sequence_lengths": list(case.lengths)} if sequence_lengths else {}
@@ -208,38 +191,27 @@ def drop_in_tried(rank, case, sequence_lengths):
             outputs.append(torch.stack([y, *torch.autograd.grad(y.square().sum(), (q, k, v))]))
             optimizer_step()
     ds_sp_overlap.disable(model)
-    return {candidate for _, candidate in ran}, max((x - outputs[0]).abs().max().item() for x in outputs)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("sequence_lengths", [False, True])
-def test_deepspeeds_own_module_runs_as_it_is_where_it_does_the_same(batch_first, sequence_lengths):
-    for ran, off in on_ranks(2, drop_in_tried, Case(batch_first=batch_first), sequence_lengths):
-        assert ran == ({1, 2} if sequence_lengths else {OFF, 1, 2})
-        assert off < 1e-12
+    assert {candidate for _, candidate in ran} == ({1, 2} if sequence_lengths else {OFF, 1, 2})
+    assert max((x - outputs[0]).abs().max().item() for x in outputs) < 1e-12
 
 
 # Beside data parallelism: two replicas of two ranks.
 
 
-def policies_of_a_replica(rank):
-    """Whether there is a policy: by which ranks are known to reduce gradients together."""
+@pytest.mark.ranks(4)
+def test_replicas_choose_only_where_all_that_reduce_gradients_together_are_known_and_are_the_world(rank):
     with two_replicas(rank) as group:
         config, world = ds_sp_overlap.SpOverlapConfig(), torch.distributed.group.WORLD
         made = [Policy.of(config, SPGroup(group)), Policy.of(config, SPGroup(group), group)]
         made += [Policy.of(config, SPGroup(group), world), Policy.of(config, SPGroup(world))]
-        return [policy and policy.replicas for policy in made]
-
-
-def test_replicas_choose_only_where_all_that_reduce_gradients_together_are_known_and_are_the_world():
-    assert on_ranks(4, policies_of_a_replica) == [[None, None, True, False]] * 4
+    assert [policy and policy.replicas for policy in made] == [None, None, True, False]
 
 
 STEPS = 24
 
 
 def replica_runs(rank, calls, costs, off=False, said=None):
-    """What the layers of a replica run in each of `STEPS` steps: {step: [(heads, candidate)]}.
+    """Return what the layers of a replica run in each of `STEPS` steps: {step: [(heads, candidate)]}.
 
     calls   ``calls(replica, step)`` -> the calls of a step: (heads of the layer, batch, local length)
     costs   of each replica, by candidate
@@ -288,7 +260,7 @@ def differing_lengths(replica, step):
 
 
 def replicas_differ(rank, off=False, said=None):
-    """What the replicas run differently, where each alone would choose otherwise: replica 0 G = 4, replica 1 G = 1."""
+    """Return what the replicas run differently, where each alone would choose otherwise: replica 0 G = 4, replica 1 G = 1."""
     costs = [{OFF: 1.0, **per_token(each)} for each in ({1: 1.0, 2: 0.7, 4: 0.6}, {1: 0.6, 2: 0.7, 4: 0.85})]
     runs = replica_runs(rank, differing_lengths, costs, off, said)
     every = [None] * 4
@@ -299,22 +271,19 @@ def replicas_differ(rank, off=False, said=None):
     return found + ([] if runs[STEPS - 1] == [(8, 2)] * 2 else [f"kept {runs[STEPS - 1]}"])
 
 
-def differing(rank):
-    said = []
-    return replicas_differ(rank, said=said), said
-
-
-def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_the_same():
+@pytest.mark.ranks(4)
+def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_the_same(rank):
     """Guards: all that reduce gradients together are told; a shape has no lengths there."""
-    (found, (line,)), *others = on_ranks(4, differing)
-    assert found == [] and others == [([], [line])] * 3
+    assert replicas_differ(rank, said=(said := [])) == []
+    (line,) = said
     assert line.startswith("sp_overlap: 8 query and 8 KV heads over 2 ranks, float64: G = 1")
     assert line.endswith("kept: G = 2")
 
 
-def test_beside_replicas_stock_is_no_candidate():
+@pytest.mark.ranks(4)
+def test_beside_replicas_stock_is_no_candidate(rank):
     """Guard: "off" only in one sp group."""
-    assert on_ranks(4, replicas_differ, True) == [[]] * 4
+    assert replicas_differ(rank, True) == []
 
 
 def met_later(replica, step):
@@ -341,7 +310,7 @@ def test_a_layer_that_one_replica_meets_later_keeps_the_replicas_together():
 
 
 def trained_beside_replicas(rank, stage, checkpointing):
-    """How far training with ``auto`` is from stock, on replicas with lengths and times of their own; and what ran."""
+    """Return how far training with ``auto`` is from stock, on replicas with lengths and times of their own; and what ran."""
     costs = [{1: 1.0, 2: 1.3, 4: 1.45}, {1: 1.45, 2: 1.3, 4: 1.0}][rank // 2]
     return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 

@@ -17,17 +17,8 @@ from tests.harness import dropin, layers, models, reference
 from tests.harness.dropin import Case
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 from tests.harness.transports import Corrupting, Failing, Recording
-
-PATIENCE_S = 40  # far above what a refusal takes, far below the process group's own timeout
-
-
-def refused_on_both(function, *args):
-    """The refusals of two ranks, which must both refuse; a hang is a `RankError` of kind Timeout."""
-    both = on_ranks(2, function, *args, timeout_s=PATIENCE_S)
-    assert None not in both, both
-    return both
 
 
 class Counting(Silent):
@@ -39,20 +30,6 @@ class Counting(Silent):
     def launch(self, *arguments):
         self.launched += 1
         return super().launch(*arguments)
-
-
-def give_dropin(rank, changes):
-    """Refusal of one call of the drop-in whose inputs on this rank were changed: ``{name: (function, value)}``."""
-    case = Case()
-    tensors = dict(zip("qkv", (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))))
-    for name, change in changes.get(rank, changes.get("all", {})).items():
-        tensors[name] = getattr(tensors[name], change[0])(*change[1:])
-    mover = Counting()
-    options = dict(changes.get("call", {}))
-    module = dropin.module(case, mover, **changes.get("module", {}))
-    got = refusal(module, *tensors.values(), options.pop("batch_dim_idx", 0), **options)
-    assert mover.launched == 0, "something was exchanged"
-    return got
 
 
 TOGETHER = "; give them one batch and sequence, query and key one head dim, key and value one number of heads"
@@ -93,8 +70,17 @@ REFUSED = {  # what is changed, on which rank or "all", and what is said
 
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
-def test_dropin_refuses_on_every_rank_before_the_first_exchange(changes, message):
-    assert refused_on_both(give_dropin, changes) == [("ValueError", f"attention: {message}")] * 2
+def test_dropin_refuses_on_every_rank_before_the_first_exchange(changes, message, rank):
+    """``changes`` are of the inputs on a rank or on all, of the call, and of the module: ``{name: (function, value)}``."""
+    case = Case()
+    tensors = dict(zip("qkv", (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))))
+    for name, change in changes.get(rank, changes.get("all", {})).items():
+        tensors[name] = getattr(tensors[name], change[0])(*change[1:])
+    mover = Counting()
+    options = dict(changes.get("call", {}))
+    module = dropin.module(case, mover, **changes.get("module", {}))
+    got = refusal(module, *tensors.values(), options.pop("batch_dim_idx", 0), **options)
+    assert got == ("ValueError", f"attention: {message}") and mover.launched == 0
 
 
 @pytest.mark.parametrize(
@@ -110,15 +96,6 @@ def test_other_scatter_and_gather_dimensions_are_refused(arguments, got):
         ds_sp_overlap.DistributedAttention(nn.Identity(), None, **arguments)
 
 
-def disagree(rank, name, values):
-    """Two ranks whose shapes are each in order, but don't fit together."""
-    case = Case(**{"lengths": (6, 6), name: values[rank]})
-    q, k, v = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3])
-    mover = Counting()
-    got = refusal(dropin.module(case, mover), q, k, v, 0)
-    return got if mover.launched == 0 else None
-
-
 @pytest.mark.parametrize(
     "name,values,seen",
     [
@@ -129,43 +106,30 @@ def disagree(rank, name, values):
         ("config", ({"head_groups": 1}, {"head_groups": 2}), ("1 head groups", "2 head groups")),
     ],
 )
-def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, values, seen):
-    """Guard: `SPGroup.agree` compares what the ranks are about to exchange."""
-    first, second = refused_on_both(disagree, name, values)
-    assert first == second and first[0] == "ValueError"
-    assert "attention: the ranks of the sp group are about to exchange different things (sp rank 0: " in first[1]
-    before, after = first[1].split("sp rank 1: ")
+def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, values, seen, rank):
+    """Each rank's shapes are in order, but they don't fit together. Guard: `SPGroup.agree` compares what ranks are about to exchange."""
+    case, mover = Case(**{"lengths": (6, 6), name: values[rank]}), Counting()
+    q, k, v = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3])
+    said = refusal(dropin.module(case, mover), q, k, v, 0)
+    assert_error(said, "attention: the ranks of the sp group are about to exchange different things (sp rank 0: ")
+    assert mover.launched == 0
+    before, after = said[1].split("sp rank 1: ")
     assert seen[0] in before and seen[1] in after and "; give every rank the same model, config, batch and dtype" in after
 
 
-def no_tensor_on_one_rank(rank):
-    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
-    return refusal(dropin.module(Case(), Counting()), None if rank == 1 else q, k, v, 0)
-
-
-def test_a_fault_of_another_kind_on_one_rank_is_raised_on_every_rank_too():
+def test_a_fault_of_another_kind_on_one_rank_is_raised_on_every_rank_too(rank):
     """No tensor at all: an AttributeError inside, which the other rank must not wait for."""
-    for refused in refused_on_both(no_tensor_on_one_rank):
-        assert refused[0] == "ValueError" and refused[1].startswith("attention: sp rank 1: ")
+    q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
+    assert_error(refusal(dropin.module(Case(), Counting()), None if rank == 1 else q, k, v, 0), "attention: sp rank 1: ")
 
 
-def refused_then_right(rank):
-    """A refused call, then a good one of the same module: equals a fresh one."""
+def test_a_refused_call_changes_nothing(rank):
+    """A good call of the same module equals one of a fresh module."""
     case = Case()
     inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
     module = dropin.module(case)
-    refused = refusal(module, inputs[0].float(), *inputs[1:], 0)
-    got = module(*inputs, 0)
-    return refused is not None and torch.equal(got, dropin.module(case)(*inputs, 0))
-
-
-def test_a_refused_call_changes_nothing():
-    assert on_ranks(2, refused_then_right) == [True, True]
-
-
-def give_block(rank, local_attention, flattened):
-    _, attend, x, _ = layers.mine(rank, Shape(rope=False, config={"head_groups": 1}), local_attention=local_attention)
-    return refusal(attend, x.flatten(0, 1) if flattened else x)
+    assert refusal(module, inputs[0].float(), *inputs[1:], 0) is not None
+    assert torch.equal(module(*inputs, 0), dropin.module(case)(*inputs, 0))
 
 
 @pytest.mark.parametrize("name, rows, columns, size", [("q_proj", 64, 32, "out_features"), ("o_proj", 32, 64, "in_features")])
@@ -201,8 +165,9 @@ OTHER_SHAPE = (
     (drops_a_token, False, OTHER_SHAPE + "[2, 11, 2, 8]"),
     (drops_a_head, False, OTHER_SHAPE + "[2, 12, 1, 8]"),
 ])  # fmt: skip
-def test_hidden_states_or_what_local_attention_returns_of_another_shape_are_refused(attention, flattened, message):
-    assert refused_on_both(give_block, attention, flattened) == [("ValueError", f"layer: {message}")] * 2
+def test_hidden_states_or_what_local_attention_returns_of_another_shape_are_refused(attention, flattened, message, rank):
+    _, attend, x, _ = layers.mine(rank, Shape(rope=False, config={"head_groups": 1}), local_attention=attention)
+    assert refusal(attend, x.flatten(0, 1) if flattened else x) == ("ValueError", f"layer: {message}")
 
 
 @pytest.mark.parametrize(
@@ -215,21 +180,22 @@ def test_projections_are_separate_or_fused_and_complete(given):
         ds_sp_overlap.SelfAttention(local_attention=None, o_proj=None, num_heads=2, head_dim=2, name="layer", **modules)
 
 
-def not_a_member(rank):
-    group = torch.distributed.new_group([0])
-    return refusal(SPGroup, group) if rank == 1 else refusal(SPGroup, group) is None
-
-
-def test_a_process_group_of_others_is_refused():
-    member, outsider = on_ranks(2, not_a_member)
-    assert member is True
-    assert outsider[0] == "ValueError" and "this process is not a member of it" in outsider[1]
+def test_a_process_group_of_others_is_refused(rank):
+    said = refusal(SPGroup, torch.distributed.new_group([0]))
+    if rank == 0:
+        assert said is None
+    else:
+        assert_error(said, "this process is not a member of it")
 
 
 # The sp group.
 
 
-def without_a_group(rank, kind):
+@pytest.mark.parametrize("kind, says", [
+    ("block", "layer: no sp group in a world of 2 ranks; "), ("drop-in", "attention: no sp group in a world of 2 ranks; "),
+    ("DeepSpeed's class", "sp_overlap: no "), ("transformers", "sp_overlap: no "),
+])  # fmt: skip
+def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind, says, rank):
     shape, mover = Shape(rope=False), Counting()
     if kind == "block":
         attend = layers.block(shape, layers.projections(shape), None, mover)
@@ -241,46 +207,18 @@ def without_a_group(rank, kind):
     else:
         model = nn.Sequential(Upstream(nn.Identity(), None)) if kind == "DeepSpeed's class" else models.tiny()
         got = refusal(ds_sp_overlap.enable, model, {})
-    return got if mover.launched == 0 else None
+    assert_error(got, says)
+    assert_error(got, "torch.distributed.group.WORLD for all")
+    assert mover.launched == 0
 
 
-@pytest.mark.parametrize("kind, says", [
-    ("block", "layer: no sp group in a world of 2 ranks; "), ("drop-in", "attention: no sp group in a world of 2 ranks; "),
-    ("DeepSpeed's class", "sp_overlap: no "), ("transformers", "sp_overlap: no "),
-])  # fmt: skip
-def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind, says):
-    for refused in refused_on_both(without_a_group, kind):
-        assert refused[0] == "ValueError" and "torch.distributed.group.WORLD for all" in refused[1] and refused[1].startswith(says)
-
-
-def other_groups(rank):
-    """A module made with this rank's own group, in a model that is to be overlapped over both ranks."""
+def test_a_module_of_another_group_than_the_one_given_is_refused(rank):
     alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
-    return refusal(ds_sp_overlap.enable, nn.Sequential(Upstream(nn.Identity(), alone)), {}, torch.distributed.group.WORLD)
-
-
-def test_a_module_of_another_group_than_the_one_given_is_refused():
-    for refused in refused_on_both(other_groups):
-        assert refused[0] == "ValueError"
-        assert "sp rank 1: 0 was made with an sp group of ranks [1], and enable() is to use ranks [0, 1]" in refused[1]
+    said = refusal(ds_sp_overlap.enable, nn.Sequential(Upstream(nn.Identity(), alone)), {}, torch.distributed.group.WORLD)
+    assert_error(said, "sp rank 1: 0 was made with an sp group of ranks [1], and enable() is to use ranks [0, 1]")
 
 
 # Rotary tables.
-
-
-def give_rotary(rank, kind, given):
-    """Refusal of a first call whose rotary tables are wrong, in the block or in the drop-in."""
-    shape, case, mover = Shape(rotary=True), Case(), Counting()
-    tables = None if given is None else tuple(torch.ones(6, width, dtype=torch.float64) for width in given)
-    if kind == "drop-in":
-        inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
-        got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
-    else:
-        _, attend, x, _ = layers.mine(rank, shape, mover)
-        attend.inputs.rope = ds_sp_overlap.Rotary(attend.inputs.rope.tables, partial=kind == "partial")
-        attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
-        got = refusal(attend, x, position_embeddings=tables)
-    return got if mover.launched == 0 else None
 
 
 WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
@@ -299,9 +237,20 @@ WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
     ],
     ids=str,
 )
-def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message):
-    for refused in refused_on_both(give_rotary, kind, given):
-        assert refused[0] == "ValueError" and refused[1].startswith(message), refused
+def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message, rank):
+    """In a first call of the block or of the drop-in."""
+    shape, case, mover = Shape(rotary=True), Case(), Counting()
+    tables = None if given is None else tuple(torch.ones(6, width, dtype=torch.float64) for width in given)
+    if kind == "drop-in":
+        inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
+        got = refusal(dropin.module(case, mover), *inputs, 0, [t[:, None, None] for t in tables])
+    else:
+        _, attend, x, _ = layers.mine(rank, shape, mover)
+        attend.inputs.rope = ds_sp_overlap.Rotary(attend.inputs.rope.tables, partial=kind == "partial")
+        attend._norms = {"q": nn.Identity() if kind == "normed" else None, "k": None}
+        got = refusal(attend, x, position_embeddings=tables)
+    assert_error(got, message)
+    assert mover.launched == 0
 
 
 ROPES = {
@@ -319,11 +268,11 @@ ROPES = {
 }
 
 
-def give_rope(rank, kind):
-    """Refusal of a layer with a rope of another kind, when it is made or first called, with nothing exchanged."""
-    shape, mover = Shape(rotary=False), Counting()
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rope_of_another_kind_is_refused_with_what_it_takes(kind, rank):
+    """When the layer is made or first called."""
+    shape, mover, (own, words) = Shape(rotary=False), Counting(), ROPES[kind]
     x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
-    own = ROPES[kind][0]
 
     def made_and_called():
         attend = ds_sp_overlap.SelfAttention(
@@ -332,28 +281,18 @@ def give_rope(rank, kind):
         )  # fmt: skip
         layers.call_block(shape, attend, rank, x)
 
-    got = refusal(made_and_called)
-    return got if mover.launched == 0 else None
+    assert_error(refusal(made_and_called), words)
+    assert mover.launched == 0
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_a_rope_of_another_kind_is_refused_with_what_it_takes(kind):
-    for refused in refused_on_both(give_rope, kind):
-        assert refused[0] == "ValueError" and refused[1].startswith(ROPES[kind][1]), refused
-
-
-def missing_later(rank):
-    """The tables of a second call are missing: nothing is exchanged either."""
+def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too(rank):
     shape, mover = Shape(), Recording()
     _, attend, x, _ = layers.mine(rank, shape, mover)
     layers.call_block(shape, attend, rank, x)
     mover.log.clear()
-    return refusal(attend, x), refusal(attend, x, position_embeddings=(torch.ones(6, 4).double(),) * 2), mover.log
-
-
-def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too():
-    for missing, narrow, log in on_ranks(2, missing_later):
-        assert "position_embeddings are missing" in missing[1] and "are 4 (cos)" in narrow[1] and log == []
+    assert "position_embeddings are missing" in refusal(attend, x)[1]
+    assert "are 4 (cos)" in refusal(attend, x, position_embeddings=(torch.ones(6, 4).double(),) * 2)[1]
+    assert mover.log == []
 
 
 # Faults under way.
@@ -365,56 +304,47 @@ def run_block(rank, shape, transport):
 
 
 @pytest.mark.parametrize("what", ["q0", "o1", "do0", "dqkv1"])
-def test_a_collective_that_fails_names_the_layer_and_the_exchange(what):
-    for rank, refused in enumerate(refused_on_both(run_block, Shape(), Failing(what))):
-        assert refused == (
-            "RuntimeError",
-            f"layer {what}: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error on the other "
-            "ranks: connection reset by peer",
-        )
+def test_a_collective_that_fails_names_the_layer_and_the_exchange(what, rank):
+    assert run_block(rank, Shape(), Failing(what)) == (
+        "RuntimeError",
+        f"layer {what}: the exchange over the sp group (size 2) failed on sp rank {rank}; look for the first error on the other "
+        "ranks: connection reset by peer",
+    )
 
 
 @pytest.mark.parametrize("what", ["q0", "qkv1", "o0", "do1", "dqkv1", "dq0"])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first):
+def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first, rank):
     """Guard: `check.compare`; one element changed by 1e-6 on one rank."""
     shape = Shape(batch_first=batch_first, config={"check": True})
-    for refused in refused_on_both(run_block, shape, Corrupting(what)):
-        assert refused[0] == "RuntimeError"
-        assert refused[1].startswith(
-            f"layer {what}: sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1 by "
-        )
-        assert refused[1].endswith('try sp_overlap.transport "c10d" and kernels "torch", and report it')
+    said = run_block(rank, shape, Corrupting(what))
+    differs = "sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1 by "
+    assert_error(said, f"layer {what}: {differs}", "RuntimeError")
+    assert said[1].endswith('try sp_overlap.transport "c10d" and kernels "torch", and report it')
 
 
-def test_without_check_mode_nothing_is_gathered():
+def test_without_check_mode_nothing_is_gathered(rank):
     """The negative control: the corruption is there, and only check mode sees it."""
-    assert on_ranks(2, run_block, Shape(), Corrupting("dqkv1")) == [None, None]
+    assert run_block(rank, Shape(), Corrupting("dqkv1")) is None
 
 
-def other_order(rank):
-    """Ranks that launch different exchanges at the same time, in check mode."""
+def test_check_mode_finds_ranks_that_launch_in_another_order(rank):
     from ds_sp_overlap.exchange.exchange import Exchange
 
     geometry = Geometry(2, rank, (3, 3), 1, 4, 4)
     sp_group = SPGroup(torch.distributed.group.WORLD)
     kind = "kv"[rank]
     exchange = Exchange(sp_group, geometry.exchange(kind, 0, (8,)), "layers.7", kind, checked=True)
-    return refusal(exchange.start, torch.zeros(3, 1, 4, 8))
-
-
-def test_check_mode_finds_ranks_that_launch_in_another_order():
-    for refused in refused_on_both(other_order):
-        assert refused == (
-            "RuntimeError",
-            "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k torch.float32 [3, 1, 4, 8] -> "
-            "[6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8]); call the same layers in the same order on "
-            "every rank, with the same config",
-        )
+    assert refusal(exchange.start, torch.zeros(3, 1, 4, 8)) == (
+        "RuntimeError",
+        "sp_overlap.check: the ranks launch exchanges that don't fit together (sp rank 0: layers.7 k torch.float32 [3, 1, 4, 8] -> "
+        "[6, 1, 2, 8]; sp rank 1: layers.7 v torch.float32 [3, 1, 4, 8] -> [6, 1, 2, 8]); call the same layers in the same order on "
+        "every rank, with the same config",
+    )
 
 
 def on_a_destroyed_group(rank, kind):
-    """What is said where the process group was destroyed behind a first step."""
+    """Return what is said where the process group was destroyed behind a first step."""
     group = torch.distributed.new_group([0, 1])
     if kind == "model":
         with models.sequence_parallel_model(2) as (model, _):
@@ -433,41 +363,66 @@ def on_a_destroyed_group(rank, kind):
 
 
 @pytest.mark.parametrize("kind", ["model", "layer"])
-def test_a_destroyed_process_group_is_refused_by_name(kind):
-    for refused, message in refused_on_both(on_a_destroyed_group, kind):
-        where = {"model": "LlamaForCausalLM", "layer": "layer"}[kind]
-        assert refused == "RuntimeError" and message.startswith(f"{where}: the process group of the sp ranks was destroyed"), (
-            message
-        )
-
-
-def without_tokens(rank, batch, tokens):
-    with models.sequence_parallel_model(2) as (model, _):
-        ds_sp_overlap.enable(model)
-        nothing = torch.zeros(batch, tokens, dtype=torch.long)
-        return refusal(model, input_ids=nothing, position_ids=nothing, use_cache=False)
+def test_a_destroyed_process_group_is_refused_by_name(kind, rank):
+    where = {"model": "LlamaForCausalLM", "layer": "layer"}[kind]
+    assert_error(on_a_destroyed_group(rank, kind), f"{where}: the process group of the sp ranks was destroyed", "RuntimeError")
 
 
 @pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 4)])
-def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens):
-    said = f"LlamaForCausalLM: no sp rank has a token (batch {batch}, local lengths {[tokens] * 2}); leave such a batch out on all ranks"
-    assert refused_on_both(without_tokens, batch, tokens) == [("ValueError", said)] * 2
+def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens, rank):
+    words = f"no sp rank has a token (batch {batch}, local lengths {[tokens] * 2}); leave such a batch out on all ranks"
+    with models.sequence_parallel_model(2) as (model, _):
+        ds_sp_overlap.enable(model)
+        nothing = torch.zeros(batch, tokens, dtype=torch.long)
+        said = refusal(model, input_ids=nothing, position_ids=nothing, use_cache=False)
+    assert said == ("ValueError", f"LlamaForCausalLM: {words}")
 
 
 # Guards.
 
 
+wrong_tables = test_rotary_tables_that_would_not_rotate_the_heads_are_refused
 WATCHED = [
-    Watched("a group that is there", "except LookupError as error:", partial(on_a_destroyed_group, kind="layer"), says="layer: the process group"),
-    Watched("somebody has a token", "if False:", partial(without_tokens, batch=2, tokens=0), says="no sp rank has a token"),
-    Watched("heads rotate whole", "if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:", partial(give_rotary, kind="block", given=(4, 4)), says=WIDE.format(4, 4)),
-    Watched("RoPE needs its tables", "if False:", partial(give_rotary, kind="block", given=None), says="position_embeddings are missing"),
-    Watched("ranks need a group", "if False:", partial(without_a_group, kind="block"), says="no sp group"),
-    Watched("only the same group", "if False:", other_groups, says="was made with an sp group of ranks"),
-    Watched("ranks exchange the same", "if False:", partial(disagree, name="batch", values=(2, 3)), says="about to exchange different things"),
-    Watched("one rank's fault is everybody's", "if not is_fine:", partial(give_dropin, changes={1: {"v": ("float",)}}), says="attention: sp rank 1: query is torch.float64"),
-    Watched("check mode compares", "if False:", partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: "),
-    Watched("a failed wait has a name", "except LookupError as error:", partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: "),
+    Watched(
+        "a group that is there", "except LookupError as error:",
+        partial(on_a_destroyed_group, kind="layer"), says="layer: the process group",
+    ),
+    Watched(
+        "somebody has a token", "if False:",
+        partial(test_a_batch_without_a_token_on_any_rank_is_refused_by_name, batch=2, tokens=0),
+    ),
+    Watched(
+        "heads rotate whole", "if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:",
+        partial(wrong_tables, kind="block", given=(4, 4), message=WIDE.format(4, 4)),
+    ),
+    Watched(
+        "RoPE needs its tables", "if False:",
+        partial(wrong_tables, kind="block", given=None, message="position_embeddings are missing"),
+    ),
+    Watched(
+        "ranks need a group", "if False:",
+        partial(test_a_missing_group_is_refused_where_the_world_is_larger_than_one, kind="block", says="no sp group"),
+    ),
+    Watched("only the same group", "if False:", test_a_module_of_another_group_than_the_one_given_is_refused),
+    Watched(
+        "ranks exchange the same", "if False:",
+        partial(
+            test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes,
+            name="batch", values=(2, 3), seen=("batch 2", "batch 3"),
+        ),
+    ),
+    Watched(
+        "one rank's fault is everybody's", "if not is_fine:",
+        partial(test_dropin_refuses_on_every_rank_before_the_first_exchange, *REFUSED["a fault of one rank only"]),
+    ),
+    Watched(
+        "check mode compares", "if False:",
+        partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: ",
+    ),
+    Watched(
+        "a failed wait has a name", "except LookupError as error:",
+        partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: ",
+    ),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tests.harness.cases import pairs, singles
 from tests.harness.dropin import Case
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 
 # Query heads, KV heads and r, by the number of ranks: more ranks than heads, heads that don't divide, KV heads that parts share.
 HEADS = {
@@ -51,23 +51,23 @@ CASES = [
 
 
 def few(size):
-    """What `make test` takes of a product on so many ranks, which share two cores."""
+    """Return what `make test` takes of a product on so many ranks, which share two cores."""
     return pairs if size <= 4 else singles
 
 
 @pytest.mark.parametrize("size", HEADS)
-def test_a_layer_equals_the_reference(size):
+def test_a_layer_equals_the_reference(size, rank):
     shapes = [
         Shape(*heads, 4, 2, lengths, first, attends=attends, config=config)
         for ranks, *heads, lengths, first, config in CASES
         if ranks == size
         for attends in ATTENDS
     ]
-    no_faults(size, layers.faults_of_all, few(size)(shapes))
+    assert layers.faults_of_all(rank, few(size)(shapes)) == []
 
 
 @pytest.mark.parametrize("size", HEADS)
-def test_the_drop_in_equals_the_reference(size):
+def test_the_drop_in_equals_the_reference(size, rank):
     """RoPE on arrival, which q needs for its own tokens alone, and an output without a dimension for the heads."""
     cases = [
         Case(*heads, 4, value_dim, 2, lengths, first, rotary_dims=rotary_dims, flat=flat, config=config)
@@ -75,21 +75,15 @@ def test_the_drop_in_equals_the_reference(size):
         if ranks == size
         for value_dim, rotary_dims, flat in ((4, 4, True), (6, 2, False), (6, 0, True))
     ]
-    no_faults(size, dropin.faults_of_all, few(size)(cases))
+    assert dropin.faults_of_all(rank, few(size)(cases)) == []
 
 
-def test_auto_shares_where_there_are_more_ranks_than_heads_and_where_heads_do_not_divide():
-    found = on_ranks(4, shares_of_calls, [(2, 2), (6, 2), (8, 4), (12, 12)])
-    assert found == [[(2, []), (2, []), (1, []), (1, [])]] * 4
-
-
-def shares_of_calls(rank, heads):
-    found = []
-    for pair in heads:
-        with mock.patch.object(LayerRuntime, "_call_of", autospec=True, side_effect=LayerRuntime._call_of) as made:
-            faults = dropin.dropin_faults(rank, Case(*pair, lengths=(4,) * 4))
-        found.append((made.call_args.args[1].shares, faults))
-    return found
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("heads, shares", [((2, 2), 2), ((6, 2), 2), ((8, 4), 1), ((12, 12), 1)])
+def test_auto_shares_where_there_are_more_ranks_than_heads_and_where_heads_do_not_divide(heads, shares, rank):
+    with mock.patch.object(LayerRuntime, "_call_of", autospec=True, side_effect=LayerRuntime._call_of) as made:
+        assert dropin.dropin_faults(rank, Case(*heads, lengths=(4,) * 4)) == []
+    assert made.call_args.args[1].shares == shares
 
 
 # Attention that is not run again in backward; windows.
@@ -177,17 +171,18 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize("size", HEADS)
-def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size):
+def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size, rank):
     """Each range of queries is attended once, also where o of all ranges was joined by then."""
     shapes = [shape for ranks, shape in WINDOWED if ranks == size]
-    no_faults(size, kept, (pairs if size == 2 else singles)(shapes))
+    assert kept(rank, (pairs if size == 2 else singles)(shapes)) == []
 
 
 # Other uses.
 
 
-def with_given_tokens(rank, chunks):
-    """The tokens of each share, as for packed documents; of the whole layer and of the drop-in."""
+@pytest.mark.ranks(4)
+def test_a_caller_says_which_tokens_each_share_attends_with(rank):
+    chunks = (((0, 1), (5, 9), (15, 16)), ((1, 5), (9, 15)))
     shape, case = Shape(2, 1, 4, 2, (4,) * 4), Case(2, 1, 4, 4, 2, (4,) * 4)
     call, attend = ds_sp_overlap.SelfAttention.__call__, ProjectedAttention.__call__
 
@@ -198,11 +193,7 @@ def with_given_tokens(rank, chunks):
         mock.patch.object(ds_sp_overlap.SelfAttention, "__call__", functools.partialmethod(call, query_chunks=chunks)),
         mock.patch.object(ProjectedAttention, "__call__", attending),
     ):
-        return layers.block_faults(rank, shape) + dropin.dropin_faults(rank, case)
-
-
-def test_a_caller_says_which_tokens_each_share_attends_with():
-    no_faults(4, with_given_tokens, (((0, 1), (5, 9), (15, 16)), ((1, 5), (9, 15))))
+        assert layers.block_faults(rank, shape) + dropin.dropin_faults(rank, case) == []
 
 
 def with_slopes(q, k, v, slopes, queries=None):
@@ -213,15 +204,12 @@ def with_slopes(q, k, v, slopes, queries=None):
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(distance > 0, -torch.inf).softmax(-1), v)
 
 
-def slopes_differ(rank):
+@pytest.mark.ranks(4)
+def test_slopes_of_alibi_are_counted_from_the_place_of_each_query(rank):
     case, slopes = Case(4, 4, 4, 4, 2, (4,) * 4, config={"shares": 2}), torch.tensor([0.5, 0.1, 0.9, 0.3], dtype=torch.float64)
     attend = dropin.module(case, local=with_slopes)
     whole = functools.partial(with_slopes, slopes=slopes)
-    return dropin.dropin_faults(rank, case, attend=attend, whole=whole, slopes=ds_sp_overlap.PerHead(slopes))
-
-
-def test_slopes_of_alibi_are_counted_from_the_place_of_each_query():
-    no_faults(4, slopes_differ)
+    assert dropin.dropin_faults(rank, case, attend=attend, whole=whole, slopes=ds_sp_overlap.PerHead(slopes)) == []
 
 
 # What can't attend with a share of the queries.
@@ -280,28 +268,20 @@ def refused(rank, index):
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_what_needs_all_queries_is_refused_by_name_on_all_ranks(index):
-    assert on_ranks(2, refused, index) == [("ValueError", REFUSED[index][1])] * 2
+def test_what_needs_all_queries_is_refused_by_name_on_all_ranks(index, rank):
+    assert refused(rank, index) == ("ValueError", REFUSED[index][1])
 
 
-def refused_by_one(rank):
+def test_a_rank_that_can_not_share_is_refused_on_all_ranks(rank):
     """One rank's attention can, the other's can't."""
-    return refusal(drop_in_of, reference.attention if rank else whole_only)
+    said = refusal(drop_in_of, reference.attention if rank else whole_only)
+    assert_error(said, "sp rank 0: ")
+    assert_error(said, "whole_only has no parameter queries=")
 
 
-def test_a_rank_that_can_not_share_is_refused_on_all_ranks():
-    first, second = on_ranks(2, refused_by_one)
-    assert first == second and "sp rank 0: " in first[1] and "whole_only has no parameter queries=" in first[1]
-
-
-def stays_alone(rank):
-    """Heads do not divide, but attention needs all queries."""
+def test_attention_that_needs_all_queries_gets_them_where_each_rank_has_a_head(rank):
     case = Case(3, 3, lengths=(4, 4))
-    return dropin.dropin_faults(rank, case, attend=dropin.module(case, local=whole_only))
-
-
-def test_attention_that_needs_all_queries_gets_them_where_each_rank_has_a_head():
-    no_faults(2, stays_alone)
+    assert dropin.dropin_faults(rank, case, attend=dropin.module(case, local=whole_only)) == []
 
 
 class InPlace(nn.Module):
@@ -309,21 +289,17 @@ class InPlace(nn.Module):
         return reference.attention(q, k.mul_(2), v, queries=queries)
 
 
-def test_keys_that_attention_changes_between_ranges_are_refused():
+def test_keys_that_attention_changes_between_ranges_are_refused(rank):
     """Also by the rank that has a single range."""
-    for kind, message in on_ranks(2, changes_keys):
-        assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
-
-
-def changes_keys(rank):
-    return refusal(drop_in_of, InPlace())
+    kind, message = refusal(drop_in_of, InPlace())
+    assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
 
 
 # Guards.
 
 
 def swallowed():
-    """The faults of an attention that takes any keyword."""
+    """Return the faults of an attention that takes any keyword."""
     return [] if ds_sp_overlap.attention.arguments.takes(whole_only, "queries") is False else ["swallowed"]
 
 
@@ -332,8 +308,14 @@ def rotated(rank):
 
 
 WATCHED = [
-    Watched("no keyword is swallowed", "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters", swallowed),
-    Watched("no attention with a share of the queries unless it can", "return shares", functools.partial(refused, index=0), says=LACKS),
+    Watched(
+        "no keyword is swallowed", "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters",
+        swallowed, ranks=0,
+    ),
+    Watched(
+        "no attention with a share of the queries unless it can", "return shares",
+        functools.partial(refused, index=0), says=LACKS,
+    ),
     Watched("rotated by its own positions", "if False:", rotated, raises=True),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from ds_sp_overlap.tools import cli
 from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import assert_error, on_ranks, refusal
 from tests.harness.whole import training
 
 # And in backward those of their gradients.
@@ -87,7 +87,7 @@ def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tm
 
 
 def layer_of_ones_own(rank, folder, profiled=False):
-    """What a layer without a model says, and leaves open, in two steps of which the second is recorded."""
+    """Return what a layer without a model says, and leaves open, in two steps of which the second is recorded."""
     shape = Shape(config={"head_groups": 2, "window": 1, "timeline": {"path": folder, "steps": [1, 1]}})
     layer, attend, x, dy = layers.mine(rank, shape)
     optimizer = torch.optim.SGD(layer.parameters(), 0.0)
@@ -103,8 +103,7 @@ def layer_of_ones_own(rank, folder, profiled=False):
 
 
 def test_an_exchange_that_is_made_again_is_counted_with_the_first(tmp_path):
-    for _, left in on_ranks(2, layer_of_ones_own, str(tmp_path)):
-        assert left == []
+    assert [left for _, left in on_ranks(2, layer_of_ones_own, str(tmp_path))] == [[], []]
     calls = {line["exchange"]: line["calls"] for line in table(tmp_path)}
     again = {f"{kind}{group}": "2" for kind in "qkv" for group in (0, 1)}
     assert calls == {**again, **{f"{kind}{group}": "1" for kind in ("o", "do", "dq", "dk", "dv") for group in (0, 1)}}
@@ -118,17 +117,12 @@ def test_beside_a_profiler_nothing_is_recorded_and_its_trace_is_drawn(tmp_path):
     assert {line["calls"] for line in table(tmp_path)} == {"4", "2"}, "twice what one step has"
 
 
-def other_steps(rank, folder):
+@pytest.mark.ranks(1)
+def test_a_second_timeline_of_one_folder_has_the_steps_of_the_first_and_says_so(tmp_path, rank):
     with listening(logging.WARNING) as messages:
         for steps in ([5, 6], [5, 6], [2, 3]):
-            shape = Shape(config={"timeline": {"path": folder, "steps": steps}})
-            layers.mine(rank, shape)
-    timeline._open[folder].close()
-    return messages
-
-
-def test_a_second_timeline_of_one_folder_has_the_steps_of_the_first_and_says_so(tmp_path):
-    (messages,) = on_ranks(1, other_steps, str(tmp_path))
+            layers.mine(rank, Shape(config={"timeline": {"path": str(tmp_path), "steps": steps}}))
+    timeline._open[str(tmp_path)].close()
     assert len(messages) == 1 and "steps 5 to 6" in messages[0] and "steps 2 to 3 are not" in messages[0]
 
 
@@ -146,33 +140,24 @@ def test_one_rank_alone_has_a_timeline_too(tmp_path):
 # Refusals.
 
 
-def refused_by_enable(rank, folder):
-    with models.sequence_parallel_model(2) as (model, _):
-        said = refusal(ds_sp_overlap.enable, model, {"timeline": {"path": folder}})
-        return said, models.overlapped_layers(model), list(timeline._open)
-
-
-def test_a_folder_that_cant_be_made_is_refused_on_every_rank_before_training(tmp_path):
+def test_a_folder_that_cant_be_made_is_refused_on_every_rank_before_training(tmp_path, rank):
     (tmp_path / "file").write_text("in the way")
-    for said, bound, left in on_ranks(2, refused_by_enable, str(tmp_path / "file" / "timeline")):
-        assert said[0] == "ValueError" and bound == [] and left == []
-        assert "sp_overlap.timeline.path: can't write into" in said[1] and "give a folder that can be made" in said[1]
+    with models.sequence_parallel_model(2) as (model, _):
+        said = refusal(ds_sp_overlap.enable, model, {"timeline": {"path": str(tmp_path / "file" / "timeline")}})
+        assert models.overlapped_layers(model) == [] and not timeline._open
+    assert_error(said, "sp_overlap.timeline.path: can't write into")
+    assert_error(said, "give a folder that can be made")
 
 
 # Profilers.
 
 
-def ranges(rank, window):
-    shape = Shape(config={"head_groups": 2, "window": window})
-    layer, attend, x, dy = layers.mine(rank, shape)
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_profilers_see_ranges_with_the_names_of_the_drawing(window, rank):
+    shape, kinds = Shape(config={"head_groups": 2, "window": window}), ("qkv", "qkv")
+    _, attend, x, dy = layers.mine(rank, shape)
     with torch.profiler.profile() as profile:
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
-    return sorted({event.key for event in profile.key_averages() if event.key.startswith("layer ")})
-
-
-@pytest.mark.parametrize("window", [None, 1, 2])
-def test_profilers_see_ranges_with_the_names_of_the_drawing(window):
-    kinds = "qkv", "qkv"
     made = (
         by_head_groups(kinds) if window is None else without_o(by_window(kinds, (0, 1), window))
     )  # of attention that is run again
@@ -182,7 +167,7 @@ def test_profilers_see_ranges_with_the_names_of_the_drawing(window):
     assert some <= expected
     if window is None:
         expected -= {"layer attention 0 backward", "layer attention 1 backward"}  # autograd has its own
-    assert on_ranks(2, ranges, window) == [sorted(expected)] * 2
+    assert {event.key for event in profile.key_averages() if event.key.startswith("layer ")} == expected
 
 
 # The command line.

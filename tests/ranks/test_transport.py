@@ -28,7 +28,7 @@ from ds_sp_overlap.warn import warn_once
 from tests.harness import layers, models
 from tests.harness.layers import Shape
 from tests.harness.listening import listening
-from tests.harness.ranks import on_ranks, refusal
+from tests.harness.ranks import refusal
 from tests.harness.streams import Backend
 
 
@@ -132,7 +132,7 @@ def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
 
 
 def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1, section=None):
-    """What is made for two layers of one sp group, and over which groups their exchanges go."""
+    """Return what is made for two layers of one sp group, and over which groups their exchanges go."""
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
     decided = SpOverlapConfig.parse(section or {}).of_sp_group
     sp_groups = [SPGroup(dist.group.WORLD, name, **decided) for _ in range(2)]
@@ -148,9 +148,9 @@ def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lamb
     return made, [sp_group.transport.group is None for sp_group in sp_groups], messages
 
 
-def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone():
+def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone(rank):
     expected = [([0, 1], "nccl", True, True, {"max_ctas": transport.MAX_CTAS})]
-    assert on_ranks(2, communicators, "auto") == [(expected, [False, False], [])] * 2
+    assert communicators(rank, "auto") == (expected, [False, False], [])
 
 
 def with_section(rank, section):
@@ -162,13 +162,8 @@ def with_section(rank, section):
     ({"min_ctas": 24}, {"max_ctas": 24, "min_ctas": 24}),
     ({"max_ctas": "auto", "min_ctas": None}, {"max_ctas": transport.MAX_CTAS}),
 ])  # fmt: skip
-def test_the_section_decides_how_many_blocks_the_communicator_takes(section, settings):
-    assert on_ranks(2, with_section, section) == [settings] * 2
-
-
-def over_nodes(rank, hosts, section):
-    with mock.patch.object(sp_group_module, "hostname", lambda: hosts[rank]):
-        return with_section(rank, section)["max_ctas"]
+def test_the_section_decides_how_many_blocks_the_communicator_takes(section, settings, rank):
+    assert with_section(rank, section) == settings
 
 
 @pytest.mark.parametrize("hosts,section,blocks", [
@@ -177,8 +172,10 @@ def over_nodes(rank, hosts, section):
     (["a", "b", "a", "a"], {"max_ctas": 12}, 12),
     (["a", "b", "a", "b"], {"min_ctas": 6}, 6),
 ], ids=str)  # fmt: skip
-def test_a_communicator_over_a_network_card_takes_fewer_blocks_on_all_ranks(hosts, section, blocks):
-    assert on_ranks(4, over_nodes, hosts, section) == [blocks] * 4
+@pytest.mark.ranks(4)
+def test_a_communicator_over_a_network_card_takes_fewer_blocks_on_all_ranks(hosts, section, blocks, rank):
+    with mock.patch.object(sp_group_module, "hostname", lambda: hosts[rank]):
+        assert with_section(rank, section)["max_ctas"] == blocks
 
 
 def test_a_copy_engine_gives_the_rest_to_such_a_communicator():
@@ -208,56 +205,46 @@ def test_the_import_leaves_alone_what_is_decided_or_read_already(monkeypatch, va
     assert os.environ.get(launch_order.LAUNCH_ORDER) == after
 
 
-def said_of_the_order(rank, value):
-    """What a start-up says whose import came too late; with the variable set by the user, if ``value``."""
+@pytest.mark.parametrize("value", [None, "0"])
+def test_a_start_up_that_came_too_late_for_the_order_says_so_once(value, rank):
+    """Unless the user has set the variable."""
     with mock.patch.dict(os.environ, {launch_order.LAUNCH_ORDER: value} if value else {}):
         if not value:
             os.environ.pop(launch_order.LAUNCH_ORDER, None)
         warn_once.cache_clear()
-        return [line for line in communicators(rank, "auto")[2] if launch_order.LAUNCH_ORDER in line]
+        said = [line for line in communicators(rank, "auto")[2] if launch_order.LAUNCH_ORDER in line]
+    assert len(said) == (value is None) and all("Import ds_sp_overlap first" in line for line in said)
 
 
-def test_a_start_up_that_came_too_late_for_the_order_says_so_once():
-    (said, nothing), (here, also) = (on_ranks(2, said_of_the_order, value) for value in (None, "0"))
-    assert len(said) == 1 and "Import ds_sp_overlap first" in said[0]
-    assert here == also == []
+def test_c10d_uses_the_group_as_it_was_given(rank):
+    assert communicators(rank, "c10d") == ([], [True, True], [])
 
 
-def test_c10d_uses_the_group_as_it_was_given():
-    assert on_ranks(2, communicators, "c10d") == [([], [True, True], [])] * 2
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"reversed_ranks": True}, "its ranks [1, 0] are not ascending"),
+        ({"error": NotImplementedError("no local synchronization")}, "no local synchronization"),
+    ],
+)
+def test_a_group_that_can_have_no_communicator_is_used_as_it_is_and_it_says_so_once(options, why, rank):
+    """Where torch makes no group by its members alone, and where the ranks of the group are not ascending."""
+    made, _, (said,) = communicators(rank, "auto", **options)
+    assert made == [] and f"no communicator of our own beside the sp group ({why}); it is used as is" in said
 
 
-def test_a_group_whose_ranks_are_not_ascending_is_used_as_it_is_and_it_says_so_once():
-    for made, _, said in on_ranks(2, communicators, "auto", True):
-        assert made == []
-        assert said == [
-            "sp_overlap: no communicator of our own beside the sp group (its ranks [1, 0] are not ascending); it is used as is"
-        ]
-
-
-def test_where_torch_makes_no_group_by_its_members_alone_the_given_one_is_used():
-    for made, _, (said,) in on_ranks(2, communicators, "auto", False, NotImplementedError("no local synchronization")):
-        assert made == [] and "beside the sp group (no local synchronization); it is used as is" in said
-
-
-def made_by_enable(rank):
-    """What `enable` does to make a communicator; how often two forwards of the model exchange, and what they make."""
+def test_enable_makes_and_connects_the_communicator_while_the_device_does_nothing_else_and_layers_make_none(rank):
     nccl = Nccl()
     with models.sequence_parallel_model(2) as (model, group), nccl():
         ds_sp_overlap.enable(model, {"head_groups": 1})
-        by_enable, nccl.exchanges = nccl.exchanges, []
+        assert nccl.exchanges == ["synchronize", "new group", "even", "synchronize"]
+        nccl.exchanges.clear()
         for tokens in models.batches(2):
             models.mean_loss(model, models.cut(tokens, rank, 2), group)
-    return by_enable, nccl.exchanges.count("split") > 0, "new group" in nccl.exchanges
+    assert "split" in nccl.exchanges and "new group" not in nccl.exchanges
 
 
-def test_enable_makes_and_connects_the_communicator_while_the_device_does_nothing_else_and_layers_make_none():
-    assert on_ranks(2, made_by_enable) == [(["synchronize", "new group", "even", "synchronize"], True, False)] * 2
-
-
-def of_mixed_backends(rank):
-    """How many communicators are made; of a GPU's and a CPU's exchange, whether it goes over the sp group, and whether it is
-    asynchronous; whether waiting for a GPU's blocks the host."""
+def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group(rank):
     nccl, to = Nccl(backends="cpu:gloo,cuda:nccl"), []
     with (
         nccl(),
@@ -270,42 +257,29 @@ def of_mixed_backends(rank):
         for on_gpu in (True, False):
             send = torch.zeros(2).as_subclass(OnGpu) if on_gpu else torch.zeros(2)
             sp_group.transport.launch(send, torch.zeros(2), (1, 1), (1, 1), "the sp group", "q")
-        over = [(group == "the sp group", async_op) for group, async_op in to]
-        return len(nccl.made), over, sp_group.streams(torch.device("cuda")).blocks
+        assert [(group == "the sp group", async_op) for group, async_op in to] == [(False, False), (True, True)]
+        assert len(nccl.made) == 1 and not sp_group.streams(torch.device("cuda")).blocks
 
 
-def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_of_our_own_and_the_rest_over_the_group():
-    assert on_ranks(2, of_mixed_backends) == [(1, [(False, False), (True, True)], False)] * 2
-
-
-def dims_of_buffers(rank):
-    """Of what a group is given to receive and to send: before it is known which backend carries it, and over gloo."""
-    seen, transport = [], C10d()
+def test_buffers_are_flat_for_backends_that_may_mind(rank):
+    """That of torch's fake process group copies what is sent to what is received, which have different shapes."""
+    seen, mover = [], C10d()
     group = types.SimpleNamespace(alltoall_base=lambda recv, send, *_: seen.append((recv.dim(), send.dim())))
     for prepare in (False, True):
         if prepare:
-            transport.prepare(SPGroup(dist.group.WORLD))
-        transport.launch(torch.zeros(2, 3), torch.zeros(2, 1, 3), (3, 3), (3, 3), group, "q")
-    return seen
-
-
-def test_buffers_are_flat_for_backends_that_may_mind():
-    """That of torch's fake process group copies what is sent to what is received, which have different shapes."""
-    assert on_ranks(2, dims_of_buffers) == [[(1, 1), (3, 2)]] * 2
+            mover.prepare(SPGroup(dist.group.WORLD))
+        mover.launch(torch.zeros(2, 3), torch.zeros(2, 1, 3), (3, 3), (3, 3), group, "q")
+    assert seen == [(1, 1), (3, 2)]
 
 
 class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def blocks(rank, backends):
-    group = dist.new_group([0, 1], backend=backends)
-    return SPGroup(group).streams(torch.device("cuda")).blocks, backend_of(group, "cuda")
-
-
 @pytest.mark.parametrize("backends", ["gloo", "cpu:gloo,cuda:gloo"])
-def test_gloo_is_waited_for_by_the_host_by_whatever_name_it_was_asked_for(backends):
-    assert on_ranks(2, blocks, backends) == [(True, "gloo")] * 2
+def test_gloo_is_waited_for_by_the_host_by_whatever_name_it_was_asked_for(backends, rank):
+    group = dist.new_group([0, 1], backend=backends)
+    assert SPGroup(group).streams(torch.device("cuda")).blocks and backend_of(group, "cuda") == "gloo"
 
 
 @pytest.mark.parametrize("value,says", [("1", "1"), ("0", "0; set it to 1 for every rank, see"), (None, "not set; set it to 1")])
@@ -350,43 +324,38 @@ def chosen(rank, options):
         ),
     ],
 )
-def test_the_first_engine_that_every_rank_has_is_taken_or_all_reasons_are_named(options, expected):
-    assert on_ranks(2, chosen, options) == [expected] * 2
+def test_the_first_engine_that_every_rank_has_is_taken_or_all_reasons_are_named(options, expected, rank):
+    assert chosen(rank, options) == expected
 
 
-def test_torch_without_the_policy_is_refused():
-    for said in on_ranks(2, chosen, {"ulysses": False, "cta_policy": False}):
-        assert f"torch {torch.__version__} has no zero-CTA policy of NCCL" in said
+def test_torch_without_the_policy_is_refused(rank):
+    said = chosen(rank, {"ulysses": False, "cta_policy": False})
+    assert f"torch {torch.__version__} has no zero-CTA policy of NCCL" in said
 
 
-def refused_by_enable(rank):
+def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchanged(rank):
     with models.sequence_parallel_model(2) as (model, _):
-        return refusal(ds_sp_overlap.enable, model, {"transport": "copy_engine"}), models.overlapped_layers(model)
+        said = refusal(ds_sp_overlap.enable, model, {"transport": "copy_engine"})
+        assert models.overlapped_layers(model) == []
+    message = 'sp_overlap.transport: "copy_engine" can\'t work here: the sp group\'s backend is gloo, not nccl; use "auto"'
+    assert said == ("ValueError", message)
 
 
-def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchanged():
-    for said, bound in on_ranks(2, refused_by_enable):
-        message = 'sp_overlap.transport: "copy_engine" can\'t work here: the sp group\'s backend is gloo, not nccl; use "auto"'
-        assert said == ("ValueError", message) and bound == []
+@pytest.mark.parametrize("transport", ["copy_engine", copy_engines.CopyEngine()])
+def test_a_copy_engine_that_is_given_to_the_layer_is_refused_where_ranks_share_heads(transport, rank):
+    """With unequal lengths some ranks would have equal parts, and others not."""
 
-
-def shared_heads_by_a_copy_engine(rank, transport):
     def attend(q, k, v, queries=None):
         return q
 
     layer = ds_sp_overlap.DistributedAttention(attend, dist.group.WORLD, transport=transport)
     q = torch.randn(1, 4, 1, 8)
-    return refusal(layer, q, q, q, 0)
+    kind, message = refusal(layer, q, q, q, 0)
+    assert kind == "ValueError" and 'transport "copy_engine" moves equal parts only' in message
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", copy_engines.CopyEngine()])
-def test_a_copy_engine_that_is_given_to_the_layer_is_refused_where_ranks_share_heads(transport):
-    """With unequal lengths some ranks would have equal parts, and others not."""
-    for kind, message in on_ranks(2, shared_heads_by_a_copy_engine, transport):
-        assert kind == "ValueError" and 'transport "copy_engine" moves equal parts only' in message
-
-
-def output_is_nan_on(rank, faulty):
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_doctor_sees_a_nan_of_any_rank(faulty, rank):
     call = doctor.SelfAttention.__call__
 
     def spoiled(self, x):
@@ -396,12 +365,7 @@ def output_is_nan_on(rank, faulty):
 
     with mock.patch.object(doctor.SelfAttention, "__call__", spoiled):
         errors = doctor._errors(rank, 2, torch.device("cpu"), groups=1, faulty=False)
-    return doctor.verdict({"G = 1": errors, "control": {"output": 1.0}})
-
-
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_doctor_sees_a_nan_of_any_rank(faulty):
-    assert on_ranks(2, output_is_nan_on, faulty) == ["FAIL"] * 2
+    assert doctor.verdict({"G = 1": errors, "control": {"output": 1.0}}) == "FAIL"
 
 
 def thrice(call, layer, x, dy):
@@ -425,31 +389,26 @@ CONFIG = {"transport": "copy_engine", "head_groups": 2}
 
 @pytest.mark.parametrize("engine", ["FastUlysses", "ZeroCta"])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, batch_first):
-    shape = Shape(config=CONFIG, batch_first=batch_first)
-    for faults, calls, split, rendezvous, said in on_ranks(2, faults_through, engine, shape):
-        assert faults == [] and said == []
-        assert (calls, split) == (3 * 12 + 2 * (engine == "ZeroCta"), 0)  # two communicators were connected
-        if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
-            assert rendezvous == 1 + 2 * 4
+def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, batch_first, rank):
+    faults, calls, split, rendezvous, said = faults_through(rank, engine, Shape(config=CONFIG, batch_first=batch_first))
+    assert faults == [] and said == []
+    assert (calls, split) == (3 * 12 + 2 * (engine == "ZeroCta"), 0)  # two communicators were connected
+    if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
+        assert rendezvous == 1 + 2 * 4
 
 
 @pytest.mark.parametrize("engine", ["FastUlysses", "ZeroCta"])
 @pytest.mark.parametrize(
     "shape", [Shape(lengths=(5, 7), config=CONFIG), Shape(heads=5, kv_heads=5, config=CONFIG)], ids=["lengths", "heads"]
 )
-def test_unequal_parts_fall_back_to_c10d_and_it_says_so_once(engine, shape):
-    for faults, calls, split, _, said in on_ranks(2, faults_through, engine, shape):
-        assert faults == [] and calls < 3 * 12 and split > 0
-        assert len(said) == 1 and "such exchanges go through c10d" in said[0]
+def test_unequal_parts_fall_back_to_c10d_and_it_says_so_once(engine, shape, rank):
+    faults, calls, split, _, said = faults_through(rank, engine, shape)
+    assert faults == [] and calls < 3 * 12 and split > 0
+    assert len(said) == 1 and "such exchanges go through c10d" in said[0]
 
 
-def disagree(rank):
+def test_ranks_with_different_transports_are_refused(rank):
     shape = Shape(config={"transport": ("c10d", "auto")[rank]})
     _, attend, x, _ = layers.mine(rank, shape)
-    return refusal(layers.call_block, shape, attend, rank, x)
-
-
-def test_ranks_with_different_transports_are_refused():
-    for kind, message in on_ranks(2, disagree):
-        assert kind == "ValueError" and "sp_overlap {'transport': 'c10d'}" in message and "sp_overlap {}" in message
+    kind, message = refusal(layers.call_block, shape, attend, rank, x)
+    assert kind == "ValueError" and "sp_overlap {'transport': 'c10d'}" in message and "sp_overlap {}" in message

@@ -3,6 +3,8 @@
 Each use (`harness.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tests.harness.cases import singles
 from tests.harness.dropin import Case
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
-from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 from tests.harness.transports import Recording
 from tests.harness.uses import (
     CHANGES,
@@ -41,20 +43,20 @@ def faults_of_all(rank, change, cases):
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_right_in_every_use(use):
-    no_faults(2, faults_of, use, SHAPES + GROUPS)
+def test_right_in_every_use(use, rank):
+    assert faults_of(rank, use, SHAPES + GROUPS) == []
 
 
 # Parameters that don't train, are shared or are dressed up, and attention that learns: in every use as well.
 
 
 @pytest.mark.parametrize("change", CHANGES + OTHER_CHANGES, ids=lambda change: change.__name__)
-def test_right_in_every_use_with(change):
+def test_right_in_every_use_with(change, rank):
     uses = USES
     if change is attention_that_changes_the_query_in_place:  # the kept product itself, in the reference too: halved twice
         uses = [use for use in USES if use is not selective]
     cases = singles((use, shape) for use in uses for shape in SEPARATE)
-    no_faults(2, faults_of_all, change, [*((layers.backward, shape) for shape in SEPARATE), *cases])
+    assert faults_of_all(rank, change, [*((layers.backward, shape) for shape in SEPARATE), *cases]) == []
 
 
 def input_changed_in_place(call, layer, x, dy):
@@ -72,19 +74,17 @@ def frozen_inputs(layer):
 
 
 @pytest.mark.parametrize("change", [frozen_inputs, only_input_trains], ids=lambda change: change.__name__)
-def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change):
-    no_faults(2, faults_of, input_changed_in_place, SEPARATE, change)
+def test_an_input_that_no_weight_needs_may_be_changed_in_place_before_backward(change, rank):
+    assert faults_of(rank, input_changed_in_place, SEPARATE, change) == []
 
 
 def reversed_values(q, k, v):
     return v.flip(1)
 
 
-def attention_without_keys(rank, rotary=False):
-    """Gradients of a fused projection whose q and k rows nothing depends on: zero there, right elsewhere.
-
-    Zeros travel to where q and k come from; a rope of one's own may let them go there.
-    """
+@pytest.mark.parametrize("rotary", [True, False])
+def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary, rank):
+    """Guard: `Pieces` starts from zero where a part got no gradient."""
     shape = Shape(fused=True, bias=True, rotary=rotary)
     x, dy = layers.whole_inputs(shape)
     mine, whole = layers.projections(shape), layers.projections(shape)
@@ -94,13 +94,7 @@ def attention_without_keys(rank, rotary=False):
     if not rotary:
         attend.inputs.rope = lambda heads, tables: Once.apply(heads, [None])
     layers.call_block(shape, attend, rank, layers.my_slice(shape, rank, x)).backward(layers.my_slice(shape, rank, dy))
-    return layers.unlike(shape, rank, mine, whole)
-
-
-@pytest.mark.parametrize("rotary", [True, False])
-def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary):
-    """Guard: `Pieces` starts from zero where a part got no gradient."""
-    no_faults(2, attention_without_keys, rotary)
+    assert layers.unlike(shape, rank, mine, whole) == []
 
 
 class Once(torch.autograd.Function):
@@ -117,8 +111,9 @@ class Once(torch.autograd.Function):
         return dy if len(ctx.backwards) == 1 else None, None
 
 
-def stale_parts(rank, rotary=False):
-    """The second backward doesn't reach q and k, whose parts the first one computed for nobody."""
+@pytest.mark.parametrize("rotary", [True, False])
+def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary, rank):
+    """Guard: `Gradient.collect` takes what this backward left."""
     shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
 
     def attention(q, k, v):
@@ -131,16 +126,10 @@ def stale_parts(rank, rotary=False):
     torch.autograd.grad(y, x, dy, retain_graph=True)
     y.backward(dy)
     q, k, v = (rows.abs().max().item() for rows in layer["qkv_proj"].weight.grad.chunk(3))
-    return [] if q == k == 0 < v else [f"gradients of q, k, v up to {q}, {k}, {v}"]
+    assert q == k == 0 < v, "largest gradients of q, k, v"
 
 
-@pytest.mark.parametrize("rotary", [True, False])
-def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary):
-    """Guard: `Gradient.collect` takes what this backward left."""
-    no_faults(2, stale_parts, rotary)
-
-
-def exchanges_of_frozen_parts(rank):
+def test_gradients_that_nobody_needs_are_not_exchanged(rank):
     """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
     shape, mover = Shape(config={"head_groups": 2}), Recording()
     _, attend, x, dy = layers.mine(rank, shape, mover, change=only_query_trains)
@@ -148,26 +137,16 @@ def exchanges_of_frozen_parts(rank):
     mover.log.clear()
     y.backward(dy)
     started = [what for what in mover.log if what.startswith(">")]
-    return [] if started == [">do1", ">do0", ">dqkv1", ">dq0"] else [str(started)]
+    assert started == [">do1", ">do0", ">dqkv1", ">dq0"]
 
 
-def test_gradients_that_nobody_needs_are_not_exchanged():
-    no_faults(2, exchanges_of_frozen_parts)
-
-
-def tables_changed_before_backward(rank):
-    shape = Shape()
-    _, attend, x, dy = layers.mine(rank, shape)
+def test_rotary_tables_that_were_changed_before_backward_are_noticed(rank):
+    """Guard: they are saved where autograd watches over them."""
+    _, attend, x, dy = layers.mine(rank, Shape())
     cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
     y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
     cos.mul_(0.5)
-    return refusal(y.backward, dy)
-
-
-def test_rotary_tables_that_were_changed_before_backward_are_noticed():
-    """Guard: they are saved where autograd watches over them."""
-    for kind, message in on_ranks(2, tables_changed_before_backward):
-        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+    assert_error(refusal(y.backward, dy), "modified by an inplace operation", "RuntimeError")
 
 
 def backward_under_autocast(rank, window=None):
@@ -182,11 +161,9 @@ def backward_under_autocast(rank, window=None):
     return layers.reference.relative_error(dx[1], dx[0])
 
 
-def test_backward_may_run_under_autocast_though_forward_did_not():
-    for error in on_ranks(2, backward_under_autocast):
-        assert 0 < error < 0.05  # bf16 has 8 bits
-    for error in on_ranks(2, backward_under_autocast, 1):  # all of which is run as forward was
-        assert error == 0
+def test_backward_may_run_under_autocast_though_forward_did_not(rank):
+    assert 0 < backward_under_autocast(rank) < 0.05  # bf16 has 8 bits
+    assert backward_under_autocast(rank, 1) == 0  # all of which is run as forward was
 
 
 # The drop-in.
@@ -213,7 +190,7 @@ def dropin_faults_of(rank, use, cases):
 
 
 @pytest.mark.parametrize("use", DROPIN_USES, ids=lambda use: use.__name__)
-def test_dropin_is_right_in_every_use(use):
+def test_dropin_is_right_in_every_use(use, rank):
     cases = [
         Case(batch=batch, batch_first=batch_first, rotary_dims=8, config={"head_groups": groups}, lengths=lengths)
         for batch in (1, 2)
@@ -221,7 +198,7 @@ def test_dropin_is_right_in_every_use(use):
         for groups in (1, 2)
         for lengths in ((6, 6), (1, 1))
     ]
-    no_faults(2, dropin_faults_of, use, cases)
+    assert dropin_faults_of(rank, use, cases) == []
 
 
 IN_PLACE = [
@@ -232,10 +209,10 @@ IN_PLACE = [
 ]
 
 
-def in_place(rank, use, cases):
-    """Faults where local attention changes what it receives in place, on this rank and in the reference."""
-    found = []
-    for case in cases:
+@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
+def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use, rank):
+    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    for case in IN_PLACE:
 
         def whole(q, k, v):
             return layers.reference.attention(q * 0.5, k + 0.1, v * 2)
@@ -247,19 +224,12 @@ def in_place(rank, use, cases):
             o = order(layers.reference.attention(*map(order, (q, k, v))))
             return o.flatten(2) if case.flat else o  # noqa: B023
 
-        faults = dropin.dropin_faults(rank, case, use, attend=dropin.module(case, local=local), whole=whole)
-        found += [f"{case}: {fault}" for fault in faults]
-    return found
+        assert dropin.dropin_faults(rank, case, use, attend=dropin.module(case, local=local), whole=whole) == [], case
 
 
-@pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
-def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use):
-    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
-    no_faults(2, in_place, use, IN_PLACE)
-
-
-def changed_in_place_though_shared(rank, lengths=(6, 6)):
-    """Refusals where local attention changes keys that two head groups read, and what it gets in inference mode."""
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
+def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths, rank):
+    """Guard: `Call.attended` looks whether they were changed."""
     case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
     local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
     attend = dropin.module(case, local=local)
@@ -269,19 +239,10 @@ def changed_in_place_though_shared(rank, lengths=(6, 6)):
     with torch.inference_mode():
         inferred = call().tolist()
     expected = dropin.my_slice(case, rank, layers.reference.attention(q, k + 0.1, v))
-    found = layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected))
+    assert layers.faults(1e-12, inferred=(torch.tensor(inferred, dtype=q.dtype), expected)) == []
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
-            refused = refusal(call)
-        if not refused or "attention: local attention changes k or v in place" not in refused[1]:
-            found.append(str(refused))
-    return found
-
-
-@pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
-def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths):
-    """Guard: `Call.attended` looks whether they were changed."""
-    no_faults(2, changed_in_place_though_shared, lengths)
+            assert_error(refusal(call), "attention: local attention changes k or v in place", "RuntimeError")
 
 
 # Guards.
@@ -291,14 +252,23 @@ WATCHED = [
     Watched(
         "unchanged",
         "ctx.save_for_backward(*[x if x is None else x.data for x in made[count:]])",
-        tables_changed_before_backward,
-        says="modified by an inplace operation",
+        test_rotary_tables_that_were_changed_before_backward_are_noticed,
     ),
     Watched(
-        "zero without a gradient", "make = operands[0].new_empty if self._once else operands[0].new_ones", attention_without_keys
+        "zero without a gradient",
+        "make = operands[0].new_empty if self._once else operands[0].new_ones",
+        partial(test_rows_that_nothing_depends_on_get_a_gradient_of_zero, rotary=False),
     ),
-    Watched("keys stay as they are", "if False:", changed_in_place_though_shared),
-    Watched("only what is needed", "of_parts[name] = True", exchanges_of_frozen_parts),
+    Watched(
+        "keys stay as they are",
+        "if False:",
+        partial(test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence, lengths=(6, 6)),
+    ),
+    Watched(
+        "only what is needed",
+        "of_parts[name] = True",
+        test_gradients_that_nobody_needs_are_not_exchanged,
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ from tests.harness.cases import singles
 from tests.harness.guards import Watched, notices
 from tests.harness.layers import HEADS, Shape
 from tests.harness.listening import listening
-from tests.harness.ranks import no_faults, on_ranks, refusal
+from tests.harness.ranks import assert_error, refusal
 from tests.harness.schedules import merged_last
 from tests.harness.transports import Recording
 from tests.harness.uses import (
@@ -50,7 +50,7 @@ class Counted(nn.Module):
 
 
 def faults_of(rank, shapes, attention, use=layers.backward, change=None, again=None):
-    """Of shapes; and where attention was run again though it could be kept, or kept though it is too much, if it is said what."""
+    """Return the faults of shapes, and where attention was run again though it could be kept, or kept though it is too much, if ``again`` says."""
     every = []
     for shape in shapes:
         local, groups = Counted(attention, shape.batch_first), shape.config["head_groups"]
@@ -81,9 +81,9 @@ def shapes_of(heads, kv_heads, size):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("attention, again", [(reference.fused, 0), (reference.attention, 1)], ids=["kept", "run again"])
 @pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])
-def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, attention, again, size):
+def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, attention, again, size, rank):
     """And attention is run again in backward only if it saves too much."""
-    no_faults(size, faults_of, singles(shapes_of(heads, kv_heads, size)), attention, layers.backward, None, again)
+    assert faults_of(rank, singles(shapes_of(heads, kv_heads, size)), attention, layers.backward, None, again) == []
 
 
 # Uses and changes.
@@ -105,27 +105,22 @@ def with_both(rank, shapes, use=layers.backward, change=None):
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_a_window_is_right_in_every_use(use):
-    no_faults(2, with_both, SHAPES, use)
+def test_a_window_is_right_in_every_use(use, rank):
+    assert with_both(rank, SHAPES, use) == []
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_window_is_right_for_projections_that_are(change):
-    no_faults(2, with_both, SEPARATE, layers.backward, change)
+def test_a_window_is_right_for_projections_that_are(change, rank):
+    assert with_both(rank, SEPARATE, layers.backward, change) == []
 
 
-def input_changed(rank):
-    """What is said where the input, of which q, k and v are made again, was changed in place, though no weight needs it."""
+def test_an_input_that_was_changed_in_place_is_noticed(rank):
     _, attend, x, dy = layers.mine(rank, SHAPES[0], change=only_input_trains)
     hidden = x.requires_grad_() * 1
     y = layers.call_block(SHAPES[0], attend, rank, hidden)
     hidden += 1
-    return refusal(y.backward, dy)
-
-
-def test_an_input_that_was_changed_in_place_is_noticed():
-    for kind, message in on_ranks(2, input_changed):
-        assert kind == "RuntimeError" and "modified by an inplace operation" in message
+    kind, message = refusal(y.backward, dy)
+    assert kind == "RuntimeError" and "modified by an inplace operation" in message
 
 
 def in_a_closure(factor):
@@ -151,19 +146,14 @@ class InAModule(torch.nn.Module):
         return reference.attention(q * self.factor, k, v)
 
 
-def attention_changed(rank, held):
-    """Return what is raised after a tensor that attention holds was changed in place, as for the next micro-batch."""
+@pytest.mark.parametrize("held", [in_a_closure, InAnObject, InAModule])
+def test_a_tensor_that_attention_holds_and_that_was_changed_in_place_is_noticed(held, rank):
     factor = torch.tensor(2.0, dtype=torch.float64)
     _, attend, x, dy = layers.mine(rank, SHAPES[0], local_attention=held(factor))
     y = layers.call_block(SHAPES[0], attend, rank, x.requires_grad_())
     factor.mul_(2)
-    return refusal(y.backward, dy)
-
-
-@pytest.mark.parametrize("held", [in_a_closure, InAnObject, InAModule])
-def test_a_tensor_that_attention_holds_and_that_was_changed_in_place_is_noticed(held):
-    for kind, message in on_ranks(2, attention_changed, held):
-        assert kind == "RuntimeError" and "a tensor that local attention reads" in message
+    kind, message = refusal(y.backward, dy)
+    assert kind == "RuntimeError" and "a tensor that local attention reads" in message
 
 
 def only_output_trains(layer):
@@ -171,10 +161,10 @@ def only_output_trains(layer):
     layer["o_proj"].requires_grad_(True)
 
 
-def test_the_output_projection_alone_may_learn():
+def test_the_output_projection_alone_may_learn(rank):
     """Backward makes nothing again."""
     shape = Shape(bias=True, config={"head_groups": 2, "window": 1})
-    no_faults(2, layers.block_faults, shape, without_gradient_of_the_input, None, 1e-12, only_output_trains)
+    assert layers.block_faults(rank, shape, without_gradient_of_the_input, None, 1e-12, only_output_trains) == []
 
 
 # Attention of other kinds, against the same layer without a window.
@@ -322,21 +312,21 @@ def against_no_window(rank, other, windows, use=layers.backward, frozen=False):
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
-def test_a_window_does_to_local_attention_what_is_done_without_it(other):
-    no_faults(2, against_no_window, other, (1, 2))
+def test_a_window_does_to_local_attention_what_is_done_without_it(other, rank):
+    assert against_no_window(rank, other, (1, 2)) == []
 
 
 @pytest.mark.parametrize("other", [drop_out, learned_inside, changes_query], ids=lambda other: other.__name__)
 @pytest.mark.parametrize(
     "use", [use for use in USES if use.__name__ in ("second_backward", "twice_before_backward", "non_reentrant")]
 )
-def test_and_so_where_it_is_used_twice(other, use):
-    no_faults(2, against_no_window, other, (2,), use)
+def test_and_so_where_it_is_used_twice(other, use, rank):
+    assert against_no_window(rank, other, (2,), use) == []
 
 
 @pytest.mark.parametrize("other", [learned_inside, sinks_that_learn], ids=lambda other: other.__name__)
-def test_attention_alone_may_learn(other):
-    no_faults(2, against_no_window, other, (1, 2), layers.backward, True)
+def test_attention_alone_may_learn(other, rank):
+    assert against_no_window(rank, other, (1, 2), layers.backward, True) == []
 
 
 class Dropping(nn.Module):
@@ -368,11 +358,6 @@ def meanwhile(rank, config, change):
     return outcome(rank, Shape(heads=8, kv_heads=2, config=config), lambda _: (local, {"mask": mask}), use)
 
 
-def changed_meanwhile(rank, change):
-    expected, got = (meanwhile(rank, {"head_groups": 4} | more, change) for more in ({}, {"window": 1}))
-    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
-
-
 def in_evaluation(local, mask):
     local.eval()
 
@@ -394,19 +379,9 @@ def with_another_frozen_parameter(local, mask):
 
 
 @pytest.mark.parametrize("change", [in_evaluation, with_frozen_factor])
-def test_attention_that_is_run_again_runs_as_in_forward(change):
-    no_faults(2, changed_meanwhile, change)
-
-
-def addend_changed(rank, change):
-    return refusal(meanwhile, rank, {"head_groups": 4, "window": 1}, change)
-
-
-def changed_without_a_window(rank, change):
-    """A layer without a window, as stock, has no need of what was added to the scores in backward."""
-    config = {"head_groups": 4}
-    expected, got = meanwhile(rank, config, lambda local, mask: None), meanwhile(rank, config, change)
-    return layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected})
+def test_attention_that_is_run_again_runs_as_in_forward(change, rank):
+    expected, got = (meanwhile(rank, {"head_groups": 4} | more, change) for more in ({}, {"window": 1}))
+    assert layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected}) == []
 
 
 def with_a_new_buffer(local, mask):
@@ -414,10 +389,12 @@ def with_a_new_buffer(local, mask):
 
 
 @pytest.mark.parametrize("change", [with_another_mask, with_another_buffer, with_another_frozen_parameter, with_a_new_buffer])
-def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again(change):
-    for kind, message in on_ranks(2, addend_changed, change):
-        assert kind == "RuntimeError" and "changed or replaced between forward and backward" in message
-    no_faults(2, changed_without_a_window, change)
+def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again(change, rank):
+    """A layer without a window, as stock, has no need of what was added to the scores in backward."""
+    said = refusal(meanwhile, rank, {"head_groups": 4, "window": 1}, change)
+    assert_error(said, "changed or replaced between forward and backward", "RuntimeError")
+    expected, got = (meanwhile(rank, {"head_groups": 4}, each) for each in (lambda local, mask: None, change))
+    assert layers.faults(1e-12, **{name: (got[name], expected[name]) for name in expected}) == []
 
 
 # What is refused.
@@ -436,12 +413,9 @@ def foreign(rank, later=False):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_attention_learns_without_being_given_it_is_refused_on_every_rank(later):
+def test_what_attention_learns_without_being_given_it_is_refused_on_every_rank(later, rank):
     """Its gradient would be lost."""
-    for kind, message in on_ranks(2, foreign, later, timeout_s=60):
-        assert kind == "ValueError" and message.startswith(
-            "layer: local attention learns a tensor of [], which it is not called with"
-        )
+    assert_error(foreign(rank, later), "layer: local attention learns a tensor of [], which it is not called with")
 
 
 @pytest.mark.parametrize("section", [{"window": 1}, {"checkpointing": "keep"}], ids=str)
@@ -460,32 +434,28 @@ def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
 # Where there is none.
 
 
-def without_a_window(rank, what):
-    """Exchanges of a layer that holds all groups though it was given a window, and what was said; with tables that learn by default."""
+@pytest.mark.parametrize(
+    "what", [None, all_adapted, adapted_query_and_output], ids=lambda what: what.__name__ if what else "tables"
+)
+def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what, rank):
+    """And so do tables that learn."""
     shape, mover = Shape(config={"head_groups": 2, "window": 1}), Recording()
     _, attend, x, dy = layers.mine(rank, shape, mover, change=what)
     tables = [t.requires_grad_(what is None) for t in reference.rope_tables(torch.arange(6), 8, shape.dtype)]
     with listening() as messages:
         attend(x.requires_grad_(), position_embeddings=tables).backward(dy)
-    return mover.log, messages
-
-
-@pytest.mark.parametrize(
-    "what", [None, all_adapted, adapted_query_and_output], ids=lambda what: what.__name__ if what else "tables"
-)
-def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what):
     made = by_head_groups(("qkv", "qkv"))
-    for log, messages in on_ranks(2, without_a_window, what):
-        assert log[:12] == order(made, made.forward) and sorted(log[12:]) == sorted(order(made, made.backward))
-        (said,) = messages
-        assert said.startswith("sp_overlap: window and checkpointing need projections") and "holds all head groups" in said
+    assert mover.log[:12] == order(made, made.forward) and sorted(mover.log[12:]) == sorted(order(made, made.backward))
+    (said,) = messages
+    assert said.startswith("sp_overlap: window and checkpointing need projections") and "holds all head groups" in said
 
 
 # Autocast.
 
 
-def made_as_before(rank, forward, backward):
-    """What local attention is given in forward and in backward, where it is run again, under autocast in either."""
+@pytest.mark.parametrize("forward, backward", [(True, False), (False, True), (True, True)])
+def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backward, rank):
+    """Attention is run again in backward, and given what it was given in forward, under autocast in either."""
     shape, seen = Shape(dtype=torch.float32, config={"head_groups": 2, "window": 1}), []
 
     def local(q, k, v):
@@ -499,12 +469,7 @@ def made_as_before(rank, forward, backward):
         y.backward(dy.to(y.dtype))
     assert len(seen) == 4 and x.grad.dtype == torch.float32
     dtype = torch.bfloat16 if forward else torch.float32  # of v; what is rotated has that of RoPE's tables
-    return [] if len(set(seen)) == 1 and seen[0][2:] == (dtype, forward) else [str(seen)]
-
-
-@pytest.mark.parametrize("forward, backward", [(True, False), (False, True), (True, True)])
-def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backward):
-    no_faults(2, made_as_before, forward, backward)
+    assert len(set(seen)) == 1 and seen[0][2:] == (dtype, forward)
 
 
 def in_fp32(q, k, v):
@@ -537,20 +502,18 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
         torch.testing.assert_close(dx, leaf.grad, rtol=1e-6, atol=1e-6)  # fp32; bf16 would be off by 4e-3
 
 
-def hooked_on_one_rank(rank, config):
-    """Return the error of a layer whose output projection has a hook on rank 0 alone, and can't be computed in parts there."""
-    shape = Shape(config=config)
-    layer, attend, x, dy = layers.mine(rank, shape)
-    if rank == 0:
-        layer["o_proj"].register_forward_hook(lambda module, args, y: y)
-    return refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
-
-
-def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window():
+@pytest.mark.parametrize("window", [None, 1])
+def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window(window, rank):
     """Otherwise the other ranks wait for exchanges that this rank leaves out of its backward."""
-    for said in on_ranks(2, hooked_on_one_rank, {"head_groups": 2, "window": 1}):
-        assert said is not None and said[0] == "ValueError" and "projections in parts for a window" in said[1], said
-    assert on_ranks(2, hooked_on_one_rank, {"head_groups": 2}) == [None, None]  # both exchange the same
+    shape = Shape(config={"head_groups": 2, "window": window})
+    layer, attend, x, dy = layers.mine(rank, shape)
+    if rank == 0:  # its output projection can't be computed in parts
+        layer["o_proj"].register_forward_hook(lambda module, args, y: y)
+    said = refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
+    if window is None:
+        assert said is None  # both exchange the same
+    else:
+        assert_error(said, "projections in parts for a window")
 
 
 # Guards.
@@ -561,7 +524,7 @@ def against(other):
 
 
 def leaves_a_mode(rank):
-    """Whether attention that is in evaluation when backward begins trains behind it."""
+    """Return whether attention that is in evaluation when backward begins trains behind it."""
     seen = []
 
     def change(local, mask):
@@ -572,7 +535,11 @@ def leaves_a_mode(rank):
 
 
 WATCHED = [
-    Watched("run again in its mode", "pass", functools.partial(changed_meanwhile, change=in_evaluation)),
+    Watched(
+        "run again in its mode",
+        "pass",
+        functools.partial(test_attention_that_is_run_again_runs_as_in_forward, change=in_evaluation),
+    ),
     Watched("in the mode of now", "module.training = True", leaves_a_mode),
     Watched("the same random numbers", "pass", against(drop_out)),
     Watched("what is drawn next is as before", "pass", against(drop_out)),
@@ -582,9 +549,15 @@ WATCHED = [
     Watched("others may exchange one", "pass", against(constant_output), raises=True),
     Watched("no gradient is lost", "if False:", functools.partial(foreign, later=True), says="learns a tensor"),
     Watched(
-        "attention of forward", "if False:", functools.partial(addend_changed, change=with_another_mask), says="changed or replaced"
+        "attention of forward",
+        "if False:",
+        functools.partial(test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again, change=with_another_mask),
     ),
-    Watched("q, k and v are made as before", "if True:", functools.partial(made_as_before, forward=False, backward=True)),
+    Watched(
+        "q, k and v are made as before",
+        "if True:",
+        functools.partial(test_backward_makes_q_k_and_v_under_the_autocast_of_forward, forward=False, backward=True),
+    ),
 ]
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..exchange.exchange import Exchange
 from ..exchange.geometry import Geometry
-from ..exchange.layout import state_layout, tail_layout
+from ..exchange.layout import tail_layout
 from ..warn import warn_once
 from .call_geometry import Tokens, geometry_of, make_geometry
 from .layer import LayerRuntime
@@ -196,7 +196,9 @@ class MixerLayer:
         y, state, log_decay = self._scan(tensors, pieces)
         sent = torch.cat([state.float().flatten(2), log_decay[:, -1, :, None]], -1)
         group, (batch, heads, width) = self.runtime.sp_group, sent.shape
-        layout = state_layout(group.rank, group.size, batch=batch, heads=heads, width=width)
+        # Each rank receives the states of all earlier ranks; the last rank sends none.
+        lengths = (heads,) * group.size
+        layout = tail_layout(group.rank, lengths, sum(lengths), batch=batch, width=width)
         exchange = Exchange(group, layout, self.runtime.where, "s", checked)
         token = exchange.start(sent[:, : layout.sources.shapes[0][1]])
         meanwhile()

@@ -234,20 +234,3 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
         before.append((((0, batch),), ((stop - sent, stop),), ((0, width),)))
         after.append((((0, batch),), ((max(0, start - reach), start),), ((0, width),)))
     return Layout.of([between(rank, before, after)])
-
-
-def state_layout(rank: int, size: int, batch: int, heads: int, width: int) -> Layout:
-    """Lay out the exchange in which each rank receives the states of all earlier ranks.
-
-    Args:
-        rank: This rank, in the sp group.
-        size: ``P``.
-        batch: ``b``.
-        heads: Heads of a state.
-        width: Elements of a head.
-
-    Returns:
-        The layout. This rank sends its state [b, heads, width]; the last rank sends none. It
-        receives the states of the earlier ranks, [b, ``rank`` x heads, width].
-    """
-    return tail_layout(rank, (heads,) * size, size * heads, batch, width)

@@ -107,7 +107,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         on = gpu.given("our kernels", permute_share=kernels)
         recorded, whole_ms = record(alone, way), None
         launches = change(recorded.launches)
-        played, free = Played(on, launches), Played(on.with_free_wire(), launches)
+        played = Played(on, launches)
         if whole and layer.intermediate:
             whole_ms = Played(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
@@ -115,7 +115,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
             groups=0 if variant or way.window else way.groups,
             step_ms=played.us / 1e3,
             host_ms=played.host_us / 1e3,
-            exposed_ms=(played.us - free.us) / 1e3,
+            exposed_ms=(played.us - Played(on.with_free_wire(), launches).us) / 1e3,
             starved_ms=played.starved_us / 1e3,
             peak_bytes=max(recorded.held),
             whole_ms=whole_ms,

@@ -21,25 +21,25 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 from .constants import Gpu, Grid
 from .launches import COMPUTE, Host, Launch, Queued, Record, Transfer, Wait
 
 
-class Bar(NamedTuple):
-    """A kernel or exchange with its times in us; ``started`` is when its first block got an SM."""
+class Running:
+    """A kernel or an exchange that has left its queue.
 
-    launch: Queued
-    started: float
-    end: float
+    Attributes:
+        launch: The launch.
+        started: The time at which its first block got an SM, in us.
+        end: The time at which it ended, in us; infinite before.
+    """
 
-
-class _Running:
-    """A kernel or an exchange that has left its queue and has not ended."""
+    end = math.inf
 
     def __init__(self, launch: Queued, grid: Grid, begin: float):
         self.launch, self.grid, self.started = launch, grid, begin
@@ -65,12 +65,12 @@ class Played:
     def __init__(self, gpu: Gpu, launches: Iterable[Launch]):
         self.gpu, self.launches = gpu, iter(launches)
         self.now, self.free = 0.0, int(gpu["sms"])
-        self.bars: list[Bar] = []
+        self.bars: list[Running] = []
         self.queues: defaultdict[str, deque[Queued]] = defaultdict(deque)
-        self.last: dict[str, _Running] = {}
+        self.last: dict[str, Running] = {}
         # For each recorded event: the last kernel before it on its stream, or None.
-        self.events: dict[int, _Running | None] = {}
-        self.running: list[_Running] = []
+        self.events: dict[int, Running | None] = {}
+        self.running: list[Running] = []
         self.idle_since: float | None = None
         # Planned actions, ordered by time, then by the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -82,7 +82,8 @@ class Played:
         left = [str(each) for queue in self.queues.values() for each in queue]
         if left:
             raise RuntimeError(f"these launches never end: {', '.join(left)}")
-        self.us = max(self.host_us, *(bar.end for bar in self.bars))
+        # The last event on the GPU is an end.
+        self.us = max(self.host_us, self.now)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.heap, (time, next(self.order), act))
@@ -129,7 +130,7 @@ class Played:
         elif last in self.running:
             return False
         else:
-            running = _Running(launch, self.gpu.grid(launch), self.now)
+            running = Running(launch, self.gpu.grid(launch), self.now)
             self.last[launch.stream] = running
             self.running.append(running)
             # Streams of exchanges have priority; otherwise the older comes first (stable sort).
@@ -157,14 +158,14 @@ class Played:
                 # Later blocks must not overtake the waiting ones.
                 return
 
-    def _turn(self, kernel: _Running, count: int) -> None:
+    def _turn(self, kernel: Running, count: int) -> None:
         """Let ``count`` blocks of a kernel that have an SM process one tile each."""
         kernel.left -= count
         # A waiting block for which no tile is left needs no SM any more.
         kernel.waiting = min(kernel.waiting, kernel.left)
         self._at(self.now + kernel.grid.tile_us, partial(self._turned, kernel, count))
 
-    def _turned(self, kernel: _Running, count: int) -> None:
+    def _turned(self, kernel: Running, count: int) -> None:
         """End ``count`` tiles: their blocks take the next tiles, or free their SMs."""
         staying = min(count, kernel.left)
         if staying:
@@ -177,11 +178,12 @@ class Played:
             self._place()
             self._pump()
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running) -> None:
         """End a kernel or an exchange."""
         self.free += running.placed
         self.running.remove(running)
-        self.bars.append(Bar(running.launch, running.started, self.now))
+        running.end = self.now
+        self.bars.append(running)
         # First give SMs to waiting blocks, then let kernels leave their queues.
         self._place()
         self._pump()

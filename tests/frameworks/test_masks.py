@@ -265,7 +265,7 @@ def test_recomputed_layers_that_are_never_handed_position_ids_find_their_sequenc
 
 def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implementation():
     found = masks.Masks()
-    found.placeholder((1, 4), torch.device("cpu"), None, pattern=masks.Pattern())
+    found.placeholder((1, 4), SimpleNamespace(device=torch.device("cpu")))
     assert len(found._placeholders) == 1
     with found.for_attention("the model", None, "one without masks"):
         assert not found._placeholders

@@ -197,7 +197,7 @@ def waits_behind_the_first(attention, head_groups, rows, **options):
     return functools.partial(of_layers, attention=attention, head_groups=head_groups, rows=ROWS[rows], **options)
 
 
-AT = "return attention(q, k, v, None, position_ids=torch.arange(q.shape[1])[None])"
+AT = "return attention(q, k, v, position_ids=torch.arange(q.shape[1])[None])"
 INDEXED = "return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))"
 WATCHED = [
     Watched("edges, no positions", AT, waits_behind_the_first(flash.NAME, 2, "one document")),

@@ -263,7 +263,7 @@ def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):
 WATCHED = [
     Watched(
         "the last query sees the last key",
-        "return attention(q, k, v, None)",
+        "return attention(q, k, v)",
         lambda: faults([("one document", Pattern(), "sdpa", 2)]),
     )
 ]

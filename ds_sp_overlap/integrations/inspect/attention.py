@@ -248,14 +248,14 @@ def _read_cases(module: Any) -> Read:
     for case in [*CASES, Case(True, True, True, gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
-            trace = Trace(module, case, code, given)
+            trace = _Interpreted(module, case, code, given)
         except Unknown:
             raise
         except Exception:
             if case.gives_tables:
                 raise
             break  # This forward always rotates: it fails to unpack None into cos and sin.
-        reading, of_case = _Interpreter(trace, rotary).reading()
+        reading, of_case = trace.reading(rotary)
         first = first or reading
         is_optional = not case.gives_tables and reading.rotary is None
         if is_optional:
@@ -277,33 +277,29 @@ def _read_cases(module: Any) -> Read:
     return Read(first, options, list(lookups.values()), list(code.loaded_globals.values()))
 
 
-class _Interpreter:
-    """Follows the labels of a trace backwards, from the results to the inputs.
+class _Interpreted(Trace):
+    """A trace whose labels are followed backwards, from the results to the inputs.
 
     `reading` returns the computation. All other methods are its helpers, and raise Unknown for
     anything that a `Reading` can't express.
 
-    Args:
-        trace: The trace.
-        rotary_of: The function `rotary_function.rotary_of`, or a cached version.
-
     Attributes:
         used: The names of the layer's children whose role in the computation is known.
-        rows: The rows of each projection that belong to a head of q, k or v.
+        covered: The rows of each projection that belong to a head of q, k or v.
     """
 
-    def __init__(self, trace: Trace, rotary_of: Callable):
-        self.trace, self.rotary_of, self.used = trace, rotary_of, set[str]()
-        self.rows: dict[str, set[int]] = {}
-
-    def reading(self) -> tuple[Reading, dict[str, Any]]:
+    def reading(self, rotary_of: Callable) -> tuple[Reading, dict[str, Any]]:
         """Return the reading of the forward, and the constant keywords of the attention function.
+
+        Args:
+            rotary_of: The function `rotary_function.rotary_of`, or a cached version.
 
         Raises:
             Unknown: if a `Reading` can't express the computation.
         """
-        trace, output = self.trace, self._output()
-        heads = {"q": trace.q, "k": trace.k, "v": trace.v}
+        self.used, self.covered = set[str](), dict[str, set[int]]()
+        output = self._output()
+        heads = {"q": self.q, "k": self.k, "v": self.v}
         sources, rotated = {}, []
         for kind, x in heads.items():
             sources[kind], is_rotated = self._source(x.transpose(1, 2))
@@ -317,32 +313,32 @@ class _Interpreter:
         if not alike or sources["v"].norm is not None:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
-        options = dict(trace.options)
+        options = dict(self.options)
         # The overlapped attention does not use position_ids, so the layer may pass them or not.
-        if options.get("position_ids") is None or options["position_ids"] is trace.position_ids:
+        if options.get("position_ids") is None or options["position_ids"] is self.position_ids:
             options.pop("position_ids", None)
-        passed = [options.pop(name, None) is x for name, x in trace.further_keywords.items()]
+        passed = [options.pop(name, None) is x for name, x in self.further_keywords.items()]
         if any(passed) and not all(passed):  # guard: keywords are passed on
-            keyword = [*trace.further_keywords][passed.index(False)]
+            keyword = [*self.further_keywords][passed.index(False)]
             raise Unknown(f"its forward uses the keyword {keyword}")
         per_head = {}
-        for name, parameter in trace.module.named_parameters(recurse=False):
+        for name, parameter in self.module.named_parameters(recurse=False):
             for keyword, option in options.items():
                 # A parameter of the layer itself, with an entry for each query head.
-                if option is parameter and whole_shape(option)[:1] == (trace.q.shape[1],):
+                if option is parameter and whole_shape(option)[:1] == (self.q.shape[1],):
                     per_head[keyword] = name
         constants = {key: value for key, value in options.items() if key not in per_head}
         if not all(map(is_plain, constants.values())):
             raise Unknown("its attention takes more than q, k and v")
         self.used.update(per_head.values())
-        for name, _ in (*trace.module.named_parameters(), *trace.module.named_buffers()):
+        for name, _ in (*self.module.named_parameters(), *self.module.named_buffers()):
             # An unused parameter or buffer could be used in another call.
             if name.split(".")[0] not in self.used:  # guard: all that learns is known
                 raise Unknown(f"its forward does nothing that is known here with {name}")
-        rotary = self._rotary() if rotated else None
+        rotary = self._rotary(rotary_of) if rotated else None
         reading = Reading(
             sources,
-            trace.q.shape[-1],
+            self.q.shape[-1],
             rotary,
             output=output,
             per_head=per_head,
@@ -356,7 +352,7 @@ class _Interpreter:
         Args:
             chains: The different chains of q, k and v (`Source.chain`).
         """
-        called = [output.name for output in self.trace.outputs]
+        called = [output.name for output in self.outputs]
         if not self.used.issuperset(called):
             raise Unknown("its forward calls more than projections and norms")
         names = [name for chain in chains for name in chain]
@@ -365,17 +361,17 @@ class _Interpreter:
                 raise Unknown(f"its forward calls {name} more than once")
         if len(names) > len(set(names)):
             raise Unknown("q, k and v share some of what is in front of their projections")
-        for output in self.trace.outputs:
-            rows = self.rows.get(output.name)
+        for output in self.outputs:
+            rows = self.covered.get(output.name)
             if rows is not None and len(rows) < output.labels.shape[-1]:
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
-    def _rotary(self) -> dict[str, Any]:
+    def _rotary(self, rotary_of: Callable) -> dict[str, Any]:
         """Return the keywords of the layer's `Rotary`; raise Unknown if its calls differ."""
-        trace, found = self.trace, []
-        for call in trace.rotations:
+        found = []
+        for call in self.rotations:
             try:
-                found.append(self.rotary_of(*call))
+                found.append(rotary_of(*call))
             except (LookupError, Unknown) as error:
                 reason = f" ({error})" if isinstance(error, Unknown) else ""
                 name = getattr(call[0], "__name__", type(call[0]).__name__)
@@ -384,7 +380,7 @@ class _Interpreter:
         if any(other != first for other in found):
             raise Unknown("q and k are not alike")
         # The forward may also rotate part of a head by passing only these dims to the function.
-        narrow = any(output.labels.shape[-1] < trace.q.shape[-1] for output in trace.rotated)
+        narrow = any(output.labels.shape[-1] < self.q.shape[-1] for output in self.rotated)
         return {**first, "partial": first["partial"] or narrow}
 
     def _output(self) -> str:
@@ -394,38 +390,37 @@ class _Interpreter:
             Unknown: if the child's input is not o [b, s, h * d], or the forward doesn't return
                 (the child's output, attention weights).
         """
-        last, returned = self.trace.outputs[-1], self.trace.returned
+        last, returned = self.outputs[-1], self.returned
         self.used.add(last.name)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
-        if not is_pair or returned[1] is not self.trace.weights:
+        if not is_pair or returned[1] is not self.weights:
             raise Unknown("its forward doesn't return (output, attention weights)")
         if not torch.equal(returned[0], last.labels):
             raise Unknown(f"{last.name} is not the last that is computed")
-        if not torch.equal(last.input, self.trace.o.flatten(2)):
+        if not torch.equal(last.input, self.o.flatten(2)):
             raise Unknown(f"{last.name} is not given the output of attention as it is")
         return last.name
 
     def _source(self, heads: Tensor) -> tuple[Source, bool]:
         """Return how ``heads`` [b, s, h, d] are computed, and whether they are rotated."""
-        trace = self.trace
         # Backwards from attention: a norm after the rotation, the rotation, a norm before it.
         norm, heads = self._before_norm(heads)
-        rotation, heads = self._before(trace.rotated, heads)
+        rotation, heads = self._before(self.rotated, heads)
         norm_is_last = norm is not None and rotation is not None
         if norm is None:
             norm, heads = self._before_norm(heads)
         # The projection.
         output = self._output_with(heads[0, 0, 0, 0])
-        labels = output.labels.view(trace.batch, trace.seq, -1)
+        labels = output.labels.view(self.batch, self.seq, -1)
         first_rows = heads[0, 0, :, 0] - labels[0, 0, 0]
         rows = first_rows[:, None] + torch.arange(heads.shape[-1])
         if not torch.equal(labels[..., rows % labels.shape[-1]], heads):
             raise Unknown("a head is not d successive rows of one projection, at its own token")
-        self.rows.setdefault(output.name, set()).update(rows.flatten().tolist())
+        self.covered.setdefault(output.name, set()).update(rows.flatten().tolist())
         # The modules between the hidden states and the projection.
         chain = [output]
-        while not torch.equal(chain[0].input, trace.x):
-            earlier = [x for x in trace.outputs if torch.equal(x.labels, chain[0].input)]
+        while not torch.equal(chain[0].input, self.x):
+            earlier = [x for x in self.outputs if torch.equal(x.labels, chain[0].input)]
             if not earlier:
                 raise Unknown(f"{chain[0].name} is not given the hidden states as they are")
             chain[:0] = earlier
@@ -436,7 +431,7 @@ class _Interpreter:
 
     def _output_with(self, label: Tensor) -> TracedOutput:
         """Return the output of a child that contains ``label``; raise Unknown if none does."""
-        for output in self.trace.outputs:
+        for output in self.outputs:
             if (output.labels == label).any():
                 return output
         raise Unknown("its forward computes with q, k or v what is not known here")
@@ -449,10 +444,10 @@ class _Interpreter:
         Raises:
             Unknown: if they are the output of a module that is no norm.
         """
-        output, before = self._before(self.trace.outputs, heads)
+        output, before = self._before(self.outputs, heads)
         if output is None:
             return None, heads
-        norm, size = getattr(self.trace.module, output.name), heads.shape[-1:]
+        norm, size = getattr(self.module, output.name), heads.shape[-1:]
         alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
         is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
         if not alike or not is_norm or output.labels.shape[-1:] != size:
@@ -476,7 +471,7 @@ class _Interpreter:
                 continue
             if not output.name:
                 # The dims before the last are the batch, then heads and sequence in either order.
-                shape, seq = output.labels.shape[:-1], self.trace.seq
+                shape, seq = output.labels.shape[:-1], self.seq
                 token = torch.unravel_index(rows, shape)[1 if shape[1] == seq else 2]
                 if (token != torch.arange(seq).view(1, -1, 1)).any():
                     raise Unknown("its forward rotates heads of other tokens")

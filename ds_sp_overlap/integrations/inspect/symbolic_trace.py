@@ -202,11 +202,9 @@ class ChildProxy(Proxy):
             trace.fail(f"gives {name} more than one tensor")
         if self._is_identity():
             return x
-        width = trace.widths.get(name)
         with torch._C.DisableTorchFunction():
             # A child without a known width, such as a norm, returns the shape of its input.
-            shape = tuple(x.shape) if width is None else (*x.shape[:-1], width)
-            labels = trace.new_labels(*shape)
+            labels = trace.new_labels(*x.shape[:-1], trace.widths.get(name) or x.shape[-1])
         trace.outputs.append(TracedOutput(name, x, labels))
         return labels
 
@@ -312,8 +310,7 @@ class Trace(Accounting):
         # Hide the dtype of labels, which are integers, unlike hidden states.
         self.hidden = HiddenDtype(self.fail)
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
-        cos, sin = (self.new_labels(self.batch, self.seq, 2) for _ in range(2))
-        self.tables = Tables((cos, sin))
+        self.tables = Tables(self.new_labels(self.batch, self.seq, 2) for _ in ("cos", "sin"))
         self.weights, self.position_ids = Opaque(self.fail), Opaque(self.fail)
         self.mask = Opaque(self.fail) if case.masked else None
         self.o: Any = None

@@ -20,9 +20,9 @@ from .library import whole_shape
 _LAYERS = "deepspeed.module_inject.layers"
 
 
-def is_cut(module: nn.Module) -> bool:
-    """Return whether AutoTP cut a layer of ``module``."""
-    return bool(_cut_layers(module))
+def cut_layers(module: nn.Module) -> list[Any]:
+    """Return the layers in ``module``, including ``module`` itself, that AutoTP cut."""
+    return [layer for layer in module.modules() if _is_cut(layer)]
 
 
 def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
@@ -32,7 +32,7 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
         A pair (query heads, KV heads) for each tensor-parallel rank; one pair for a layer that
         AutoTP did not cut.
     """
-    config, cut = module.config, _cut_layers(module)
+    config, cut = module.config, cut_layers(module)
     heads = config.num_attention_heads
     # Without KV heads in the config, there are as many as query heads.
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -48,7 +48,7 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
 
 def heads_here(module: Any) -> tuple[int, int]:
     """Return the numbers of query and KV heads of an attention layer on this rank."""
-    cut = _cut_layers(module)
+    cut = cut_layers(module)
     return heads_of_ranks(module)[cut[0].tp_index if cut else 0]
 
 
@@ -93,8 +93,3 @@ def _is_parallel(layer: Any) -> bool:
 def _is_cut(layer: Any) -> bool:
     """Return whether AutoTP cut this layer itself; in a group of one rank it cuts nothing."""
     return _is_parallel(layer) and layer.is_tp_parallel
-
-
-def _cut_layers(module: nn.Module) -> list[Any]:
-    """Return the layers in ``module``, including ``module`` itself, that AutoTP cut."""
-    return [layer for layer in module.modules() if _is_cut(layer)]

@@ -130,14 +130,14 @@ class Masks:
         return placeholder and placeholder[1:]
 
     def placeholder(
-        self, shape: tuple[int, ...], device: Any, sequence: GlobalSequence, pattern: Pattern
+        self, shape: tuple[int, ...], sequence: GlobalSequence, pattern: Pattern = Pattern()
     ) -> Tensor:
         """Make a placeholder of ``shape``, which masks nothing; record its sequence and pattern.
 
         The weak reference frees the memory but reserves its address (``_cdata``), so no later mask
         is mistaken for this one. `for_attention` removes the entries of freed placeholders.
         """
-        mask = torch.ones((), dtype=torch.bool, device=device).expand(shape)
+        mask = torch.ones((), dtype=torch.bool, device=sequence.device).expand(shape)
         storage = mask.untyped_storage()
         self._placeholders[storage._cdata] = StorageWeakRef(storage), sequence, pattern
         return mask
@@ -152,8 +152,7 @@ class Masks:
 
         @torch.compiler.disable
         def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
-            shape = inputs_embeds.shape[:2]
-            return self.placeholder(shape, inputs_embeds.device, sequence, pattern=Pattern())
+            return self.placeholder(inputs_embeds.shape[:2], sequence)
 
         with contextlib.ExitStack() as stack:
             for names in self.namespaces:
@@ -196,14 +195,13 @@ class Masks:
             # transformers up to 5.0 passes the positions of the queries instead of their number.
             positions = kwargs.get("cache_position")
             queries = kwargs["q_length"] if positions is None else len(positions)
-            device = kwargs["device"] if positions is None else positions.device
             shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
             # transformers' flash attention needs a mask only for padding. A mask function that is
             # not transformers' own leaves ``mask_made`` as it is.
             if getattr(original, "__module__", "") == library.__name__:
                 is_flash = original is library.flash_attention_mask
                 sequence.mask_made = sequence.has_padding or not is_flash
-            return self.placeholder(shape, device, sequence, pattern=pattern)
+            return self.placeholder(shape, sequence, pattern)
 
         with replaced(functions._local_mapping, implementation, create_mask):
             find_documents = replaced(vars(library), _FIND_DOCUMENTS, _documents_of)

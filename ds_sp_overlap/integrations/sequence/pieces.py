@@ -36,15 +36,12 @@ def pieces_of(
         start, stop = np.maximum(start, begin) - begin, np.minimum(stop, last) - begin
         return Documents(np.stack([row, start, stop], 1), sequence.device)
 
-    own = starts[:, first:last]
-    token = np.arange(starts.shape[1])
+    start_of = np.where(starts, np.arange(starts.shape[1]), 0)
     # For each row, the first token of the document that contains this rank's first token.
-    began = np.maximum.accumulate(np.where(starts, token, 0), 1)[:, first]
-    ends = np.cumsum(lengths)[:rank]
-    reached, reaches = to_device(
-        [own.cumsum(1) == 0, began[:, None] < ends[None, :]], sequence.device
-    )
-    last_starts = np.where(own, np.arange(last - first), 0).max(1)
+    began = start_of[:, : first + 1].max(1, keepdims=True)
+    last_starts = (start_of[:, first:last].max(1) - first).clip(0)
+    arrays = [starts[:, first:last].cumsum(1) == 0, began < np.cumsum(lengths)[:rank]]
+    reached, reaches = to_device(arrays, sequence.device)
     return Pieces(
         lengths,
         window=documents(max(0, first - reach)) if reach else None,

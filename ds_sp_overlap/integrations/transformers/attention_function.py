@@ -216,14 +216,12 @@ def _call(
     function: Callable,
     module: Any,
     options: dict[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    *qkv: Tensor,
     mask: Any = None,
     **more: Any,
 ) -> Tensor:
     """Call a layer's attention function, which takes [b, h, n, d], with q, k and v [b, n, h, d]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in qkv)
     return function(module, q, k, v, mask, **{**options, **more})[0]
 
 
@@ -246,13 +244,13 @@ def _with_mask(
         keys, k, v = keys - first, k[:, first:], v[:, first:]
         mask = sequence.window_mask(length, keys, window) if window < keys else None
     if length == keys:
-        return attention(q, k, v, mask)
+        return attention(q, k, v, mask=mask)
     # See Note [Queries of a share]. A single query attends to all keys, without a mask.
     if mask is None and length > 1:
         mask = _lower_right(length, keys)  # guard: the last query sees the last key
         # A mask of this class bypasses autocast.
         q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
-    return attention(q, k, v, mask, is_causal=False)
+    return attention(q, k, v, mask=mask, is_causal=False)
 
 
 def _by_stock(

@@ -194,7 +194,7 @@ class Host:
         has_gathered = self.model in inside  # guard: not another model
         if has_gathered or off_in_eval(self.layer):
             return own(*args, **kwargs)
-        arguments = self._by_name(args, kwargs)
+        arguments = by_name(self.model, args, kwargs)
         if not self.has_looked:
             sharded.look_for_units(self.model)
             self.has_looked = True
@@ -212,17 +212,11 @@ class Host:
             if hands_on:  # guard: mixers find their sequence
                 # With a placeholder, a layer that a checkpoint recomputes finds its sequence.
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
-                mask = masks.placeholder(shape, sequence.device, sequence, pattern=Pattern())
+                mask = masks.placeholder(shape, sequence)
                 return own(**{**arguments, "attention_mask": mask})
             recurrent = masks.for_recurrent(sequence)
             with recurrent:  # guard: recurrent layers are told
                 return own(*args, **kwargs)
-
-    # Dynamo would trace the cache of names, and warn of it.
-    @torch._disable_dynamo
-    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call of the model by name."""
-        return by_name(self.model, args, kwargs)
 
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.

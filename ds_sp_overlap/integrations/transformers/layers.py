@@ -20,7 +20,7 @@ from ...attention.mixer import Mixer
 from ..inspect.accounting import Unknown
 from ..inspect.attention import Reader
 from ..inspect.library import attention_functions, names_around
-from ..inspect.tensor_parallel import heads_here, heads_of_ranks, is_cut
+from ..inspect.tensor_parallel import cut_layers, heads_here, heads_of_ranks
 from ..layers import Binds, FoundLayer, OverlapSettings
 from ..rebinding import rebind
 from ..sequence.masks import RECURRENT
@@ -196,7 +196,7 @@ class _Search:
 
     def _check_tensor_parallel(self, name: str, module: Any, overlap: OverlapSettings) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
-        of_ranks = heads_of_ranks(module) if is_cut(module) else []
+        of_ranks = heads_of_ranks(module) if cut_layers(module) else []
         # Each rank checks the heads of all ranks, so that all ranks raise the error together.
         for rank, (heads, kv_heads) in enumerate(of_ranks):
             try:
@@ -231,20 +231,17 @@ class _Search:
             unknown: The reason why its forward is not known.
             overlap: The layer's settings.
         """
-        heads = heads_here(module)
+        kind: type[FunctionLayer] = FunctionLayer
+        what, heads, attend = "attention function", heads_here(module), attention_of(name, module)
         # Empty if latents are exchanged instead of k and v; None for a layer without latents.
         no_latents = latent.why_not(module, overlap.sp_group.size)
+        reason = f"{no_latents or f'{type(module).__name__}: {unknown}'}; {OWN}"
         if no_latents == "":
-            why = f"{name} ({type(module).__name__}): latent attention needs all queries at once"
+            kind, what, heads = latent.LatentLayer, "latent attention", (heads[0], 1)
+            attend = f"{name} ({type(module).__name__}): {what} needs all queries at once"
             reason = "its projections are called whole"
-            groups, lacks = overlap.describe((heads[0], 1), why, reason)
-            got = f"latent attention, {groups}"
-        else:
-            reason = f"{no_latents or f'{type(module).__name__}: {unknown}'}; {OWN}"
-            groups, lacks = overlap.describe(heads, attention_of(name, module), reason)
-            got = f"attention function, {groups}"
-        kind = latent.LatentLayer if no_latents == "" else FunctionLayer
-        layer = kind(name, module, self.forwards, overlap)
+        groups, lacks = overlap.describe(heads, attend, reason)
+        layer, got = kind(name, module, self.forwards, overlap), f"{what}, {groups}"
         self.own_code.append(name)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=layer.bind))
 
@@ -260,7 +257,7 @@ class _Search:
                 # A model with mixers only takes no position_ids; the outermost model takes them.
                 at, model = outer[-1]
             self.hosted.setdefault(at, model)
-            if is_cut(module):
+            if cut_layers(module):
                 raise ValueError(
                     f"{name} ({type(module).__name__}): AutoTP cut its projections, which is not "
                     "supported with sequence parallelism; take tensor_parallel out of the config"
@@ -292,20 +289,13 @@ class _Search:
                 forward = functools.partial(run_with_largest_position, name, module, self.forwards)
                 self.binds[module] = functools.partial(rebind, module, forward)
         watched = modules.Watched(self.model, bound)
+        host_of = functools.partial(Host, forwards=self.forwards, watched=watched)
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
             name, model = at or type(self.model).__name__, self.named[at]
             # Of this model alone: another one beside it may be checkpointed in another way.
             checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
-            host = Host(
-                name,
-                model,
-                self.forwards,
-                layer=layer,
-                own_code=inside,
-                checkpoints=checkpoints,
-                watched=watched,
-            )
+            host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )

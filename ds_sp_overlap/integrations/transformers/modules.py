@@ -187,6 +187,8 @@ def parameters_of(module: nn.Module) -> list[str]:
     return _parameters(type(module).forward)
 
 
+# Dynamo would trace the cache of names, and warn of it.
+@torch._disable_dynamo
 def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of a module's forward by name."""
     return {**dict(zip(parameters_of(module), args)), **kwargs}

@@ -273,10 +273,7 @@ def faults_of_options(rank):
     ]
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("by what runs, not by its name", 'known = _SDPA if name == "sdpa" else None', faults_of_names),
     Watched("causal whatever a layer asks", "if False:", faults_of_options),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -425,7 +425,4 @@ def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused(rank):
 
 # A model that stock computes wrongly: an MoE that takes sp ranks for tensor-parallel ranks.
 dropping = functools.partial(beside_experts, kind="stock", section={}, across=False, by_mpu=True)
-WATCHED = [Watched("no MoE drops sp ranks' tokens", "if False:", dropping, 4, says=DROPS)]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+test_the_suite_notices_without_the_guard = notices(Watched("no MoE drops sp ranks' tokens", "if False:", dropping, 4, says=DROPS))

@@ -350,12 +350,9 @@ def refused(what):
 
 
 A_COPY = test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overlapped
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("no rank attends alone", "if False:", functools.partial(A_COPY, options={}, copied=copy.deepcopy)),
     Watched("by a name of its own", "foreign[name] = part", **refused("an attention is put around another")),
     Watched("a mixer computes what was described", "if False:", **refused("the class of a delta net is patched")),
     Watched("the layer's own forward is the judge", "if False:", misread, says="something else than what was read"),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

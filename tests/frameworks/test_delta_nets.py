@@ -312,13 +312,10 @@ of_cuts = functools.partial(against_whole, make=wide, cases=[("qwen3_next", head
 of_documents = functools.partial(documents, make=tiny_model, kind="olmo_hybrid", lengths=[16, 16], rows=ROWS, section=TWO)
 of_checkpoints = functools.partial(checkpointed, make=tiny_model, kind="qwen3_5_text", reentrant=False, section=TWO)
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("documents are known", "if False:", misses_edges),
     Watched("rows of their own", "pass", of_cuts),
     Watched("an empty state", "return mix(q, k, v)", of_documents),
     # A checkpoint runs the layer again outside the model's forward.
     Watched("recurrent layers are told", "if True:", of_checkpoints, raises=True),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

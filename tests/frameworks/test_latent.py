@@ -304,7 +304,7 @@ def test_training_under_zero_is_that_of_the_whole_sequence(rank):
 of_rows = functools.partial(against_whole, make=tiny_model, cases=[("deepseek_v3", heads(5), [16, 16], [ONE, TWO])], says=SAYS)
 MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("rows of its heads", MIXED_UP, of_rows),
     Watched("its weight is whole", "return body(*tensors)", gathered_in_its_call),
     Watched(
@@ -315,7 +315,4 @@ WATCHED = [
     Watched("adapters are heard", "return False", adapted_afterwards),
     Watched("only code that is known", "if False:", lambda: ["Scaled"] * known(Scaled)),
     Watched("no other use", "return True", lambda: [x.__name__ for x in (Padded, Swapped) if known(x)]),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

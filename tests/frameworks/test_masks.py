@@ -393,4 +393,4 @@ WATCHED = [
 ]
 
 
-test_the_suite_notices_without_the_guard = since_transformers("5.1")(notices(WATCHED))
+test_the_suite_notices_without_the_guard = since_transformers("5.1")(notices(*WATCHED))

@@ -450,14 +450,11 @@ def unlike(changes):
 
 
 NAMED = 'if type(linear).__name__ != "RowParallelLinear":'
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("linear by its source", NAMED, unlike(forked)),
     Watched("a fork's exchange stays its own", "return False", unlike(forked_exchange)),
     Watched("known by its source", "if False:", unlike(functools.partial(of_class, Clamped))),
     Watched("what a decorator does is in no digest", "pass", unlike(functools.partial(of_class, Decorated))),
     # Each call looks again.
     Watched("a call of dist_attn that is hooked is made", "pass", unlike(hook_dist_attn), raises=True),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

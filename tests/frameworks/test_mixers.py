@@ -375,12 +375,9 @@ def test_a_fault_of_the_scan_is_seen(rank):
 of_documents = functools.partial(documents, make=model_of, kind="nemotron_h", lengths=[9, 2, 21], rows=ROWS, section={})
 of_checkpoints = functools.partial(checkpointed, make=model_of, kind="mamba", reentrant=False, section=STRICT)
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("the step that the scan takes", "pass", of_states),
     Watched("a document that begins lacks nothing", "if False:", of_documents, ranks=3),
     Watched("a state stays in its document", "if False:", of_documents, ranks=3),
     Watched("mixers find their sequence", "if False:", of_checkpoints, raises=True),  # as of recurrent layers
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -276,7 +276,7 @@ def unregistered(rank):
         return refusal(outcome, model, batches(1)[0], rank, 2, group)
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("no exchange of heads that don't divide", "if False:", unregistered, says="sp_overlap"),
     Watched(
         "one dtype under autocast",
@@ -284,7 +284,4 @@ WATCHED = [
         test_ranks_share_heads_under_autocast_with_weights_in_fp32,
         raises=True,
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -243,7 +243,7 @@ def takes_random_numbers():
 
 
 one_step_of_views = functools.partial(selected, section={"head_groups": 2}, operations=["view", "copy_", "clone"], steps=1)
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("takes no random numbers", "pass", takes_random_numbers),
     Watched(
         "no mode sees it",
@@ -251,7 +251,4 @@ WATCHED = [
         functools.partial(test_a_checkpoint_runs_in_backward_what_it_ran_in_forward, section={"head_groups": 1}),
     ),
     Watched("buffers are written again", "return False", one_step_of_views, raises=True),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -171,7 +171,7 @@ def must_notice(watched):
     assert not (cases.everything() and any(everywhere(found))), "the guard was not put back"
 
 
-def notices(watched):
+def notices(*watched):
     """Return a test with a case for each of ``watched``."""
 
     @pytest.mark.parametrize("watched", watched, ids=str)

@@ -133,7 +133,7 @@ def test_calls_of_a_capture_are_compared_behind_it(rank):
 # Guards.
 
 LATER = test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "same layer, same call",
         'return f"local sequence {lengths}, batch {geometry.batch}, {types()}"',
@@ -149,7 +149,4 @@ WATCHED = [
         'self.names.append("")',
         functools.partial(LATER, names=("layer.0", "layer.1", "layer.2"), streams=False),
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -174,7 +174,7 @@ def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
     assert torch.equal(torch.nn.functional.linear(x, parameter_of(linear, "weight"), linear.bias), linear(x))
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("a call of its own runs", "if False:", functools.partial(taken_apart, "a call of its class")),
     Watched(
         "given back after a raise",
@@ -205,7 +205,4 @@ WATCHED = [
         "if False:",
         functools.partial(test_hooks_of_all_modules_see_whole_projections, kind="forward"),
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

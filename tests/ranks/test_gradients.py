@@ -247,7 +247,7 @@ def test_the_output_may_get_no_gradient_on_one_rank(rank):
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "leads to each of them",
         "self._token, *received = y\nself._token = self._token.detach() if received else self._token",
@@ -259,7 +259,4 @@ WATCHED = [
         functools.partial(differentiated, shape=BLOCKS["G = 2"], way="product"),
         says="create_graph=True",
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -211,7 +211,7 @@ def test_the_instrument_sees(fault, says):
 # Guards.
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "no graph of what it can't hold",
         "if False:",
@@ -219,7 +219,4 @@ WATCHED = [
         raises=True,
         says="a call is the first of its kind",
     )
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

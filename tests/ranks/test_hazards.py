@@ -223,7 +223,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
     ),
     "a received buffer unpacked twice": Watched("unpacked once", "self._unpacked()\nself.outs = self._unpacked()", late_delivery),
 }
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("waits before it reads", "pass", late_delivery),
     Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
     Watched("a copy, no view", "x = x.reshape(shape)", late_delivery),
@@ -239,7 +239,4 @@ WATCHED = [
     Watched("rotated, so unpacked", "rotates = False", test_what_is_rotated_on_its_way_is_packed_and_unpacked),
     Watched("repeats are summed", "place = place.amax(run.repeats)", late_delivery_of_replicas),
     Watched("overlaps are summed", "part.copy_(place)", late_delivery_of_replicas),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -82,7 +82,7 @@ def test_a_half_out_of_place_is_refused(rank):
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("packed, so let go", "pass", test_a_source_lives_as_long_as_it_is_read_and_no_longer),
     Watched(
         "the transfer is let go",
@@ -91,7 +91,4 @@ WATCHED = [
     ),
     Watched("this half belongs here", "if False:", test_a_half_out_of_place_is_refused),
     Watched("a failed launch has a name", "except LookupError as error:", test_a_launch_that_fails_names_its_exchange),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -131,7 +131,7 @@ def test_tensors_of_several_dtypes_and_head_dims_arrive_as_they_left(rank):
 # Guards.
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "to those that need it",
         "needed = step.parts",
@@ -139,7 +139,4 @@ WATCHED = [
         raises=True,
         says="([], ",
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -351,7 +351,7 @@ def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_befo
 
 
 of_dropout = functools.partial(test_random_numbers_are_those_of_the_first_forward, dropout=0.25)
-GUARDS = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("the same random numbers", "pass", of_dropout),
     Watched("what is drawn behind attention is as before", "pass", of_dropout),
     Watched(
@@ -368,7 +368,4 @@ GUARDS = [
         functools.partial(held, section=ENDS[-1][0], end=ENDS[-1][1]),
         says="[False, False, False]",
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(GUARDS)
+)

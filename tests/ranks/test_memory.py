@@ -308,10 +308,7 @@ def test_what_waits_for_the_backward_is_what_the_planner_says(groups, window):
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("let go behind its last use", "pass", functools.partial(above, 0.48, WINDOWED[0], 1), 0),
     Watched("the graph holds `pack`", "pass", beyond, 0),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

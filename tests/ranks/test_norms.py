@@ -240,7 +240,7 @@ def test_a_hook_on_a_norm_sees_it_once(rank):
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("only known norms", "if False:", test_dropout_before_a_norm_is_the_same_in_backward),
     Watched("its hooks run once", "return True", functools.partial(faults, kind=weight_is_hooked, groups=2)),
     Watched(
@@ -248,10 +248,7 @@ WATCHED = [
         'with torch.enable_grad(), torch.autocast(**{**call.autocast, "enabled": False}):',
         test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward,
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)
 
 
 # What a norm learns is saved as autograd saves it.

@@ -221,7 +221,7 @@ def test_and_so_with_a_window(family, rank):
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "starts in the order drawn",
         "program = tuple(sorted(piece.forward, key=lambda step: -step.group))",
@@ -237,7 +237,4 @@ WATCHED = [
         'backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',
         wgrad_of_two_groups_out_of_place,
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

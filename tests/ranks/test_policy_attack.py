@@ -364,7 +364,7 @@ def test_beside_replicas_an_optimizer_stepped_on_one_rank_only_makes_nobody_wait
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "stays for its backward",
         "if not self._due or self.over:",
@@ -378,7 +378,4 @@ WATCHED = [
         functools.partial(attacked, program=its_input_needs_no_gradient, steps=18),
         says="], [4], [",  # what is kept
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -327,12 +327,9 @@ def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stag
 
 # Guards.
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("the slowest rank counts", "slowest = [min(times) for times in zip(*complete)]", choices_differ),
     Watched("replicas choose together", "if False:", replicas_differ, 4),
     Watched("their lengths differ", "if True:", replicas_differ, 4),
     Watched("no stock", "candidates = candidates_for(most, off, least)", functools.partial(replicas_differ, off=True), 4),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

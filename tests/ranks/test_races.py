@@ -292,7 +292,7 @@ def check(scene, asynchronous=False):
 
 LAYER = "a layer, G = 2"
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     # Waits.
     Watched("sends what is ready", "pass", check(LAYER), 0),
     Watched("waits on its stream", "pass", check(LAYER, True), 0),
@@ -317,7 +317,4 @@ WATCHED = [
     Watched(
         "marked behind the transfer", "self.transfer.record_event(event)\nself.events.append(event)", check("once per node"), 0
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -382,7 +382,7 @@ def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens, r
 
 
 wrong_tables = test_rotary_tables_that_would_not_rotate_the_heads_are_refused
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "a group that is there", "except LookupError as error:",
         partial(on_a_destroyed_group, kind="layer"), says="layer: the process group",
@@ -423,7 +423,4 @@ WATCHED = [
         "a failed wait has a name", "except LookupError as error:",
         partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: ",
     ),
-]  # fmt: skip
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)  # fmt: skip

@@ -307,7 +307,7 @@ def rotated(rank):
     return dropin.dropin_faults(rank, Case(1, 1, 4, 4, 2, (4, 4), rotary_dims=4))
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "no keyword is swallowed", "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters",
         swallowed, ranks=0,
@@ -317,7 +317,4 @@ WATCHED = [
         functools.partial(refused, index=0), says=LACKS,
     ),
     Watched("rotated by its own positions", "if False:", rotated, raises=True),
-]  # fmt: skip
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)  # fmt: skip

@@ -248,7 +248,7 @@ def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(leng
 # Guards.
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "unchanged",
         "ctx.save_for_backward(*[x if x is None else x.data for x in made[count:]])",
@@ -269,7 +269,4 @@ WATCHED = [
         "of_parts[name] = True",
         test_gradients_that_nobody_needs_are_not_exchanged,
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

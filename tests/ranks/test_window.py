@@ -534,7 +534,7 @@ def leaves_a_mode(rank):
     return ["it trains behind backward"] * any(local.training for local in seen)
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "run again in its mode",
         "pass",
@@ -558,7 +558,4 @@ WATCHED = [
         "if True:",
         functools.partial(test_backward_makes_q_k_and_v_under_the_autocast_of_forward, forward=False, backward=True),
     ),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -198,7 +198,6 @@ def test_impossible_counts_are_refused_with_the_values_and_the_limit(arguments, 
 
 # Guards.
 
-WATCHED = [Watched("read by every rank", "if held:", pieces_are_read_where_a_rank_gets_none)]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+test_the_suite_notices_without_the_guard = notices(
+    Watched("read by every rank", "if held:", pieces_are_read_where_a_rank_gets_none)
+)

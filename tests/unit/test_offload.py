@@ -136,12 +136,9 @@ def passed(check, *args):
 LEAVES = passed(test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_copy)
 COMES_BACK = passed(test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_copy)
 IS_DROPPED = passed(test_memory_of_what_is_dropped_returns_behind_its_copy, True)
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("copies what is ready", "self.copied = self.side.begin()\nself.side.backend.set_stream(self.copied[1])", LEAVES),
     Watched("copied, then given back", "pass", LEAVES),
     Watched("arrived, then read", "pass", COMES_BACK),
     Watched("dropped behind its copy", "pass", IS_DROPPED),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

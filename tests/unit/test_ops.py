@@ -155,13 +155,10 @@ def test_of_unequal_parts_only_tiles_are_copied_as_they_are(check):
     assert check() == []
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     *(
         Watched("disjoint parts need no sum", f"disjoint = {alike}", check)
         for alike, check in ((False, UNEQUAL[0]), (True, UNEQUAL[1]), (True, UNEQUAL[2]))
     ),
     Watched("halves are summed in fp32", "totals = [torch.zeros_like(x) for x in tensors]", halves_summed_in_fp32),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

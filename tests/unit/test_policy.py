@@ -270,7 +270,6 @@ def test_the_hook_goes_with_the_policy():
 
 # Guards.
 
-WATCHED = [Watched("evaluations favour none", "calls, gradients = len(own_forwards), len(own_backwards)", evaluations_decide)]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+test_the_suite_notices_without_the_guard = notices(
+    Watched("evaluations favour none", "calls, gradients = len(own_forwards), len(own_backwards)", evaluations_decide)
+)

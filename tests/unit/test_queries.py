@@ -260,13 +260,10 @@ def test_no_call_gets_more_documents_than_a_kernel_takes(monkeypatch):
     assert max(batches) == 2 and len(batches) > 4
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched(
         "the last query sees the last key",
         "return attention(q, k, v)",
         lambda: faults([("one document", Pattern(), "sdpa", 2)]),
     )
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

@@ -527,15 +527,12 @@ def test_a_parameter_that_is_one_is_no_constant_one():
     assert not attention.has_changed(types.SimpleNamespace(scale=1.0), ("scale",), 1.0)
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("only a cache", "return True", lambda: list(other_names())),
     Watched("no code of one's own", "if False:", lambda: list(own_code())),
     Watched("no function of one's own", "elif False:", lambda: list(own_code())),
     Watched("all globals are seen", "if False:", lambda: list(hidden_states_read())),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)
 
 
 def test_names_that_are_replaced_come_back():

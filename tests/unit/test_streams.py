@@ -206,11 +206,8 @@ def in_order():
     return []
 
 
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("goes on after the launch", "pass", in_order),
     Watched("behind no other transfer", "self.transfer.record_event(event)", in_order),
     Watched("freed, waits for nothing", "pass", in_order),
-]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)

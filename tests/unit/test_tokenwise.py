@@ -216,7 +216,6 @@ def read_of_ones_own():
         yield "a norm that goes by the length is known"
 
 
-WATCHED = [Watched("no code of one's own in tiles", "if False:", lambda: list(read_of_ones_own()))]
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+test_the_suite_notices_without_the_guard = notices(
+    Watched("no code of one's own in tiles", "if False:", lambda: list(read_of_ones_own()))
+)

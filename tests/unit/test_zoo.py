@@ -76,7 +76,7 @@ def unseen_by_the_probe():
 
 OWN = {"own"}
 NEVER = "if False:"
-WATCHED = [
+test_the_suite_notices_without_the_guard = notices(
     Watched("only known operations", NEVER, unless("detached always, of q")),
     Watched("nothing goes by a size", "return True", unless("a window by length")),
     Watched("torch is asked nothing", NEVER, unless("scaling by gradients", OWN)),
@@ -87,7 +87,4 @@ WATCHED = [
     Watched("all that learns is known", NEVER, unless("a parameter that waits", OWN)),
     Watched("joined dims too", "if count not in self.sizes:", unless("by joined dims, of q")),
     Watched("more than rounding", "return ''", unseen_by_the_probe),
-]  # fmt: skip
-
-
-test_the_suite_notices_without_the_guard = notices(WATCHED)
+)  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..warn import by_rank
 from .modes import outside_modes
 from .streams import is_captured
 
@@ -87,7 +88,7 @@ class Calls:
         every = sp_group.gather(asked.names, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
         number = self.number - len(asked.names + names) + differs + 1
-        seen = "; ".join(f"sp rank {rank}: {called[differs]}" for rank, called in enumerate(every))
+        seen = by_rank(called[differs] for called in every)
         raise RuntimeError(
             f"sp_overlap: the ranks of the sp group have called different layers, first in call "
             f"{number} ({seen}), and what they have computed since is wrong; call the same layers "

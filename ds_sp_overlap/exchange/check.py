@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..rotary import rotate
+from ..warn import by_rank
 from .copies import blocks_of
 from .layout import Side
 from .modes import outside_modes
@@ -66,14 +67,13 @@ def plain_exchange(
     # Rows are senders, columns are receivers.
     fits = sent == [list(sizes) for sizes in zip(*received)]
     if not fits or len(set(zip(names, dtypes))) > 1:
-        lines = []
-        for rank, (its_name, dtype, its_source, its_target, _) in enumerate(every):
-            shapes = f"{list(its_source.shape)} -> {list(its_target.shape)}"
-            lines.append(f"sp rank {rank}: {its_name} {dtype} {shapes}")
+        launched = by_rank(
+            f"{its_name} {dtype} {list(sent.shape)} -> {list(received.shape)}"
+            for its_name, dtype, sent, received, _ in every
+        )
         raise RuntimeError(
-            "sp_overlap.check: the ranks launch exchanges that don't fit together "
-            f"({'; '.join(lines)}); call the same layers in the same order on every rank, with the "
-            "same config"
+            f"sp_overlap.check: the ranks launch exchanges that don't fit together ({launched}); "
+            "call the same layers in the same order on every rank, with the same config"
         )
     # Replicas are summed in fp32 for half precision, as in `copies.unpack`.
     out = torch.zeros(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -129,15 +129,12 @@ def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotat
     # Equal infinities have no difference to compare: inf - inf is nan.
     wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
     wrong &= ~(got.isnan() & expected.isnan())
-    fine = not wrong.any()
-    worst = 0.0 if fine else (got - expected)[wrong].abs().max().item()
-    faults = []
-    for rank, (is_fine, error) in enumerate(sp_group.gather((fine, worst), name)):
-        if not is_fine:
-            faults.append(f"sp rank {rank} by {error:.3g}")
-    if faults:
+    fault = ""
+    if wrong.any():
+        fault = f"off by {(got - expected)[wrong].abs().max().item():.3g}"
+    if faults := by_rank(sp_group.gather(fault, name)):
         raise RuntimeError(
             f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one "
-            f"({', '.join(faults)}); "
+            f"({faults}); "
             'try sp_overlap.transport "c10d" and kernels "torch", and report it'
         )

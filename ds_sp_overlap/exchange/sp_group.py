@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..relayout import build, ops
-from ..warn import warn_once
+from ..warn import by_rank, warn_once
 from .calls import Calls
 from .copy_engines import CopyEngine
 from .modes import outside_modes
@@ -227,14 +227,13 @@ class SPGroup:
         answers = self.gather((is_fine, answer), where)
         # All ranks compare the same answers, so either all raise or none.
         alike = all(other == answers[0] for other in answers)
-        lines = [f"sp rank {rank}: {of_rank}" for rank, (_, of_rank) in enumerate(answers)]
-        faults = [line for line, (fine, _) in zip(lines, answers) if not fine]
-        if faults:  # guard: one rank's fault is everybody's
+        if not all(fine for fine, _ in answers):  # guard: one rank's fault is everybody's
             # One line is enough if all ranks have the same fault.
-            raise ValueError(f"{where}: {answer if alike else '; '.join(faults)}")
+            faults = by_rank("" if fine else text or "error" for fine, text in answers)
+            raise ValueError(f"{where}: {answer if alike else faults}")
         if not alike:  # guard: ranks exchange the same
             raise ValueError(
                 f"{where}: the ranks of the sp group are about to exchange different things "
-                f"({'; '.join(lines)}); give every rank the same model, config, batch and dtype, "
-                "and its share of one sequence"
+                f"({by_rank(str(text) for _, text in answers)}); give every rank the same model, "
+                "config, batch and dtype, and its share of one sequence"
             )

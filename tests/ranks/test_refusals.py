@@ -318,7 +318,7 @@ def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, 
     """Guard: `check.compare`; one element changed by 1e-6 on one rank."""
     shape = Shape(batch_first=batch_first, config={"check": True})
     said = run_block(rank, shape, Corrupting(what))
-    differs = "sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1 by "
+    differs = "sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1: off by "
     assert_error(said, f"layer {what}: {differs}", "RuntimeError")
     assert said[1].endswith('try sp_overlap.transport "c10d" and kernels "torch", and report it')
 

@@ -185,7 +185,8 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
         x = x.clone(memory_format=torch.contiguous_format)  # guard: a copy, no view
-        outs.append(x.view(shape))
+        # Not a plain view: autograd forbids in-place changes of a view that a node returns.
+        outs.append(torch.ops.aten._unsafe_view.default(x, shape))
     return outs
 
 

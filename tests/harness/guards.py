@@ -145,7 +145,7 @@ def found(rank, watched):
             return [] if watched.says in str(result) else [f"{result}, without {watched.says!r}"]
         errors = [f"off by {x}" if isinstance(x, float) and not x < watched.limit else x for x in leaves(result)]
         return [x for x in errors if not isinstance(x, float)]
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         return [str(error)]
     except Exception as error:
         return [CRASHED + repr(error)]

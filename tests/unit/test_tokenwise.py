@@ -1,6 +1,5 @@
 """Norms and MLPs, tried out with random weights: functions of one token at a time, or not known, and never mistaken."""
 
-import contextlib
 import types
 
 import pytest
@@ -204,18 +203,17 @@ def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
         probe(module)
 
 
-def read_of_ones_own():
-    """Yield what is taken for a function of a token though it goes by the length beyond those that are tried."""
+def test_a_norm_of_ones_own_is_not_known():
+    """It goes by a length beyond those that are tried."""
 
     class Norm(LlamaRMSNorm):
         def forward(self, x):
             return x - x.mean(1, keepdim=True) if x.shape[1] > 1000 else x
 
-    with contextlib.suppress(Unknown):
+    with pytest.raises(Unknown):
         probe(Norm(24))
-        yield "a norm that goes by the length is known"
 
 
 test_the_suite_notices_without_the_guard = notices(
-    Watched("no code of one's own in tiles", "if False:", lambda: list(read_of_ones_own()))
+    Watched("no code of one's own in tiles", "if False:", test_a_norm_of_ones_own_is_not_known)
 )

@@ -266,7 +266,7 @@ test_the_suite_notices_without_the_guard = notices(
     ),
     Watched(
         "only what is needed",
-        "of_parts[name] = True",
+        "of_parts[part] = True",
         test_gradients_that_nobody_needs_are_not_exchanged,
     ),
 )

@@ -15,6 +15,7 @@ import ds_sp_overlap.autotune.policy
 from ds_sp_overlap.integrations.inspect.library import names_around
 from ds_sp_overlap.integrations.sequence.positions import GlobalSequence
 from ds_sp_overlap.schedule import by_head_groups, order
+from tests.harness import whole
 from tests.harness.cases import full
 from tests.harness.families import tiny_config, tiny_model
 from tests.harness.guards import Watched, notices
@@ -23,24 +24,6 @@ from tests.harness.models import FP64, forgetting, packed, sequence_parallel, wo
 from tests.harness.ranks import assert_refused, assert_small, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
-from tests.harness.whole import (
-    FP32,
-    adapters_trained,
-    against_whole,
-    assert_rounds_as_one_rank,
-    checkpointed,
-    documents,
-    each_alone,
-    found,
-    inputs_of,
-    on_and_off,
-    padding,
-    partly_trained,
-    recorded,
-    share,
-    tokens_of,
-    trained,
-)
 
 KINDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 ONE, TWO = {"head_groups": 1}, {"head_groups": 2}
@@ -86,8 +69,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_every_gradient_equal_the_whole_sequences(size, rank):
-    assert_small(against_whole(rank, wide, CASES[size], "delta rule"), FP64)
-    assert_small(against_whole(rank, tiny_model, OTHERS[size], "delta rule"), FP64)
+    assert_small(whole.against_whole(rank, wide, CASES[size], "delta rule"), FP64)
+    assert_small(whole.against_whole(rank, tiny_model, OTHERS[size], "delta rule"), FP64)
 
 
 UNTOLD = (
@@ -104,7 +87,7 @@ UNTOLD = (
 
 def edges(rank, kinds=("qwen3_next",)):
     """Return what was said of each way to tell documents beside position_ids, for each kind of layer."""
-    said, tokens = {}, tokens_of(32, rows=1)
+    said, tokens = {}, whole.tokens_of(32, rows=1)
     two = packed([[20, 12]])
     given = {
         "edges": (None, dict(cu_seq_lens_q=[0, 10, 16])),
@@ -123,7 +106,7 @@ def edges(rank, kinds=("qwen3_next",)):
         model = tiny_model(kind)
         ds_sp_overlap.enable(model, {}, dist.group.WORLD)
         for name, (positions, more) in given.items():
-            inputs, _ = inputs_of(tokens, [16, 16], rank, positions)
+            inputs, _ = whole.inputs_of(tokens, [16, 16], rank, positions)
             more = {key: torch.tensor(x, dtype=torch.int32) for key, x in more.items()}
             said[kind, name] = refusal(model, **inputs, **more, use_cache=False)
         ds_sp_overlap.disable(model)
@@ -150,38 +133,38 @@ ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[16, 16], [12, 20]]
 @pytest.mark.parametrize("words", [("conv1d",), ("A_log", "q_norm"), ("lm_head",), ("in_proj_b", "b_proj", "in_proj_ba")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words, rank):
-    assert_small(partly_trained(rank, tiny_model, kind, words, TWO), FP64)
+    assert_small(whole.partly_trained(rank, tiny_model, kind, words, TWO), FP64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_on_every_projection_is_right(kind, rank):
     linear = [name for name, m in tiny_model(kind).named_modules() if isinstance(m, torch.nn.Linear) and "linear_attn" in name]
-    assert_small(adapters_trained(rank, tiny_model, kind, linear, TWO), FP64)
+    assert_small(whole.adapters_trained(rank, tiny_model, kind, linear, TWO), FP64)
 
 
 def test_in_bf16_rounding_is_that_of_one_rank():
     """Other roundings of the same size: 1 to 2 % apart where they were compared. The fault is more than ten roundings (0.4 %)."""
-    assert_rounds_as_one_rank(tiny_model, KINDS, TWO, ("conv1d",), 1.1)
+    whole.assert_rounds_as_one_rank(tiny_model, KINDS, TWO, ("conv1d",), 1.1)
 
 
 def let_run_on(kind):
     """Error where transformers' own path lets the state run on from document to document."""
     with in_double():
-        model, tokens = tiny_model(kind), tokens_of(32)
-        together = found(model, [share(model, *inputs_of(tokens, [32], 0, packed(ROWS[0])))])
-        return worst(together, found(model, each_alone(model, tokens, ROWS[0])))
+        model, tokens = tiny_model(kind), whole.tokens_of(32)
+        together = whole.found(model, [whole.share(model, *whole.inputs_of(tokens, [32], 0, packed(ROWS[0])))])
+        return worst(together, whole.found(model, whole.each_alone(model, tokens, ROWS[0])))
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], full(KINDS[1]), KINDS[2], "kimi_linear"])
 def test_a_packed_document_begins_with_an_empty_state(kind, rank):
     assert let_run_on(kind) > 1e-3, "the two are told apart"
-    assert_small(documents(rank, tiny_model, kind, [16, 16], ROWS, TWO), FP64)
+    assert_small(whole.documents(rank, tiny_model, kind, [16, 16], ROWS, TWO), FP64)
 
 
 @pytest.mark.parametrize("kind, lengths", [("qwen3_next", [16, 16]), ("qwen3_5_text", [1, 31])])
 def test_padding_leaves_no_trace(kind, lengths, rank):
     """transformers makes no mask for a rank with one token."""
-    assert_small(padding(rank, tiny_model, kind, lengths, TWO), FP64)
+    assert_small(whole.padding(rank, tiny_model, kind, lengths, TWO), FP64)
 
 
 def test_padding_takes_no_document_a_token():
@@ -199,7 +182,7 @@ def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: mover.log.append("z"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: z.register_hook(lambda _: mover.log.append("dz")) and None)
-    forward, backward = recorded(rank, model, TWO, layer, mover)
+    forward, backward = whole.recorded(rank, model, TWO, layer, mover)
     made = by_head_groups(("qkv", "q"))  # two groups share the key head of a rank
     for name, log, steps, under in (("z", forward, made.forward, "<q0"), ("dz", backward, made.backward, "<dq1")):
         expected = order(made, steps)
@@ -214,7 +197,7 @@ def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant, rank):
-    assert_small(checkpointed(rank, tiny_model, kind, reentrant, TWO), FP64)
+    assert_small(whole.checkpointed(rank, tiny_model, kind, reentrant, TWO), FP64)
 
 
 def refused_alone(model, inputs):
@@ -230,7 +213,7 @@ def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores
         names = names_around(next(module for module in model.modules() if hasattr(module, "A_log")))
         asked = names["create_recurrent_attention_mask"]
         section = {"head_groups": 2, "check": True}
-        report, off, (by_itself, without), same = on_and_off(rank, model, section, refused_alone)
+        report, off, (by_itself, without), same = whole.on_and_off(rank, model, section, refused_alone)
         assert asked is names["create_recurrent_attention_mask"]
     assert "2 of 2 layers overlapped" in report and "linear_attn" in report and "delta rule, G = 2" in report
     assert ("the projection of z under them" in report) == (kind != "qwen3_next")
@@ -243,17 +226,17 @@ def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores
 
 def test_evaluation_is_left_alone_where_stock_leaves_it_alone(rank):
     with in_double():
-        model, tokens = tiny_model("qwen3_next"), tokens_of(32)
-        inputs, _ = inputs_of(tokens, [16, 16], rank)
-        alone, whole = model(**inputs).logits, model(input_ids=tokens).logits.split(16, 1)[rank]
+        model, tokens = tiny_model("qwen3_next"), whole.tokens_of(32)
+        inputs, _ = whole.inputs_of(tokens, [16, 16], rank)
+        alone, together = model(**inputs).logits, model(input_ids=tokens).logits.split(16, 1)[rank]
         with forgetting():
             sequence_parallel(model, 2, disable_in_eval=True)
             ds_sp_overlap.enable(model, {"head_groups": 1})
             with torch.no_grad():
-                for training, expected in ((False, alone), (True, whole)):
+                for training, expected in ((False, alone), (True, together)):
                     assert (model.train(training)(**inputs, use_cache=False).logits - expected).abs().max() < FP64, training
             ds_sp_overlap.disable(model)
-    assert (alone - whole).abs().max() > 1e-3 or rank == 0
+    assert (alone - together).abs().max() > 1e-3 or rank == 0
 
 
 DELTA_NET = "linear_attn (Qwen3NextGatedDeltaNet)"
@@ -282,7 +265,7 @@ def test_heads_that_cant_be_split_and_code_that_isnt_known_are_refused_with_name
 def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_fail(kind, rank):
     model = tiny_model(kind)
     ds_sp_overlap.enable(model, {"head_groups": 1}, dist.group.WORLD)
-    said = refusal(share, model, *inputs_of(tokens_of(16), [16, 0], rank))
+    said = refusal(whole.share, model, *whole.inputs_of(whole.tokens_of(16), [16, 0], rank))
     ds_sp_overlap.disable(model)
     assert said is not None and said[0] == "ValueError" and "sp rank 1 has no tokens (local lengths [16, 0])" in said[1]
 
@@ -294,23 +277,25 @@ def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_
 def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
     """Each parameter's gradient, those cut by heads too, is reduced as every other's; ZeRO-3 gathers what no module's call asks for."""
     stages = [(0, False), (1, False), (3, kind != "qwen3_next")]
-    assert_small(trained(rank, kind, stages, TWO), FP32)
+    assert_small(whole.trained(rank, kind, stages, TWO), whole.FP32)
 
 
 @pytest.mark.parametrize("kind, kv_heads", [("qwen3_5_text", 2), ("youtu", 1)])
 def test_g_is_chosen_by_timing(kind, kv_heads, rank):
     with listening() as said:
-        off = trained(rank, kind, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
+        off = whole.trained(rank, kind, [(0, False)], {"head_groups": "auto", "policy": {"warmup_steps": 8}}, steps=14)
     assert any(f"4 query and {kv_heads} KV heads" in line and "kept: G = " in line for line in said), said
-    assert max(off.values()) < FP32, off
+    assert max(off.values()) < whole.FP32, off
 
 
 # Guards.
 
 
-of_cuts = functools.partial(against_whole, make=wide, cases=[("qwen3_next", heads(6, 3), [16, 16], [ONE, TWO])], says="delta rule")
-of_documents = functools.partial(documents, make=tiny_model, kind="olmo_hybrid", lengths=[16, 16], rows=ROWS, section=TWO)
-of_checkpoints = functools.partial(checkpointed, make=tiny_model, kind="qwen3_5_text", reentrant=False, section=TWO)
+of_cuts = functools.partial(
+    whole.against_whole, make=wide, cases=[("qwen3_next", heads(6, 3), [16, 16], [ONE, TWO])], says="delta rule"
+)
+of_documents = functools.partial(whole.documents, make=tiny_model, kind="olmo_hybrid", lengths=[16, 16], rows=ROWS, section=TWO)
+of_checkpoints = functools.partial(whole.checkpointed, make=tiny_model, kind="qwen3_5_text", reentrant=False, section=TWO)
 
 test_the_suite_notices_without_the_guard = notices(
     Watched("documents are known", "if False:", misses_edges),

@@ -17,28 +17,13 @@ import ds_sp_overlap
 from ds_sp_overlap.attention.latent import latents_pay
 from ds_sp_overlap.integrations.transformers.latent import is_latent, why_not
 from ds_sp_overlap.schedule import by_head_groups, order
-from tests.harness import flash
+from tests.harness import flash, whole
 from tests.harness.families import tiny_model
 from tests.harness.guards import Watched, notices
 from tests.harness.models import FP64, worst
 from tests.harness.ranks import assert_small, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
-from tests.harness.whole import (
-    FP32,
-    adapted,
-    against_itself,
-    against_whole,
-    checkpointed,
-    documents,
-    inputs_of,
-    on_all_ranks,
-    on_and_off,
-    on_one_rank,
-    recorded,
-    tokens_of,
-    trained,
-)
 
 KINDS = (
     "deepseek_v3",
@@ -84,7 +69,7 @@ SAYS = r"layers\) overlapped: latent attention, "
 
 @pytest.mark.parametrize("size", CASES)
 def test_loss_and_every_gradient_equal_the_whole_sequences(size, rank):
-    assert_small(against_whole(rank, tiny_model, CASES[size], SAYS), FP64)
+    assert_small(whole.against_whole(rank, tiny_model, CASES[size], SAYS), FP64)
 
 
 def flashing(kind):
@@ -95,7 +80,7 @@ def flashing(kind):
 
 def test_a_flash_attention_gets_the_expanded_heads(rank):
     with flash.flash_attention() as calls:
-        assert_small(against_whole(rank, flashing, [("deepseek_v3", {}, [16, 16], [ONE, TWO])], SAYS), FP64)
+        assert_small(whole.against_whole(rank, flashing, [("deepseek_v3", {}, [16, 16], [ONE, TWO])], SAYS), FP64)
         assert calls
 
 
@@ -103,12 +88,12 @@ ROWS = [[[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]], [[1, 1, 1, 29], [3, 
 
 
 def test_packed_documents_are_kept_apart(rank):
-    assert_small(documents(rank, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO), FP64)
+    assert_small(whole.documents(rank, tiny_model, "deepseek_v3", [20, 12], ROWS, TWO), FP64)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reentrant, rank):
-    assert_small(checkpointed(rank, tiny_model, "youtu", reentrant, TWO), FP64)
+    assert_small(whole.checkpointed(rank, tiny_model, "youtu", reentrant, TWO), FP64)
 
 
 # What travels.
@@ -129,7 +114,7 @@ def test_a_latent_travels_once_and_k_and_v_of_heads_never(rank):
     model, mover = tiny_model("deepseek_v3"), Sizes()
     made, tokens = by_head_groups(("qkv", "q")), 2 * 32
     given = lambda x, positions: (model.model.rotary_emb(x, positions), None)
-    forward, backward = recorded(rank, model, TWO, attention_of(model), mover, given=given)
+    forward, backward = whole.recorded(rank, model, TWO, attention_of(model), mover, given=given)
     assert forward == order(made, made.forward) and backward == order(made, made.backward)
     assert {name: count // tokens for name, count in mover.received.items()} == {
         **{"q0": K, "k0": LATENT, "v0": ROTATED, "q1": K, "o0": V, "o1": V},  # o: twice the heads of half the tokens
@@ -149,11 +134,11 @@ def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_st
     with in_double():
         for model, why in (
             (tiny_model("deepseek_v3", kv_lora_rank=48), "latents of 56 numbers a token are no smaller than a rank's k and v, 48"),
-            (adapted(tiny_model("deepseek_v3"), "kv_b_proj"), "latents are expanded whole: kv_b_proj (LoRA)"),
+            (whole.adapted(tiny_model("deepseek_v3"), "kv_b_proj"), "latents are expanded whole: kv_b_proj (LoRA)"),
         ):
             report = " ".join(str(ds_sp_overlap.enable(model, {"head_groups": 2}, dist.group.WORLD)).split())
             assert why in report and "attention function, G = 2" in report and "latent attention" not in report
-            assert against_itself(rank, model) < FP64
+            assert whole.against_itself(rank, model) < FP64
 
 
 def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
@@ -164,17 +149,17 @@ def test_the_reason_on_more_ranks_than_heads_is_not_the_size_of_latents():
 
 def test_a_hook_on_the_projection_on_one_rank_alone_has_the_latents_travel_on_none(rank):
     with in_double():
-        whole, model = on_one_rank(tiny_model("deepseek_v3")), enabled(tiny_model("deepseek_v3"))
+        expected, model = whole.on_one_rank(tiny_model("deepseek_v3")), enabled(tiny_model("deepseek_v3"))
         for step in range(2):
             if step and rank == 0:
                 model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, y: None)
-            assert worst(on_all_ranks(rank, model), whole) < FP64
+            assert worst(whole.on_all_ranks(rank, model), expected) < FP64
         ds_sp_overlap.disable(model)
 
 
 def adapted_afterwards(rank):
     with in_double():
-        return against_itself(rank, adapted(enabled(tiny_model("deepseek_v3")), "kv_b_proj", "o_proj"))
+        return whole.against_itself(rank, whole.adapted(enabled(tiny_model("deepseek_v3")), "kv_b_proj", "o_proj"))
 
 
 def test_an_adapter_that_is_put_on_the_projection_afterwards_learns(rank):
@@ -185,7 +170,7 @@ def test_an_adapter_that_is_put_on_the_projection_afterwards_learns(rank):
 def test_a_class_that_is_patched_afterwards_is_refused(name, rank):
     with in_double():
         model = enabled(tiny_model("deepseek_v3"))
-        kind, (mine, _) = type(attention_of(model)), inputs_of(tokens_of(32), [16, 16], rank)
+        kind, (mine, _) = type(attention_of(model)), whole.inputs_of(whole.tokens_of(32), [16, 16], rank)
         own, other = getattr(kind, name), attention_of(tiny_model("deepseek_v3"))  # nothing is put in the other's place
         assert is_latent(other)
         with mock.patch.object(kind, name, lambda self, *args, **kwargs: [2 * x for x in own(self, *args, **kwargs)]):
@@ -198,7 +183,7 @@ def test_the_report_says_it_evaluation_agrees_and_nothing_is_left(rank):
     with in_double():
         model = tiny_model("youtu")
         without_positions = lambda model, inputs: refusal(model, input_ids=inputs["input_ids"])
-        report, off, refused, same = on_and_off(rank, model, TWO, without_positions)
+        report, off, refused, same = whole.on_and_off(rank, model, TWO, without_positions)
         assert not any("expand_kv" in vars(module) for module in model.modules())
         enabled(model)
     layer = weakref.ref(attention_of(model))
@@ -266,14 +251,14 @@ def gathered_in_its_call(rank):
     calls = []
 
     def hook(projection):
-        weight, whole = projection.weight, projection.weight.data
+        weight, data = projection.weight, projection.weight.data
 
         def fill(module, inputs):
             calls.append(1)
-            weight.data = whole
+            weight.data = data
 
         def empty(module, inputs, output):
-            weight.data = torch.full_like(whole, torch.nan)
+            weight.data = torch.full_like(data, torch.nan)
 
         fill.__module__ = empty.__module__ = "deepspeed."
         empty(None, None, None)
@@ -281,10 +266,10 @@ def gathered_in_its_call(rank):
 
     with in_double():
         model = tiny_model("deepseek_v3")
-        expected = on_one_rank(model)
+        expected = whole.on_one_rank(model)
         for layer in enabled(model).model.layers:
             hook(layer.self_attn.kv_b_proj)
-        error = worst(on_all_ranks(rank, model), expected)
+        error = worst(whole.on_all_ranks(rank, model), expected)
     assert len(calls) == 2, f"called {len(calls)} times"
     return error
 
@@ -295,13 +280,15 @@ def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone(ra
 
 def test_training_under_zero_is_that_of_the_whole_sequence(rank):
     """The projection's gradient, cut by heads, is reduced as every other's."""
-    assert_small(trained(rank, "youtu", [(0, False), (3, False), (3, True)], TWO), FP32)
+    assert_small(whole.trained(rank, "youtu", [(0, False), (3, False), (3, True)], TWO), whole.FP32)
 
 
 # Guards.
 
 
-of_rows = functools.partial(against_whole, make=tiny_model, cases=[("deepseek_v3", heads(5), [16, 16], [ONE, TWO])], says=SAYS)
+of_rows = functools.partial(
+    whole.against_whole, make=tiny_model, cases=[("deepseek_v3", heads(5), [16, 16], [ONE, TWO])], says=SAYS
+)
 MIXED_UP = "rows = cut(weight, 0, [((0, (last - at) * per_head),) for at, last in own])"
 
 test_the_suite_notices_without_the_guard = notices(

@@ -19,6 +19,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.transformers import mixers
 from ds_sp_overlap.integrations.transformers.mixers_by_states import Mamba2
 from ds_sp_overlap.schedule import by_head_groups, order
+from tests.harness import whole
 from tests.harness.cases import full
 from tests.harness.families import draw, tiny_model
 from tests.harness.guards import Watched, notices
@@ -27,24 +28,6 @@ from tests.harness.models import FP64, worst
 from tests.harness.ranks import assert_small, leaves, refusal
 from tests.harness.sweep import in_double
 from tests.harness.transports import Recording
-from tests.harness.whole import (
-    FP32,
-    adapters_trained,
-    against_whole,
-    assert_rounds_as_one_rank,
-    checkpointed,
-    documents,
-    inputs_of,
-    on_and_off,
-    on_one_rank,
-    padding,
-    partly_trained,
-    recorded,
-    share,
-    tokens_of,
-    trained,
-    training,
-)
 
 STRICT = {"on_unsupported": "error"}
 SHORT = ("lfm2", "lfm2_moe", "lfm3", "zaya")
@@ -98,7 +81,7 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
 )
 def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, options, section, rank):
     cases = [(kind, options, lengths, [section]) for kind in kinds]
-    assert_small(against_whole(rank, model_of, cases, SAYS, options == FEW_HEADS), FP64)
+    assert_small(whole.against_whole(rank, model_of, cases, SAYS, options == FEW_HEADS), FP64)
 
 
 ROWS = [
@@ -115,7 +98,7 @@ ROWS = [
     ["lfm2", "nemotron_h", "recurrent_gemma", "mamba", *map(full, ("falcon_h1", "mamba2", "minimax", "zaya", "jamba", "zamba"))],
 )
 def test_a_packed_document_begins_with_an_empty_state(kind, lengths, rank):
-    assert_small(documents(rank, model_of, kind, lengths, ROWS, {}), FP64)
+    assert_small(whole.documents(rank, model_of, kind, lengths, ROWS, {}), FP64)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +106,7 @@ def test_a_packed_document_begins_with_an_empty_state(kind, lengths, rank):
     [("lfm2", [1, 31]), ("nemotron_h", [16, 16]), ("recurrent_gemma", [16, 16]), ("falcon_mamba", [16, 16]), full("zaya", [1, 31])],
 )
 def test_padding_leaves_no_trace(kind, lengths, rank):
-    assert_small(padding(rank, model_of, kind, lengths, {}), FP64)
+    assert_small(whole.padding(rank, model_of, kind, lengths, {}), FP64)
 
 
 # Kernels of Mamba 2 whose final state can't be used.
@@ -168,8 +151,8 @@ def kernel(kind, result):
 )
 def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(kind, result, lengths, options, rank):
     with kernel(kind, result), listening() as said:
-        one = against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
-        several = documents(rank, model_of, kind, lengths, ROWS[2:], {})
+        one = whole.against_whole(rank, model_of, [(kind, options, lengths, [{"check": True}])], SAYS, evaluated=True)
+        several = whole.documents(rank, model_of, kind, lengths, ROWS[2:], {})
     assert_small((one, several), FP64)
     assert sum("which the ranks behind need; whole sequences" in message for message in said) == 1
 
@@ -184,7 +167,7 @@ def test_without_a_final_state_that_learns_whole_sequences_of_heads_are_scanned(
 @pytest.mark.ranks(4)
 def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ranks, options, words, rank):
     with kernel("nemotron_h", stateless) if rank in ranks else contextlib.nullcontext():
-        said = refusal(against_whole, rank, model_of, [("nemotron_h", options, [8] * 4, [{}])], SAYS)
+        said = refusal(whole.against_whole, rank, model_of, [("nemotron_h", options, [8] * 4, [{}])], SAYS)
     assert said is not None and said[0] == "ValueError" and words in said[1], said
 
 
@@ -200,18 +183,18 @@ LEARNING = {
 
 @pytest.mark.parametrize("kind, words", [(kind, words) for kind, each in LEARNING.items() for words in each])
 def test_what_is_frozen_stays_so_and_the_rest_is_right(kind, words, rank):
-    assert_small(partly_trained(rank, model_of, kind, words, {}), FP64)
+    assert_small(whole.partly_trained(rank, model_of, kind, words, {}), FP64)
 
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_adapters_learn(kind, rank):
-    assert_small(adapters_trained(rank, model_of, kind, ADAPTED[kind].split(","), {}), FP64)
+    assert_small(whole.adapters_trained(rank, model_of, kind, ADAPTED[kind].split(","), {}), FP64)
 
 
 def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
     """The fault is ten roundings of bf16 (0.4 %) and more."""
     kinds, taps = ("nemotron_h", "lfm2", "recurrent_gemma", "jamba"), ("conv.weight", "conv1d.weight")
-    assert_rounds_as_one_rank(model_of, kinds, {}, taps, 1.2, (False, True))
+    whole.assert_rounds_as_one_rank(model_of, kinds, {}, taps, 1.2, (False, True))
 
 
 # The schedule.
@@ -230,7 +213,7 @@ def order_of(rank, kind, section, names):
         y.register_hook(lambda _: mover.log.append(f"d{name}"))
         return y
 
-    return recorded(rank, model, section, layer, mover, mock.patch("torch.nn.functional.linear", noting))
+    return whole.recorded(rank, model, section, layer, mover, mock.patch("torch.nn.functional.linear", noting))
 
 
 def rows_of(*names):
@@ -265,13 +248,13 @@ def test_z_is_projected_while_channels_travel(rank):
     + [full("mamba", True), full("lfm2", True), full("lfm2", False), full("recurrent_gemma", False)],
 )
 def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind, reentrant, rank):
-    assert_small(checkpointed(rank, model_of, kind, reentrant, STRICT), FP64)
+    assert_small(whole.checkpointed(rank, model_of, kind, reentrant, STRICT), FP64)
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba2", "mamba"])
 def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores(kind, rank):
     with in_double():
-        model, tokens = model_of(kind), tokens_of(32)
+        model, tokens = model_of(kind), whole.tokens_of(32)
         filled = model.eval()(input_ids=tokens, use_cache=True).cache
 
         def said(model, inputs):
@@ -279,12 +262,12 @@ def test_the_report_names_the_layers_evaluation_is_parallel_and_disable_restores
             return {
                 "layer": refusal(layer, torch.zeros(2, 16, model.config.hidden_size)),
                 "missing": refusal(model, input_ids=inputs["input_ids"]),
-                "empty": refusal(model, **inputs_of(tokens, [32, 0], rank)[0]),
+                "empty": refusal(model, **whole.inputs_of(tokens, [32, 0], rank)[0]),
                 "cache": refusal(model, **inputs, cache=filled),
                 "seq_idx": refusal(model, **inputs, seq_idx=torch.full((2, 16), rank, dtype=torch.int32)),
             }
 
-        report, off, said, same = on_and_off(rank, model.train(), {"check": True}, said)
+        report, off, said, same = whole.on_and_off(rank, model.train(), {"check": True}, said)
     assert "tokens before, in_proj under them" in report
     assert ("states, tokens before" in report) == (kind in STATES)
     assert ("selective scan, G by timing in the first 16 steps, tokens before" in report) == (kind in CHANNELS)
@@ -313,7 +296,7 @@ def test_code_that_is_not_known_is_refused_by_name(rank):
 @pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
     stages = [(0, False), (1, False), (2, False), (3, True)][: 3 if kind == "zaya" else 4]  # its experts differ: the third raises
-    assert_small(trained(rank, kind, stages, {}), FP32)
+    assert_small(whole.trained(rank, kind, stages, {}), whole.FP32)
 
 
 @pytest.mark.full
@@ -329,10 +312,10 @@ def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_
         return model
 
     with mock.patch("tests.harness.whole.RATE", 0.002):
-        one, *_ = training(rank, kind, 0, None, steps)
-        four, *_ = training(rank, kind, 0, {}, steps, size=4)
+        one, *_ = whole.training(rank, kind, 0, None, steps)
+        four, *_ = whole.training(rank, kind, 0, {}, steps, size=4)
         with mock.patch("tests.harness.whole.draw", nudged):
-            off, *_ = training(rank, kind, 0, None, steps)
+            off, *_ = whole.training(rank, kind, 0, None, steps)
     four, off = (max(abs(a - b) / b for a, b in zip(other, one, strict=True)) for other in (four, off))
     assert one[-1] < 0.9 * one[0] and four < 2 * off < 1e-6
 
@@ -341,22 +324,22 @@ def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_
 def test_under_fsdp2_gradients_are_those_of_the_whole_sequence(kind, rank):
     with in_double():
         model = model_of(kind)
-        whole = on_one_rank(model)
+        expected = whole.on_one_rank(model)
         for layer in getattr(model, "backbone", model.base_model).layers:
             fully_shard(layer)
         fully_shard(model)
         ds_sp_overlap.enable(model, {}, dist.group.WORLD)
-        share(model, *inputs_of(tokens_of(32), [16, 16], rank)).backward()
+        whole.share(model, *whole.inputs_of(whole.tokens_of(32), [16, 16], rank)).backward()
         ds_sp_overlap.disable(model)
-        del whole["loss"]
-        assert worst({name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}, whole) < FP64
+        del expected["loss"]
+        assert worst({name: 2 * p.grad.full_tensor() for name, p in model.named_parameters()}, expected) < FP64
 
 
 # Guards and planted faults.
 
 
 def of_states(rank):
-    return against_whole(rank, model_of, [("nemotron_h", {}, [16, 16], [{}])], SAYS)
+    return whole.against_whole(rank, model_of, [("nemotron_h", {}, [16, 16], [{}])], SAYS)
 
 
 class Twice(Mamba2):
@@ -372,8 +355,8 @@ def test_a_fault_of_the_scan_is_seen(rank):
         assert min(leaves(of_states(rank))) > FP64
 
 
-of_documents = functools.partial(documents, make=model_of, kind="nemotron_h", lengths=[9, 2, 21], rows=ROWS, section={})
-of_checkpoints = functools.partial(checkpointed, make=model_of, kind="mamba", reentrant=False, section=STRICT)
+of_documents = functools.partial(whole.documents, make=model_of, kind="nemotron_h", lengths=[9, 2, 21], rows=ROWS, section={})
+of_checkpoints = functools.partial(whole.checkpointed, make=model_of, kind="mamba", reentrant=False, section=STRICT)
 
 test_the_suite_notices_without_the_guard = notices(
     Watched("the step that the scan takes", "pass", of_states),

@@ -34,7 +34,7 @@ from tests.harness.models import (
     tiny,
 )  # fmt: skip
 from tests.harness.own_layer import WIDTH, Layer, linear
-from tests.harness.ranks import assert_error, assert_small, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_small, refusal
 from tests.harness.reference import relative_error
 
 TOLERANCE = 1e-12
@@ -201,32 +201,7 @@ def pipeline(kind, group, section, parts, interval):
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0], optimizer
 
 
-def beside_pipeline(rank, kind, section, parts, interval):
-    """Return the error of the loss on the last stage, of each gradient, and the overlapped layers of this stage."""
-    stage, sp_rank = divmod(rank, 2)
-    generator = torch.Generator().manual_seed(3)
-    tokens, labels = (torch.randint(VOCABULARY, (MICROBATCHES, BATCH, SEQ), generator=generator) for _ in range(2))
-    whole = nn.Sequential(*(seeded(*layer) for layer in layers_of("whole", None)))
-    expected = sum(loss_of(whole(x), y) for x, y in zip(tokens, labels)) / MICROBATCHES
-    expected.backward()
-    group = sp_groups((0, 1), (2, 3))
-    with forgetting():
-        engine, optimizer = pipeline(kind, group, {} if section is None else {"sp_overlap": section}, parts, interval)
-        bound = [name for name in overlapped_layers(engine.module)]
-        engine.pipeline_enable_backward_allreduce = False  # which is in fp32
-        mine = [tuple(x.chunk(2, 1)[sp_rank].contiguous() for x in pair) for pair in zip(tokens, labels)]
-        loss = engine.train_batch(iter(mine)).item()
-        errors = {"loss": 0.0 if stage == 0 else abs(loss / expected.item() - 1)}  # the other stage is sent it in fp32
-        of_whole = dict(whole.named_parameters())
-        for name, parameter in engine.module.named_parameters():
-            gradient = optimizer.given[parameter] / 2  # the mean over the sp ranks
-            torch.distributed.all_reduce(gradient, group=group)
-            errors[name] = relative_error(gradient, of_whole[name].grad)
-        ds_sp_overlap.disable(engine.module)
-        engine.destroy()
-        return max(errors.values()), len(errors) - 1, bound
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "kind, section, parts, interval",
     [
@@ -237,15 +212,31 @@ def beside_pipeline(rank, kind, section, parts, interval):
         full("stock", {}, "parameters", 1),
     ],
 )
-def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, section, parts, interval):
-    counts, bound = [], []
-    for error, count, layers in on_ranks(4, beside_pipeline, kind, section, parts, interval):
-        assert error < TOLERANCE
-        counts.append(count)
-        bound.append(len(layers))
-    assert counts[0] + counts[2] == 1 + 2 * 6 + 2
-    of_stages = {"uniform": [2, 2, 0, 0], "parameters": [1, 1, 1, 1]}[parts]
-    assert bound == ([0] * 4 if section is None else of_stages)
+def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, section, parts, interval, rank):
+    stage, sp_rank = divmod(rank, 2)
+    generator = torch.Generator().manual_seed(3)
+    tokens, labels = (torch.randint(VOCABULARY, (MICROBATCHES, BATCH, SEQ), generator=generator) for _ in range(2))
+    whole = nn.Sequential(*(seeded(*layer) for layer in layers_of("whole", None)))
+    expected = sum(loss_of(whole(x), y) for x, y in zip(tokens, labels)) / MICROBATCHES
+    expected.backward()
+    group = sp_groups((0, 1), (2, 3))
+    with forgetting():
+        engine, optimizer = pipeline(kind, group, {} if section is None else {"sp_overlap": section}, parts, interval)
+        bound = {"uniform": (2, 0), "parameters": (1, 1)}[parts][stage]
+        assert len(overlapped_layers(engine.module)) == (0 if section is None else bound)
+        engine.pipeline_enable_backward_allreduce = False  # which is in fp32
+        mine = [tuple(x.chunk(2, 1)[sp_rank].contiguous() for x in pair) for pair in zip(tokens, labels)]
+        loss = engine.train_batch(iter(mine)).item()
+        assert stage == 0 or abs(loss / expected.item() - 1) < TOLERANCE  # the first stage is sent it in fp32
+        of_whole, count = dict(whole.named_parameters()), torch.tensor(len(list(engine.module.parameters())))
+        for name, parameter in engine.module.named_parameters():
+            gradient = optimizer.given[parameter] / 2  # the mean over the sp ranks
+            torch.distributed.all_reduce(gradient, group=group)
+            assert relative_error(gradient, of_whole[name].grad) < TOLERANCE, name
+        ds_sp_overlap.disable(engine.module)
+        engine.destroy()
+    torch.distributed.all_reduce(count)
+    assert count == 2 * (1 + 2 * 6 + 2), "parameters of both stages, on two ranks each"
 
 
 class OfKnownGroup(PipelineModule):

@@ -35,7 +35,7 @@ from tests.harness.models import (
     tiny,
     worst,
 )
-from tests.harness.ranks import assert_error, assert_refused, assert_small, on_ranks, refusal
+from tests.harness.ranks import assert_error, assert_refused, assert_small, refusal
 
 WINDOW = dict(family="qwen2_moe", mlp_only_layers=[0, 1], use_sliding_window=True, sliding_window=5, max_window_layers=1)
 LLAMA4 = dict(
@@ -288,11 +288,8 @@ def test_llama_4s_factors_by_position_are_exchanged_without_a_rounding_of_their_
     assert off.abs().max() < 2**-11
 
 
-def one_inside_the_other(rank, options):
-    """Run two models under one ``enable``, each with documents of its own, one inside the other's forward.
-
-    Return their errors, and how often positions were gathered.
-    """
+def assert_right_inside_another(rank, options):
+    """Run two models under one ``enable``, each with documents of its own, one inside the other's forward."""
     group = torch.distributed.group.WORLD
     (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])
     if "rope_parameters" in options:  # which goes by the length of the row, not by that of a document
@@ -311,8 +308,9 @@ def one_inside_the_other(rank, options):
     # In front of the trunk, whose own forward then needs what the outer one gathered.
     one.model.register_forward_pre_hook(run_the_other)
     with mock.patch.object(Positions, "gather", autospec=True, side_effect=Positions.gather) as gathers:
-        errors = [worst(outcome(one, one_tokens, rank, 2, group, packed(one_rows)), expected[0])]
-    return [*errors, *(worst(each, expected[1]) for each in found)], gathers.call_count
+        found.append(outcome(one, one_tokens, rank, 2, group, packed(one_rows)))
+    assert_small([worst(*pair) for pair in zip(found, reversed(expected), strict=True)], FP64)
+    assert gathers.call_count == 2, "each model gathers once, and the outer one goes on as it was"
 
 
 INSIDE = {
@@ -323,10 +321,8 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("what", INSIDE)
-def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(what):
-    for errors, gathers in on_ranks(2, one_inside_the_other, INSIDE[what]):
-        assert len(errors) == 2 and max(errors) < FP64, errors
-        assert gathers == 2, "each model gathers once, and the outer one goes on as it was"
+def test_a_model_that_is_called_while_another_one_runs_goes_by_its_own_documents(what, rank):
+    assert_right_inside_another(rank, INSIDE[what])
 
 
 # Many documents.
@@ -367,10 +363,6 @@ def padded(rank):
     return [ours for _, ours in padding(rank, [("llama", "left", False)]).values()]
 
 
-def inside(rank):
-    return one_inside_the_other(rank, {})[0]
-
-
 LONGEST = "largest = torch.full_like(position_ids[..., :1], position_ids.max().item())"
 LAST_PLACEHOLDER = "placeholder = list(self._placeholders.values())[-1]"
 WATCHED = [
@@ -382,7 +374,7 @@ WATCHED = [
         "if sequence.padded:",
         test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused,
     ),
-    Watched("not another model", "has_gathered = outer is not None", inside),
+    Watched("not another model", "has_gathered = outer is not None", functools.partial(assert_right_inside_another, options={})),
     # A checkpoint computes another graph than it saved.
     Watched(
         "of its own forward",

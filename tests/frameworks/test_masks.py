@@ -377,10 +377,7 @@ WATCHED = [
     Watched("not another model", "has_gathered = outer is not None", functools.partial(assert_right_inside_another, options={})),
     # A checkpoint computes another graph than it saved.
     Watched(
-        "of its own forward",
-        LAST_PLACEHOLDER,
-        functools.partial(steps_of_their_own, how="new tensors", options={}),
-        raises=True,
+        "of its own forward", LAST_PLACEHOLDER, functools.partial(steps_of_their_own, how="new tensors", options={}), raises=True
     ),
 ]
 

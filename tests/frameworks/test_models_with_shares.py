@@ -278,10 +278,5 @@ def unregistered(rank):
 
 test_the_suite_notices_without_the_guard = notices(
     Watched("no exchange of heads that don't divide", "if False:", unregistered, says="sp_overlap"),
-    Watched(
-        "one dtype under autocast",
-        "pass",
-        test_ranks_share_heads_under_autocast_with_weights_in_fp32,
-        raises=True,
-    ),
+    Watched("one dtype under autocast", "pass", test_ranks_share_heads_under_autocast_with_weights_in_fp32, raises=True),
 )

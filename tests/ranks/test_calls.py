@@ -139,11 +139,7 @@ test_the_suite_notices_without_the_guard = notices(
         'return f"local sequence {lengths}, batch {geometry.batch}, {types()}"',
         test_another_layer_in_a_first_call_is_refused,
     ),
-    Watched(
-        "nobody waits in a graph",
-        "if len(self.names) < self.EVERY:",
-        test_calls_of_a_capture_are_compared_behind_it,
-    ),
+    Watched("nobody waits in a graph", "if len(self.names) < self.EVERY:", test_calls_of_a_capture_are_compared_behind_it),
     Watched(
         "calls are told by name",
         'self.names.append("")',

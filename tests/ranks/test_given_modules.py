@@ -182,11 +182,7 @@ test_the_suite_notices_without_the_guard = notices(
         functools.partial(test_an_exception_halfway_leaves_modules_and_process_group_usable, place="o_proj"),
     ),
     Watched("given back at once", "pass", test_projections_have_their_own_forward_while_the_inside_runs),
-    Watched(
-        "only harmless hooks",
-        "if False:",
-        functools.partial(test_a_hook_on_a_projection_sees_its_whole_output, kind="q"),
-    ),
+    Watched("only harmless hooks", "if False:", functools.partial(test_a_hook_on_a_projection_sees_its_whole_output, kind="q")),
     Watched(
         "a replaced forward runs",
         "if module._compiled_call_impl is not None:",
@@ -194,15 +190,8 @@ test_the_suite_notices_without_the_guard = notices(
         ranks=0,
     ),
     Watched("no forward of its own", "if False:", functools.partial(taken_apart, "a forward of its class")),
+    Watched("what the forward would read", "if False:", functools.partial(taken_apart, "a property of its class")),
     Watched(
-        "what the forward would read",
-        "if False:",
-        functools.partial(taken_apart, "a property of its class"),
-        ranks=0,
-    ),
-    Watched(
-        "hooks of all modules",
-        "if False:",
-        functools.partial(test_hooks_of_all_modules_see_whole_projections, kind="forward"),
+        "hooks of all modules", "if False:", functools.partial(test_hooks_of_all_modules_see_whole_projections, kind="forward")
     ),
 )

@@ -84,11 +84,7 @@ def test_a_half_out_of_place_is_refused(rank):
 
 test_the_suite_notices_without_the_guard = notices(
     Watched("packed, so let go", "pass", test_a_source_lives_as_long_as_it_is_read_and_no_longer),
-    Watched(
-        "the transfer is let go",
-        "in_flight = call.in_flight.get(key)",
-        test_nothing_in_flight_is_reachable_through_a_graph,
-    ),
+    Watched("the transfer is let go", "in_flight = call.in_flight.get(key)", test_nothing_in_flight_is_reachable_through_a_graph),
     Watched("this half belongs here", "if False:", test_a_half_out_of_place_is_refused),
     Watched("a failed launch has a name", "except LookupError as error:", test_a_launch_that_fails_names_its_exchange),
 )

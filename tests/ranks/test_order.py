@@ -227,11 +227,7 @@ test_the_suite_notices_without_the_guard = notices(
         "program = tuple(sorted(piece.forward, key=lambda step: -step.group))",
         functools.partial(order_differs, groups=2),
     ),
-    Watched(
-        "in the order drawn",
-        "backward = tuple(step.mirror for step in own)",
-        functools.partial(order_differs, groups=2),
-    ),
+    Watched("in the order drawn", "backward = tuple(step.mirror for step in own)", functools.partial(order_differs, groups=2)),
     Watched(
         "the wgrad comes last",
         'backward = tuple(sorted(section(schedule.backward, name), key=lambda s: (-s.group * (name == "output"), name == "output" and "wgrad dgrad start".index(s.op.value))))',

@@ -381,46 +381,37 @@ def test_a_batch_without_a_token_on_any_rank_is_refused_by_name(batch, tokens, r
 # Guards.
 
 
+a_broken_dropin = test_dropin_refuses_on_every_rank_before_the_first_exchange
+differing = test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes
+no_group = test_a_missing_group_is_refused_where_the_world_is_larger_than_one
+no_token = test_a_batch_without_a_token_on_any_rank_is_refused_by_name
 wrong_tables = test_rotary_tables_that_would_not_rotate_the_heads_are_refused
+CHECKED, NO_TABLES, WIDTH = Shape(config={"check": True}), "position_embeddings are missing", WIDE.format(4, 4)
 test_the_suite_notices_without_the_guard = notices(
     Watched(
-        "a group that is there", "except LookupError as error:",
-        partial(on_a_destroyed_group, kind="layer"), says="layer: the process group",
+        "a group that is there",
+        "except LookupError as error:",
+        partial(on_a_destroyed_group, kind="layer"),
+        says="layer: the process group",
     ),
+    Watched("somebody has a token", "if False:", partial(no_token, batch=2, tokens=0)),
     Watched(
-        "somebody has a token", "if False:",
-        partial(test_a_batch_without_a_token_on_any_rank_is_refused_by_name, batch=2, tokens=0),
+        "heads rotate whole",
+        "if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:",
+        partial(wrong_tables, kind="block", given=(4, 4), message=WIDTH),
     ),
-    Watched(
-        "heads rotate whole", "if width == sin.shape[-1] and width % 2 == 0 and width <= head_dim:",
-        partial(wrong_tables, kind="block", given=(4, 4), message=WIDE.format(4, 4)),
-    ),
-    Watched(
-        "RoPE needs its tables", "if False:",
-        partial(wrong_tables, kind="block", given=None, message="position_embeddings are missing"),
-    ),
-    Watched(
-        "ranks need a group", "if False:",
-        partial(test_a_missing_group_is_refused_where_the_world_is_larger_than_one, kind="block", says="no sp group"),
-    ),
+    Watched("RoPE needs its tables", "if False:", partial(wrong_tables, kind="block", given=None, message=NO_TABLES)),
+    Watched("ranks need a group", "if False:", partial(no_group, kind="block", says="no sp group")),
     Watched("only the same group", "if False:", test_a_module_of_another_group_than_the_one_given_is_refused),
+    Watched("ranks exchange the same", "if False:", partial(differing, name="batch", values=(2, 3), seen=("batch 2", "batch 3"))),
+    Watched("one rank's fault is everybody's", "if not is_fine:", partial(a_broken_dropin, *REFUSED["a fault of one rank only"])),
     Watched(
-        "ranks exchange the same", "if False:",
-        partial(
-            test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes,
-            name="batch", values=(2, 3), seen=("batch 2", "batch 3"),
-        ),
+        "check mode compares", "if False:", partial(run_block, shape=CHECKED, transport=Corrupting("dqkv1")), says="layer dqkv1: "
     ),
     Watched(
-        "one rank's fault is everybody's", "if not is_fine:",
-        partial(test_dropin_refuses_on_every_rank_before_the_first_exchange, *REFUSED["a fault of one rank only"]),
+        "a failed wait has a name",
+        "except LookupError as error:",
+        partial(run_block, shape=Shape(), transport=Failing("do0")),
+        says="layer do0: ",
     ),
-    Watched(
-        "check mode compares", "if False:",
-        partial(run_block, shape=Shape(config={"check": True}), transport=Corrupting("dqkv1")), says="layer dqkv1: ",
-    ),
-    Watched(
-        "a failed wait has a name", "except LookupError as error:",
-        partial(run_block, shape=Shape(), transport=Failing("do0")), says="layer do0: ",
-    ),
-)  # fmt: skip
+)

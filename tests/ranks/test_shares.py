@@ -309,12 +309,12 @@ def rotated(rank):
 
 test_the_suite_notices_without_the_guard = notices(
     Watched(
-        "no keyword is swallowed", "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters",
-        swallowed, ranks=0,
+        "no keyword is swallowed",
+        "return attend.__code__.co_flags & 8 > 0 or 'queries' in inspect.signature(attend).parameters",
+        swallowed,
     ),
     Watched(
-        "no attention with a share of the queries unless it can", "return shares",
-        functools.partial(refused, index=0), says=LACKS,
+        "no attention with a share of the queries unless it can", "return shares", functools.partial(refused, index=0), says=LACKS
     ),
     Watched("rotated by its own positions", "if False:", rotated, raises=True),
-)  # fmt: skip
+)

@@ -68,7 +68,7 @@ def shapes_of(heads, kv_heads, size):
     return [
         Shape(
             heads, kv_heads, 4, lengths=(3,) * size, batch_first=batch_first, fused=fused, bias=bias,
-            config={"head_groups": groups, "window": window},
+            config={"head_groups": groups, "window": window}
         )
         for groups in (2, 4, 8)
         if groups <= heads // size

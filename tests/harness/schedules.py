@@ -72,12 +72,13 @@ def check_window(schedule, kinds, last_use, window):
             is_shared = start.group < group <= last_use[start.group]
             if start.group == group or start.tensors != Q and is_shared:
                 attend_needs.append(start._replace(op=Op.FINISH))
-    # o travels beside do in all groups or in none.
-    backward_beside = {}
-    for step, earlier in backward.items():
-        with_o = [_with(schedule.beside, need) for need in earlier]
-        backward_beside[_with(schedule.beside, step)] = with_o
-    for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward_beside)):
+
+    def with_o(step):
+        """Let o travel beside do, in all groups or in none."""
+        return step._replace(beside=schedule.beside) if step.on_wire and step.tensors == O and step.grad else step
+
+    backward = {with_o(step): [with_o(need) for need in needs] for step, needs in backward.items()}
+    for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         check_program(name, program, needs)
         # The groups between their projection of q and the end of their attention.
         live = set()
@@ -94,9 +95,3 @@ def check_window(schedule, kinds, last_use, window):
             "checkpoint saved attention, the merges of forward run again, and nothing else"
         )
     return schedule
-
-
-def _with(beside, step):
-    """Return the step; with ``beside`` if it starts or finishes the exchange of do."""
-    sends_do = step.on_wire and step.tensors == O and step.grad
-    return step._replace(beside=beside) if sends_do else step

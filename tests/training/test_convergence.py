@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.convergence import run, training, verdict
 from benchmarks.convergence.verdict import Run
+from tests.harness.cases import full
 from tests.harness.ranks import on_ranks
 
 
@@ -26,22 +27,20 @@ def short_runs(rank, plant, *more):
     return runs
 
 
-def test_every_variant_trains_the_same_model_and_a_planted_fault_is_caught():
-    runs = on_ranks(2, short_runs, 1e-3)[0]
+@pytest.mark.parametrize(
+    "ranks, more, passes, fails",
+    [
+        (2, [], ["stock, again", "sp = 1", "G = 1"], ["G = 2"]),
+        full(4, ["--sp", "4", "--model", "few"], ["sp = 1, again", "G = 1"], ["G = 2, r = P", "window, kept"]),
+    ],
+    ids=["stock splits the heads", "more ranks than heads"],
+)
+def test_every_variant_trains_the_same_model_and_a_planted_fault_is_caught(ranks, more, passes, fails):
+    runs = on_ranks(ranks, short_runs, 1e-3, *more)[0]
     roles = {name: "noise" if name in training.NOISE else "judged" for name in list(runs)[1:]}
     verdicts = {row.variant: row.verdict for row in verdict.judge("fp32", runs, roles, 3)}
-    assert verdicts["stock, again"] == verdicts["sp = 1"] == verdicts["G = 1"] == "PASS"
-    assert np.array_equal(runs["stock, again"].curve, runs["stock"].curve)
-    assert verdicts["G = 2"].startswith("FAIL")
-
-
-@pytest.mark.full
-def test_more_ranks_than_heads_train_as_one_rank_does_and_a_planted_fault_is_caught():
-    runs = on_ranks(4, short_runs, 1e-3, "--sp", "4", "--model", "few")[0]
-    roles = {name: "noise" if name in training.NOISE else "judged" for name in list(runs)[1:]}
-    verdicts = {row.variant: row.verdict for row in verdict.judge("fp32", runs, roles, 3)}
-    assert verdicts["sp = 1, again"] == verdicts["G = 1"] == "PASS"
-    assert verdicts["G = 2, r = P"].startswith("FAIL") and verdicts["window, kept"].startswith("FAIL")
+    assert {verdicts[name] for name in passes} == {"PASS"} and all(verdicts[name].startswith("FAIL") for name in fails), verdicts
+    assert ranks == 4 or np.array_equal(runs["stock, again"].curve, runs["stock"].curve)
 
 
 def test_a_fault_that_was_not_planted_is_no_control():

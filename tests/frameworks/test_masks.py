@@ -160,6 +160,8 @@ def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused(rank
 def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_name():
     causal = masking_utils.causal_mask_function
     assert masks.read(causal, 8) == masks.Pattern()
+    windowed = masking_utils.and_masks(causal, masking_utils.sliding_window_overlay(5))
+    assert [masks.read(windowed, seq) for seq in (5, 6)] == [masks.Pattern(), masks.Pattern(window=5)]
     for function, why in (
         (masking_utils.or_masks(causal, causal), "a mask with or_masks"),
         (masking_utils.and_masks(causal, lambda *_: True), "a mask with .*lambda"),

@@ -56,7 +56,7 @@ def free_primes(fixed_sizes: Collection[int]) -> list[int]:
     No prime in the result divides one of a layer's ``fixed_sizes``, so that it can't be mistaken
     for such a size or a factor of it. ``fixed_sizes`` must not contain 0, which all primes divide.
     """
-    primes = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+    primes = [n for n in range(3, 72) if all(n % divisor for divisor in range(2, n))]
     return [prime for prime in primes if all(size % prime for size in fixed_sizes)]
 
 
@@ -217,8 +217,8 @@ class Accounting(TorchFunctionMode):
 
     Args:
         allowed: Names of the operations on tensors that are allowed besides `MOVES`.
-        sizes: The sizes that vary between calls. Multiples of a size above 2 vary as well, since
-            code may merge dims.
+        sizes: The sizes that vary between calls, each 1 or from `free_primes`. Their multiples vary
+            as well, since code may merge dims; a size of 1 does not count.
 
     Attributes:
         fault: The reason why the code is unknown; empty if there is none so far.
@@ -232,7 +232,7 @@ class Accounting(TorchFunctionMode):
 
     def __init__(self, allowed: Iterable[str] = (), sizes: Collection[int] = ()):
         super().__init__()
-        self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {0, 1}
+        self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {1}
         self.fault = ""
         self.hidden: Any = None
 
@@ -279,8 +279,7 @@ class Accounting(TorchFunctionMode):
 
     def wrap_size(self, count: int) -> int:
         """Return ``count``, as a `Size` if it varies between calls (see ``sizes``)."""
-        joined = any(count % size == 0 for size in self.sizes if size > 2)
-        if count not in self.sizes and not joined:  # guard: joined dims too
+        if all(count % size for size in self.sizes):  # guard: joined dims too
             return count
         size = Size(count)
         size.accounting = self

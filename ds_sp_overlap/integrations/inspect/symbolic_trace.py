@@ -229,7 +229,7 @@ class ChildProxy(Proxy):
             if "forward" in vars(module):
                 trace.fail(f"calls {name} ({kind.__name__}), whose forward was replaced")
             trace.lookups.append(((name, "__class__", "forward"), self._class().forward))
-        if kind is not nn.Dropout or not isinstance(module, nn.Dropout):
+        if kind is not nn.Dropout:
             return kind is nn.Identity
         trace.lookups.append(((name, "p"), module.p))
         if trace.training and module.p > 0:
@@ -237,14 +237,14 @@ class ChildProxy(Proxy):
         return True
 
 
+@dataclass
 class _AttentionFunctions:
     """Replaces transformers' registry of attention functions; has one function for all names."""
 
-    def __init__(self, attend: Callable):
-        self._attend = attend
+    attend: Callable
 
     def get_interface(self, *_: Any) -> Callable:
-        return self._attend
+        return self.attend
 
     __getitem__ = get_interface
 

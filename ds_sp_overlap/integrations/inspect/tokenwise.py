@@ -25,7 +25,7 @@ from ...attention.runtime.sharded import has_plain_parameters
 from .accounting import Unknown
 from .library import is_library_function, own_class, whole_shape
 
-BATCH, SEQ = 2, 5
+BATCH, SEQ, DTYPE = 2, 5, torch.float64
 # See Note [Alike tokens].
 CROWD = 32
 # A prime, so that it is unlikely to divide the width of a layer.
@@ -37,12 +37,12 @@ MOST = 2**26
 class _RankOneLinear(nn.Module):
     """Replaces a linear layer; its random weight is the outer product of ``out`` and ``into``."""
 
-    def __init__(self, linear: Any, generator: torch.Generator, dtype: torch.dtype):
+    def __init__(self, linear: Any, generator: torch.Generator):
         super().__init__()
         sizes = whole_shape(linear.weight)
         self.out_features, self.in_features = sizes
         self.out, self.into = (
-            torch.randn(size, generator=generator, dtype=dtype) for size in sizes
+            torch.randn(size, generator=generator, dtype=DTYPE) for size in sizes
         )
         self.into /= self.in_features**0.5
         self.bias = None if linear.bias is None else self.out.flip(0)
@@ -59,9 +59,7 @@ class _RankOneLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def _random_copy(
-    module: nn.Module, training: bool, generator: torch.Generator, dtype: torch.dtype
-) -> nn.Module:
+def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) -> nn.Module:
     """Copy a module without hooks, with random parameters and buffers.
 
     Replaces linear layers by `_RankOneLinear`, and dropouts, which drop nothing, by identities.
@@ -70,7 +68,7 @@ def _random_copy(
         Unknown: if a parameter of the copy would have more than `MOST` elements.
     """
     if own_class(type(module)) is nn.Linear:
-        return _RankOneLinear(module, generator, dtype)
+        return _RankOneLinear(module, generator)
     # `_check_parts` has refused dropouts that drop, and each call checks the probability again
     # (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
@@ -86,7 +84,7 @@ def _random_copy(
         shape = whole_shape(parameter)
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
-        numbers = torch.randn(shape, generator=generator, dtype=dtype)
+        numbers = torch.randn(shape, generator=generator, dtype=DTYPE)
         # Scale a matrix so that products with it keep the magnitude of their input.
         if len(shape) > 1:
             numbers = numbers / shape[-1] ** 0.5
@@ -97,7 +95,7 @@ def _random_copy(
         if x.is_floating_point():
             copy._buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     for name, child in module.named_children():
-        copy._modules[name] = _random_copy(child, training, generator, dtype)
+        copy._modules[name] = _random_copy(child, training, generator)
     return copy
 
 
@@ -121,11 +119,10 @@ def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
     if norm and any(True for _ in module.buffers()):
         raise Unknown(f"{where} has more than parameters")
     _check_parts(name, module, norm)
-    dtype = torch.float64
     for training in (True, False):
         generator, random_state = torch.Generator().manual_seed(0), torch.get_rng_state()
-        copy = _random_copy(module, training, generator, dtype)
-        x = torch.randn(BATCH, TOKENS, size, generator=generator, dtype=dtype)
+        copy = _random_copy(module, training, generator)
+        x = torch.randn(BATCH, TOKENS, size, generator=generator, dtype=DTYPE)
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
         whole = _run(where, copy, x)

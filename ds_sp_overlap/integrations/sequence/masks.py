@@ -39,7 +39,7 @@ from .positions import GlobalSequence
 class Pattern:
     """The restrictions of a mask other than causality, documents and padding.
 
-    A restriction that no sequence of the call is long enough for is left out (`read`).
+    `read` leaves out a window or a chunk that is as long as the sequence.
 
     Attributes:
         window: The number of tokens that a token attends to, itself included; None for no limit.

@@ -134,14 +134,14 @@ class GlobalSequence:
         stop = np.where(is_last, mask.shape[1], np.roll(start, -1))
         self.starts, self.bounds = starts, np.stack([row, start, stop], 1)
         self.one_document = len(row) == self.rows
-        # Edges of documents make no difference in padding.
+        # Tokens at which an argument may say that a document starts: in padding, that has no effect.
         self._may_be_told = starts | ~mask
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-        """Return the starts of documents [b, s]: of those that positions show, no padding.
+        """Return the starts of documents [b, s] in a sequence with padding.
 
-        Instead, the first token after padding is a start, and so is the first token of a row. Sets
-        `padded` if a start was added that the positions don't show.
+        The first token after padding is a start. A token of padding is none, unless a row begins
+        with it. Sets `padded` if a start was added that the positions don't show.
 
         Raises:
             ValueError: if there is padding between the tokens of a document.
@@ -180,7 +180,8 @@ class GlobalSequence:
                 fits = any({*values.flatten()} <= edges for edges in known)
             else:
                 fits = values.shape[-1] == own.shape[1]
-                fits = fits and not ((np.diff(values) != 0) & ~own[:, 1:]).any()
+                # Each change of the index must be at a known edge.
+                fits = fits and ((np.diff(values) != 0) <= own[:, 1:]).all()
             if not fits:
                 return False
         return True

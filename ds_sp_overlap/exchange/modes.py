@@ -25,13 +25,10 @@ def outside_modes() -> Iterator[None]:
     devices = [mode for mode in functions if isinstance(mode, DeviceContext)]
     for mode in reversed(devices):
         overrides._push_mode(mode)
-    stack = dispatch._get_current_dispatch_mode_stack()
-    operations = [dispatch._pop_mode() for _ in stack]  # guard: no mode sees it
     try:
-        yield
+        with dispatch._disable_current_modes():  # guard: no mode sees it
+            yield
     finally:
-        for mode in reversed(operations):
-            dispatch._push_mode(mode)
         for _ in devices:
             overrides._pop_mode()
         for mode in reversed(functions):

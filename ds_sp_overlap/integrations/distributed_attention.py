@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -165,11 +164,6 @@ def has_own_forward(module: Any) -> bool:
     return where not in known  # guard: a fork's exchange stays its own
 
 
-def _stock(own: Callable, args: tuple, kwargs: dict[str, Any], *qkv: Tensor) -> Tensor:
-    """Run DeepSpeed's own forward; the policy may time it as the candidate "off"."""
-    return own(*qkv, *args, **kwargs)
-
-
 def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     """Rebind one ``DistributedAttention``, DeepSpeed's or ours, to overlap as the section asks.
 
@@ -219,7 +213,10 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
             and not (query.shape[2] % sp_group.size or key.shape[2] % sp_group.size)
             and (rotary_pos_emb is None or not batch_dim_idx)
         )
-        stock = functools.partial(_stock, own, (batch_dim_idx, rotary_pos_emb, *args), kwargs)
+
+        def stock(*qkv: Tensor) -> Tensor:
+            return own(*qkv, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
+
         tokens, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb, sequence_lengths)
         output = attend(
             module.local_attn,

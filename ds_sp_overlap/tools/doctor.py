@@ -62,18 +62,16 @@ def versions() -> str:
 class _Faulty(C10d):
     """The transport of the negative control, which delivers dv one part in 10^9 too large."""
 
-    def launch(
-        self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
-    ) -> Handle:
+    def launch(self, send: Tensor, recv: Tensor, *rest: Any) -> Handle:
         """Launch an exchange; if it is the exchange of dv, its wait adds the fault."""
-        work = super().launch(send, recv, send_sizes, recv_sizes, group, name)
+        work = super().launch(send, recv, *rest)
 
         def wait() -> None:
             work.wait()
             recv.mul_(1 + 1e-9)
 
         # The values arrive only with the wait, so add the fault after it.
-        return SimpleNamespace(wait=wait) if "dv" in name else work
+        return SimpleNamespace(wait=wait) if "dv" in rest[-1] else work
 
 
 def _local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

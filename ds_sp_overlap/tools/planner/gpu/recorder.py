@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -262,41 +262,34 @@ def flash_bytes(q: Tensor, k: Tensor) -> int:
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
 
-class _Call(NamedTuple):
-    """A call that is recorded, and not computed.
+class _Kernel(torch.autograd.Function):
+    """Records a call that is not computed as one launch in forward and one in backward.
 
-    Attributes:
-        forward: The launch in forward.
-        backward: The launch in backward.
-        ys: The results; they are saved for backward, as are the arguments.
+    Args:
+        recorder: The recorder.
+        launches: The launch in forward, and the launch in backward.
         work_bytes: The bytes of temporaries in backward.
+        ys: The results; they are saved for backward, as are the arguments.
+        *xs: The arguments of the call.
     """
 
-    forward: Launch
-    backward: Launch
-    ys: tuple[Tensor, ...]
-    work_bytes: int = 0
-
-
-class _Kernel(torch.autograd.Function):
-    """Records a `_Call` as one launch in forward and one in backward."""
-
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, call: _Call, *xs: Any) -> Any:
+    def forward(
+        ctx: Any, recorder: Recorder, launches: Sequence[Launch], work_bytes: int, ys: Any, *xs: Any
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs, *call.ys)
-        ctx.of_call = recorder, call._replace(ys=()), len(xs)
-        recorder.note(call.forward)
-        return call.ys
+        ctx.save_for_backward(*xs, *ys)
+        ctx.of_call = recorder, launches[1], work_bytes, len(xs)
+        recorder.note(launches[0])
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        recorder, call, inputs = ctx.of_call
-        recorder.note(call.backward)
-        xs = ctx.saved_tensors[:inputs]
-        gradients = [x if x is None else torch.empty_like(x) for x in xs]
-        recorder.held += [recorder.held[-1] + call.work_bytes, recorder.held[-1]]
-        return (None, None, *gradients)
+        recorder, launch, work_bytes, inputs = ctx.of_call
+        recorder.note(launch)
+        gradients = [x if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:inputs]]
+        recorder.held += [recorder.held[-1] + work_bytes, recorder.held[-1]]
+        return (None, None, None, None, *gradients)
 
 
 def _attend(
@@ -306,8 +299,8 @@ def _attend(
     seq, batch, heads, head_dim = q.shape
     of = COMPUTE, seq, queries[1] if queries else seq, batch * heads, head_dim
     ys = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    call = _Call(Attention(*of, False), Attention(*of, True), ys, flash_bytes(q, k))
-    return _Kernel.apply(recorder, call, q, k, v)[0]
+    launches = Attention(*of, False), Attention(*of, True)
+    return _Kernel.apply(recorder, launches, flash_bytes(q, k), ys, q, k, v)[0]
 
 
 class _Layer(nn.Module):
@@ -448,8 +441,8 @@ def _mix(recorder: Recorder, name: str, function: Callable[..., Any], *xs: Any) 
         shapes = [_on_meta(each, FEW, tokens) for each in results]
     n_bytes = sum(x.nbytes for x in (*xs, *shapes) if x is not None)
     ys = tuple(map(recorder._unwritten, shapes))
-    call = _Call(Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes), ys)
-    ys = _Kernel.apply(recorder, call, *xs)
+    launches = Move(COMPUTE, name, n_bytes), Move(COMPUTE, name, 2 * n_bytes)
+    ys = _Kernel.apply(recorder, launches, 0, ys, *xs)
     return ys if isinstance(found, tuple) else ys[0]
 
 

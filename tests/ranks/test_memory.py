@@ -176,9 +176,9 @@ def stock_peak_of_four(shape):
     return peak(shape, lambda layer: layer.stock(), 4)
 
 
-@pytest.mark.parametrize("shape, window, share", [(WINDOWED[0], 1, 0.48), full(WINDOWED[1], 1, 0.60), full(WINDOWED[0], 2, 0.60), full(WINDOWED[1], 2, 0.72)])  # fmt: skip
+@pytest.mark.parametrize("shape, window, share", [(WINDOWED[0], 1, 0.48), full(WINDOWED[1], 1, 0.60), (WINDOWED[0], 2, 0.57), full(WINDOWED[1], 2, 0.70)])  # fmt: skip
 def test_a_window_of_groups_takes_about_half_of_stocks_peak(shape, window, share):
-    """Of eight groups on four ranks: seen 0.44, 0.57, 0.574 and 0.708."""
+    """Of eight groups on four ranks: seen 0.440, 0.570, 0.561 and 0.689."""
     assert above(share, shape, window) == []
 
 

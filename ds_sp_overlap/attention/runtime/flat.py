@@ -45,6 +45,8 @@ def gradients(names: Iterable[Name]) -> list[Name]:
 def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence[Name]) -> Flat:
     """Return a function that runs operations and deletes each value after its last use.
 
+    A value is last used where nothing reads it before its name is written again.
+
     Args:
         operations: The operations. They read None for a value that was not written.
         takes: The names of the values that the function takes.
@@ -56,15 +58,14 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
     def variable(name: Name) -> str:
         return variables.setdefault(name, f"v{len(variables)}")
 
-    last_uses: dict[Name, int] = dict.fromkeys(takes, -1)
-    for place, operation in enumerate(operations):
-        last_uses.update(dict.fromkeys((*operation.reads, *operation.writes), place))
-    last_uses.update(dict.fromkeys(gives, len(operations)))
-    dead: dict[int, list[Name]] = {}
-    for name, place in last_uses.items():
-        dead.setdefault(place, []).append(name)
-    lines = [_assigned(map(variable, takes), "given"), "given.clear()"]
-    there = set(takes)
+    # For each operation, last to first: the values that nothing reads before they are written again.
+    dead, live = list[list[Name]](), set(gives)
+    for operation in reversed(operations):
+        touched = dict.fromkeys(operation.reads + operation.writes)
+        dead.append([name for name in touched if name not in live])
+        live = live.difference(operation.writes).union(operation.reads)
+    dead.append([name for name in takes if name not in live])
+    lines, there = [_assigned(map(variable, takes), "given"), "given.clear()"], set(takes)
     for place in range(-1, len(operations)):
         if place >= 0:
             operation = operations[place]
@@ -74,7 +75,7 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
                 _assigned(map(variable, operation.writes), call, len(operation.writes) == 1)
             )
             there.update(operation.writes)
-        if gone := [variable(name) for name in dead.get(place, ()) if name in there]:
+        if gone := [variable(name) for name in dead.pop() if name in there]:
             lines.append(f"del {', '.join(gone)}")  # guard: let go behind its last use
     given = [variable(name) if name in there else "None" for name in gives]
     lines.append(f"return ({''.join(each + ', ' for each in given)})")

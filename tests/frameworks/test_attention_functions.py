@@ -263,17 +263,11 @@ def test_what_cant_be_declared_is_refused(wrong, message):
 # Guards.
 
 
-def faults_of_names(rank):
-    return [f"{error}" for error in of_impostor(rank)[2].values() if not isinstance(error, tuple)]
-
-
-def faults_of_options(rank):
-    return [
-        f"{error}" for error in of_sections(rank, lambda: told(False), lengths=DOCUMENTS).values() if not isinstance(error, tuple)
-    ]
-
-
+IMPOSTOR = functools.partial(
+    test_a_function_of_the_users_own_under_the_name_of_transformers_is_not_taken_for_it, with_globals=False
+)
+TOLD = test_a_layer_that_tells_its_attention_not_to_be_causal_is_refused_also_where_it_does_so_later
 test_the_suite_notices_without_the_guard = notices(
-    Watched("by what runs, not by its name", 'known = _SDPA if name == "sdpa" else None', faults_of_names),
-    Watched("causal whatever a layer asks", "if False:", faults_of_options),
+    Watched("by what runs, not by its name", 'known = _SDPA if name == "sdpa" else None', IMPOSTOR),
+    Watched("causal whatever a layer asks", "if False:", TOLD),
 )

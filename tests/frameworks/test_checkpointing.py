@@ -328,6 +328,4 @@ def checkpointed_alone(rank):
     return [message] if "went on" in message else []
 
 
-test_the_suite_notices_without_the_guard = notices(
-    Watched("recomputed on all ranks", "if False:", checkpointed_alone),
-)
+test_the_suite_notices_without_the_guard = notices(Watched("recomputed on all ranks", "if False:", checkpointed_alone))

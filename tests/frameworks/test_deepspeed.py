@@ -390,21 +390,15 @@ ENGINES = {
 }
 
 
-def said_of_two_engines(rank, made):
+@pytest.mark.parametrize("which, size", [(which, 1 if "without sequence" in which else 2) for which in ENGINES])
+def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0(which, size, rank):
+    made, is_said = ENGINES[which]
     with listening(logging.WARNING) as messages:
         made(), made()
-    return [message for message in messages if "nothing is overlapped" in message]
-
-
-@pytest.mark.parametrize("which", ENGINES)
-def test_sequence_parallelism_without_a_section_is_said_once_on_rank_0(which):
-    made, is_said = ENGINES[which]
-    first, *others = on_ranks(1 if "without sequence" in which else 2, said_of_two_engines, made)
-    assert len(first) == is_said and not any(others)
-    words = (
-        'is on (sp size 2) and ds_sp_overlap imported, but the DeepSpeed config has no "sp_overlap" section: nothing is overlapped'
-    )
-    assert all(words in message for message in first)
+    said = [message for message in messages if "nothing is overlapped" in message]
+    assert len(said) == (is_said and rank == 0)
+    words = "is on (sp size 2) and ds_sp_overlap imported, but the DeepSpeed config has no"
+    assert all(f'{words} "sp_overlap" section: nothing is overlapped' in message for message in said)
 
 
 ON = {"head_groups": 1}

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,6 +48,7 @@ from tests.harness.models import (
 )  # fmt: skip
 from tests.harness.ranks import assert_error, assert_refused, assert_small, refusal
 from tests.harness.reference import relative_error
+from tests.harness.whole import adapted
 
 # Equality with the whole sequence, and with stock.
 
@@ -176,20 +177,6 @@ def test_accelerate_passes_auto_and_null_on(value, rank):
 # LoRA and frozen projections.
 
 
-def with_lora(targets, seed=4):
-    """Adapters on the named projections, none of them zero."""
-
-    def prepare(model):
-        adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
-        return adapted
-
-    return prepare
-
-
 def with_frozen(targets):
     def prepare(model):
         for name, parameter in model.named_parameters():
@@ -211,7 +198,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "v_proj"), full(("o_proj",)), full(ALL)], ids=",".join)
 def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets, rank):
-    ((got, lacks),) = reported(rank, with_lora(list(targets)))
+    ((got, lacks),) = reported(rank, lambda model: adapted(model, *targets))
     assert got.startswith("all eight exchanges, G = 2")
     inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # one of them called whole, all are
     whole = inputs + [name for name in targets if name == "o_proj"]
@@ -227,7 +214,7 @@ def test_frozen_projections_equal_stock(targets, rank):
 
 
 def test_lora_on_a_fused_projection_equals_stock(rank):
-    said = reported(rank, with_lora(["qkv_proj"]), family="phi3")
+    said = reported(rank, lambda model: adapted(model, "qkv_proj"), family="phi3")
     assert {lacks for _, lacks in said} == {"called whole: qkv_proj (LoRA)"}
 
 

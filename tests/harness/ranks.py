@@ -177,7 +177,7 @@ def assert_small(errors, limit):
 
 def assert_error(said, words, kind="ValueError"):
     """Assert that ``said``, of `refusal`, is an error of ``kind`` that says these words."""
-    assert said is not None and said[0] == kind and words in said[1], f"expected {kind} with {words!r}, got {said}"
+    assert isinstance(said, tuple) and said[0] == kind and words in said[1], f"expected {kind} with {words!r}, got {said}"
 
 
 def assert_refused(said, messages, kind="ValueError"):

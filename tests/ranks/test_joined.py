@@ -138,5 +138,5 @@ test_the_suite_notices_without_the_guard = notices(
         functools.partial(frozen, kinds="k", use=of_a_frozen_input),
         raises=True,
         says="([], ",
-    ),
+    )
 )

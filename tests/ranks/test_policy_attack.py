@@ -230,16 +230,13 @@ def test_ranks_that_would_try_different_things_are_told_so_before_they_do(rank):
     assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
 
 
-def own_policy(group):
-    """A policy as `enable` makes one for a model; layers of one's own over one group share one."""
-    return Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
-
-
 # Beside data parallelism: two replicas of two ranks, which reduce gradients together.
 
 
 def beside_replicas(group, heads):
-    model = Model(group, own_policy(group), heads)
+    """Make a model of a policy of its own, as `enable` does; layers of one's own over one group share one."""
+    policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
+    model = Model(group, policy, heads)
     model.beside = True
     return model
 

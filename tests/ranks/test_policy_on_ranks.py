@@ -294,12 +294,8 @@ def met_later(replica, step):
     return [(8, 1, 6), *more]
 
 
-def later(rank):
-    return replica_runs(rank, met_later, [{1: 1.2, 2: 1.3, 4: 1.0}] * 2)
-
-
 def test_a_layer_that_one_replica_meets_later_keeps_the_replicas_together():
-    first, first_too, second, second_too = on_ranks(4, later)
+    first, first_too, second, second_too = on_ranks(4, replica_runs, met_later, [{1: 1.2, 2: 1.3, 4: 1.0}] * 2)
     assert first == first_too and second == second_too
     for step, ran in second.items():
         assert [each for each in first[step] if each[0] == 8] == [each for each in ran if each[0] == 8]

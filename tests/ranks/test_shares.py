@@ -263,13 +263,10 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def refused(rank, index):
-    return refusal(REFUSED[index][0])
-
-
 @pytest.mark.parametrize("index", range(len(REFUSED)))
 def test_what_needs_all_queries_is_refused_by_name_on_all_ranks(index, rank):
-    assert refused(rank, index) == ("ValueError", REFUSED[index][1])
+    make, message = REFUSED[index]
+    assert refusal(make) == ("ValueError", message)
 
 
 def test_a_rank_that_can_not_share_is_refused_on_all_ranks(rank):
@@ -303,10 +300,7 @@ def swallowed():
     return [] if ds_sp_overlap.attention.arguments.takes(whole_only, "queries") is False else ["swallowed"]
 
 
-def rotated(rank):
-    return dropin.dropin_faults(rank, Case(1, 1, 4, 4, 2, (4, 4), rotary_dims=4))
-
-
+ROTATED = Case(1, 1, 4, 4, 2, (4, 4), rotary_dims=4)
 test_the_suite_notices_without_the_guard = notices(
     Watched(
         "no keyword is swallowed",
@@ -314,7 +308,9 @@ test_the_suite_notices_without_the_guard = notices(
         swallowed,
     ),
     Watched(
-        "no attention with a share of the queries unless it can", "return shares", functools.partial(refused, index=0), says=LACKS
+        "no attention with a share of the queries unless it can",
+        "return shares",
+        functools.partial(test_what_needs_all_queries_is_refused_by_name_on_all_ranks, index=0),
     ),
-    Watched("rotated by its own positions", "if False:", rotated, raises=True),
+    Watched("rotated by its own positions", "if False:", functools.partial(dropin.dropin_faults, case=ROTATED), raises=True),
 )

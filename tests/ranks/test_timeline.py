@@ -59,10 +59,6 @@ def test_every_exchange_of_the_steps_is_in_the_table_of_every_rank(stage, tmp_pa
     assert (folder / "timeline.png").read_bytes()[1:4] == b"PNG"
 
 
-def hybrid_trained(rank, kind, folder):
-    training(rank, kind, 0, {"head_groups": 1, "timeline": {"path": folder, "steps": [1, 1]}}, steps=2)
-
-
 HYBRIDS = {
     "nemotron_h": {"model.layers.0.mixer": ("x", "s"), "model.layers.2.mixer": EXCHANGES},
     "jamba": {"model.layers.0.mamba": ("x", *EXCHANGES), "model.layers.1.self_attn": EXCHANGES},
@@ -71,7 +67,8 @@ HYBRIDS = {
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_exchanges_of_a_hybrids_mixers_are_beside_those_of_attention(kind, tmp_path):
-    on_ranks(2, hybrid_trained, kind, str(tmp_path))
+    section = {"head_groups": 1, "timeline": {"path": str(tmp_path), "steps": [1, 1]}}
+    on_ranks(2, functools.partial(training, kind=kind, stage=0, section=section, steps=2))
     assert cli.main(["timeline", str(tmp_path)]) == 0
     counted = {(line["rank"], line["layer"], line["exchange"]): line["calls"] for line in table(tmp_path)}
     assert counted == {

@@ -153,17 +153,14 @@ def test_auto_makes_one_nccl_communicator_for_all_layers_with_its_members_alone(
     assert communicators(rank, "auto") == (expected, [False, False], [])
 
 
-def with_section(rank, section):
-    return communicators(rank, "auto", section=section)[0][0][-1]
-
-
 @pytest.mark.parametrize("section,settings", [
     ({"max_ctas": 4, "cga_cluster_size": 0}, {"max_ctas": 4, "cga_cluster_size": 0}),
     ({"min_ctas": 24}, {"max_ctas": 24, "min_ctas": 24}),
     ({"max_ctas": "auto", "min_ctas": None}, {"max_ctas": transport.MAX_CTAS}),
 ])  # fmt: skip
 def test_the_section_decides_how_many_blocks_the_communicator_takes(section, settings, rank):
-    assert with_section(rank, section) == settings
+    ((*_, made),), _, _ = communicators(rank, "auto", section=section)
+    assert made == settings
 
 
 @pytest.mark.parametrize("hosts,section,blocks", [
@@ -175,7 +172,8 @@ def test_the_section_decides_how_many_blocks_the_communicator_takes(section, set
 @pytest.mark.ranks(4)
 def test_a_communicator_over_a_network_card_takes_fewer_blocks_on_all_ranks(hosts, section, blocks, rank):
     with mock.patch.object(sp_group_module, "hostname", lambda: hosts[rank]):
-        assert with_section(rank, section)["max_ctas"] == blocks
+        ((*_, made),), _, _ = communicators(rank, "auto", section=section)
+    assert made["max_ctas"] == blocks
 
 
 def test_a_copy_engine_gives_the_rest_to_such_a_communicator():

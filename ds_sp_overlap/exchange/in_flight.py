@@ -201,7 +201,7 @@ class InFlight:
         if elsewhere or not self.outs:
             self.outs = self._unpacked()  # guard: unpacked once
         if elsewhere:
-            side.after_unpack(mark, current)  # guard: memory returns once it was read
+            side.order(mark[1], current)  # guard: memory returns once it was read
         if self.expected:  # guard: check mode compares
             rotated = (self.rope or self.rope_back) is not None
             for out, expected in zip(self.outs, self.expected):

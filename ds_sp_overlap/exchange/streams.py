@@ -78,7 +78,7 @@ class HostStream:
     def begin(self, *_: Any) -> Any:
         pass
 
-    end = before_compute = after_unpack = begin
+    end = before_compute = order = begin
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
@@ -158,10 +158,10 @@ class SideStream:
         on the relay stream (the pack), and not for later work.
         """
         compute = self.backend.current_stream(self.index)
-        self._order(self._relay, compute)  # guard: relays what is ready
+        self.order(self._relay, compute)  # guard: relays what is ready
         self.backend.set_stream(self._relay)
         try:
-            yield lambda: self._order(compute, self._relay)
+            yield lambda: self.order(compute, self._relay)
         finally:
             self.backend.set_stream(compute)
 
@@ -169,7 +169,7 @@ class SideStream:
         """Make the compute stream wait for ``mark``, but not for exchanges that started later.
 
         Returns:
-            The current stream, for `after_unpack`.
+            The current stream.
         """
         event, compute = mark
         compute.wait_event(event)  # guard: its own stream waits
@@ -181,16 +181,7 @@ class SideStream:
         self.events.append(event)
         return current
 
-    def after_unpack(self, mark: Mark, current: Any) -> None:
-        """Make the stream that allocated the buffers of ``mark`` wait for the unpack.
-
-        Args:
-            mark: The mark of the transfer.
-            current: The stream that unpacked, if it is not the buffers' stream.
-        """
-        self._order(mark[1], current)
-
-    def _order(self, stream: Any, before: Any) -> None:
+    def order(self, stream: Any, before: Any) -> None:
         """Make ``stream`` wait for the work that is on ``before`` now."""
         event = self.events.pop() if self.events else self.backend.Event()
         before.record_event(event)  # guard: an event is recorded

@@ -149,13 +149,18 @@ def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
     ``whole`` and ``expected`` are those of the whole sequence.
     """
     pairs = {name: (got[name].detach(), my_slice(shape, rank, x.detach())) for name, x in (expected or {}).items()}
-    of_whole = dict(whole.named_parameters())
+    return faults(tolerance, **pairs, **gradients(mine, dict(whole.named_parameters())))
+
+
+def gradients(mine, of_whole):
+    """Return for each parameter its gradient, summed over the ranks, and that of ``of_whole`` [name]."""
+    pairs = {}
     for name, parameter in mine.named_parameters():
         total = None if parameter.grad is None else parameter.grad.clone()
         if total is not None and torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
         pairs["d " + name] = total, of_whole[name].grad
-    return faults(tolerance, **pairs)
+    return pairs
 
 
 def backward(call, layer, x, dy):

@@ -25,7 +25,7 @@ import ds_sp_overlap
 from ds_sp_overlap.integrations.inspect.library import digest
 from ds_sp_overlap.integrations.megatron import source
 from tests.harness import reference
-from tests.harness.layers import backward, faults
+from tests.harness.layers import backward, faults, gradients
 
 NAMES = {"q": "query_linear", "k": "key_linear", "v": "value_linear"}
 
@@ -238,12 +238,7 @@ def layer_faults(rank, shape, use=backward, overlap=True, tolerance=1e-12):
     cut = lambda t: t.chunk(size)[rank].contiguous()  # noqa: E731
     got = use(lambda x: mine(x, mask, tables), mine, cut(x).requires_grad_(), cut(dy))
     pairs = {name: (got[name].detach(), cut(expected[name].detach())) for name in expected}
-    for name, parameter in mine.named_parameters():
-        total = None if parameter.grad is None else parameter.grad.clone()
-        if total is not None:
-            torch.distributed.all_reduce(total)
-        pairs["d " + name] = total, weights[name].grad
-    return faults(tolerance, **pairs)
+    return faults(tolerance, **pairs, **gradients(mine, weights))
 
 
 def faults_of_all(rank, shapes, use=backward):

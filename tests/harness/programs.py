@@ -428,17 +428,11 @@ class Layer:
 
         def sees(module, args, output):
             if not self.world.in_backward:  # how much of a forward is run again depends on what it saves
-                note("gave", output.flatten(2))
+                note("gave", output.flatten(2)) if kind == "sees output" else self.world.note(f"{what} called", True)
 
-        def counts(module, args, output):
-            if not self.world.in_backward:
-                self.world.note(f"{what} called", True)
-
-        counts.__module__ = "deepspeed.hooks"
-        if kind == "sees output":
+        if kind in ("sees output", "deepspeed's"):
+            sees.__module__ = __name__ if kind == "sees output" else "deepspeed.hooks"
             module.register_forward_hook(sees)
-        elif kind == "deepspeed's":
-            module.register_forward_hook(counts)
         elif kind == "scales output":
             module.register_forward_hook(lambda module, args, output: 1.25 * output)
         elif kind == "scales input":

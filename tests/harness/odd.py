@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, masking_utils
 
 from ds_sp_overlap.integrations.inspect import accounting
-from ds_sp_overlap.integrations.transformers import driven
+from ds_sp_overlap.integrations.transformers import probe
 from tests.harness.families import MORE, SIZES, tiny_model
 from tests.harness.sweep import FAILURES, Raised, attempt, batch_of, ends, in_double, more, overlaps, reasons, whole
 
@@ -123,7 +123,7 @@ def judge_misread(rank, kind, odd):
         is_clamp = getattr(function, "__name__", "") == "clamp_"
         return args[0] if is_clamp else judge(account, function, types, args, kwargs)
 
-    unseen = mock.patch.object(driven, "difference", return_value="")
+    unseen = mock.patch.object(probe, "difference", return_value="")
     with mock.patch.object(accounting.Accounting, "__torch_function__", clamp_for_nothing):
         trials = judge_odd(rank, kind, odd)
         with unseen:

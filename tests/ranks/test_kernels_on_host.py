@@ -87,11 +87,11 @@ def test_every_kernel_does_what_the_loops_do_and_touches_nothing_else(tmp_path, 
     assert launched == kernels_in(compiled("kernels.cu", KERNELS, cache)) > 0
 
 
-BROKEN = {  # what stands in kernels.cu, what in its place, what says so
+BROKEN = {  # what stands in kernels.cu, what in its place, what says so; memory behind the end may be freed memory of another tensor
     "an index": ("const Index unit = base + i * kThreads;", "const Index unit = base + i;", "the kernel and the CPU loop differ"),
-    "a bound": ("const Index unit = base + i * kThreads;\n    if (unit < walk.total)", "const Index unit = base + i * kThreads;\n    if (unit <= walk.total)", "AddressSanitizer: heap-buffer-overflow"),
+    "a bound": ("const Index unit = base + i * kThreads;\n    if (unit < walk.total)", "const Index unit = base + i * kThreads;\n    if (unit <= walk.total)", "AddressSanitizer: heap-"),
     "a size": (
-        "descriptors.sources.size() * sizeof", "(descriptors.sources.size() + 1) * sizeof", "AddressSanitizer: heap-buffer-overflow",
+        "descriptors.sources.size() * sizeof", "(descriptors.sources.size() + 1) * sizeof", "AddressSanitizer: heap-",
     ),
     "a vector": ("if (vector) by(", "if (true) by(", "runtime error: store to misaligned address"),
 }  # fmt: skip

@@ -31,9 +31,11 @@ Rooms. Each imports only from those above it in this list, and from the rooms in
 The way of a query from a rebound forward to the network, each file calling the next:
 ``integrations.rebinding`` (replaces the layer's forward) ->
 ``integrations.transformers.driven`` (fetches positions, masks and rotary tables) ->
-``attention.self_attention`` (the whole layer) -> ``attention.runtime.walk`` (piece after piece) ->
-``attention.runtime.linear`` (the projections' own hooks) -> ``attention.runtime.nodes`` (one node of
-autograd for each piece) -> ``attention.runtime.operations`` (executes a step of the schedule) ->
+``attention.self_attention`` (the whole layer) -> ``attention.layer`` (agrees on the call with the
+other ranks) -> ``attention.self_attention`` (runs the call) -> ``attention.runtime.walk`` (piece
+after piece) -> ``attention.runtime.linear`` (the projections' own hooks) ->
+``attention.runtime.nodes`` (one node of autograd for each piece) ->
+``attention.runtime.operations`` (executes a step of the schedule) ->
 ``exchange.in_flight`` (packs) -> ``exchange.transport``.
 
 Before it projects, the layer calls ``attention.layer``. There the ranks compare their calls, and

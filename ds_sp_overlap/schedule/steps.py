@@ -30,7 +30,6 @@ class Op(Enum):
 
 
 Q, O = (("q",), ("o",))  # noqa: E741
-QKV = ("q", "k", "v")
 Tensors = tuple[str, ...]
 # A part: the kind, "q", "k", "v" or "o", and the index of the head group.
 Part = tuple[str, int]
@@ -173,19 +172,8 @@ class Schedule:
         Only the attention of this group may change KV heads in place that several groups use. In a
         windowed schedule no group may, since backward attends in another order.
         """
-        return (
-            -1
-            if self.is_windowed
-            else [step.group for step in self.forward if step.op is Op.ATTEND][-1]
-        )
-
-    @cached_property
-    def beside(self) -> Tensors:
-        """Return the tensors that travel together with do: o, or none.
-
-        o travels in a windowed schedule whose backward of attention reads o.
-        """
-        return next((step.beside for step in self.backward if step.beside), ())
+        attended = [step.group for step in self.forward if step.op is Op.ATTEND]
+        return -1 if self.is_windowed else attended[-1]
 
     def name(self, step: Step) -> str:
         """Return the name of an exchange; without a number if there is one head group."""

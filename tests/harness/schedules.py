@@ -56,12 +56,12 @@ def check_window(schedule, kinds, last_use, window):
     for kind, group in schedule.parts:
         if not any((kind, group) in start.parts for start in restarts):
             raise ValueError(f"schedule, backward: start {kind} {group} is missing")
-    last = schedule.groups - 1
+    last, beside = schedule.groups - 1, next((step.beside for step in schedule.backward if step.beside), ())
     for group in range(schedule.groups):
         if group:
             forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
         # The start of do with o frees the local o, which wgrad o reads.
-        if schedule.beside:
+        if beside:
             backward[Step(Op.START, O, True, group)].append(Step(Op.WGRAD, O, True, group))
         attend_needs = backward[Step(Op.ATTEND, O, True, group)]
         if group < last:
@@ -75,7 +75,7 @@ def check_window(schedule, kinds, last_use, window):
 
     def with_o(step):
         """Let o travel beside do, in all groups or in none."""
-        return step._replace(beside=schedule.beside) if step.on_wire and step.tensors == O and step.grad else step
+        return step._replace(beside=beside) if step.on_wire and step.tensors == O and step.grad else step
 
     backward = {with_o(step): [with_o(need) for need in needs] for step, needs in backward.items()}
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):

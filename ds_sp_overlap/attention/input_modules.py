@@ -76,11 +76,10 @@ class InputModules:
         norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
         self.norms = {kind: norm for kind, norm in norms.items() if norm is not None}
         first_heads = (0, self.heads, self.heads + self.kv_heads) if is_fused else (0, 0, 0)
-        rows: list[tuple[str, tuple[int, int | tuple[int, ...]]]] = []
+        self.of_kinds: OfKinds = ()
         for kind, module, head in zip("qkv", of_kinds, first_heads):
             first = head * self.head_dim if self.first_rows is None else self.first_rows[kind]
-            rows.append((kind, (self.projections.index(module), first)))
-        self.of_kinds: OfKinds = tuple(rows)
+            self.of_kinds += ((kind, (self.projections.index(module), first)),)
         # A norm may be a plain function, which has no parameters.
         counts = [(kind, len(_parameters(norm))) for kind, norm in self.norms.items()]
         self._norm_counts = tuple(counts)

@@ -21,6 +21,8 @@ Candidate = int | str
 PRUNED_ABOVE = 1.5
 # One rank's report: for the key of each trial, the shape in words, and `Trial.milliseconds`.
 Report = dict[tuple, tuple[str, list[float]]]
+# The result of `merged`.
+MergedReport = dict[tuple, tuple[str, list[float] | None]]
 
 
 def _name(candidate: Candidate | None) -> str:
@@ -33,7 +35,7 @@ def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidat
     return (OFF, *possible) if off else possible
 
 
-def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | None]]:
+def merged(reports: Sequence[Report]) -> MergedReport:
     """Merge the reports of several ranks: for each candidate, take the time of the slowest rank.
 
     A rank that has not timed all candidates that are left (`Trial.left`) does not count.
@@ -42,7 +44,7 @@ def merged(reports: Sequence[Report]) -> dict[tuple, tuple[str, list[float] | No
         For the key of each trial: the shape in words, and the time of each candidate that is left,
         in ms; None instead of the times if no rank counts.
     """
-    merged_reports: dict[tuple, tuple[str, list[float] | None]] = {}
+    merged_reports: MergedReport = {}
     for key, (what, _) in ChainMap(*reports).items():
         of_ranks = [report[key][1] for report in reports if key in report]
         # A rank reports inf for a candidate that it has not timed; leave this rank out.

@@ -133,15 +133,16 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
         merged.append((start, stop))
     runs: list[Run] = []
     for start, stop in merged:
-        size, last = stop - start, runs[-1] if runs else None
-        # A view has no negative stride, and the slices of a batched product must not overlap.
-        if last is None or size != last.size or start - last.start < size:
-            runs.append(Run(1, size, start, size))
-        # The second slice of a run sets its step; later slices must have the same step.
-        elif last.slices == 1 or start == last.start + last.slices * last.step:
-            runs[-1] = Run(last.slices + 1, size, last.start, (start - last.start) // last.slices)
-        else:
-            runs.append(Run(1, size, start, size))
+        size = stop - start
+        if runs:
+            count, last_size, first, step = runs[-1]
+            # A view has no negative stride, and the slices of a batched product must not overlap.
+            is_next = last_size == size <= start - first
+            # The second slice of a run sets its step; later slices must have the same step.
+            if is_next and (count == 1 or start == first + count * step):
+                runs[-1] = Run(count + 1, size, first, (start - first) // count)
+                continue
+        runs.append(Run(1, size, start, size))
     pairs, place = [], 0
     for run in runs:
         pairs.append((run, run._replace(start=place, step=run.size)))

@@ -166,30 +166,30 @@ class LayerRuntime:
         if side is not None and side.blocks:
             self.refuse_graph("exchanges by gloo")
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
+        policy, geometry, run = self.policy, call.geometry, None
         # The baseline is stock attention, which needs a query head for each rank.
-        has_baseline = baseline is not None and call.geometry.heads >= call.geometry.sp_size
+        has_baseline = baseline is not None and geometry.heads >= geometry.sp_size
         least = 1
         if self.windowed and self.config.window is not None:
             # The baseline would need more memory than the window that was asked for, and so would
             # fewer groups, since the window holds a fixed number of groups.
-            has_baseline, least = False, call.geometry.groups
-        policy, geometry, run = self.policy, call.geometry, TimedCall(inputs)
+            has_baseline, least = False, geometry.groups
         # The number of head groups; or "off" for the baseline.
         candidate: Candidate = geometry.groups
         if policy is not None:
             trial = policy.trial(geometry, inputs[0], has_baseline, least)
             if trial is not None:
-                candidate = trial.candidate(self.index)
+                candidate, run = trial.candidate(self.index), TimedCall(inputs)
                 tokens = geometry.batch * sum(geometry.seq_lens)
                 policy.follow(run, trial, candidate, tokens=tokens)
         if isinstance(candidate, str):
-            assert baseline is not None
+            assert baseline is not None and run is not None
             return run.end(baseline(*run.inputs))
         if candidate != geometry.groups:
             call = self._call_of(geometry.in_groups(candidate), call.checked)
         call.window = self.config.window_of(candidate)
         call.begin(inputs[0])
-        return run.end(body(call, *run.inputs))
+        return body(call, *inputs) if run is None else run.end(body(call, *run.inputs))
 
     def refuse_graph(self, what: str) -> None:
         """Raise RuntimeError, on this rank, if a CUDA graph is being captured.

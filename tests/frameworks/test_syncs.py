@@ -198,7 +198,7 @@ def waits_behind_the_first(attention, head_groups, rows, **options):
 
 
 AT = "return attention(q, k, v, position_ids=torch.arange(q.shape[1])[None])"
-INDEXED = "return heads if index is None else heads.index_select(2, torch.tensor(index, device=heads.device))"
+INDEXED = "places = torch.tensor(index, device=heads.device)"
 test_the_suite_notices_without_the_guard = notices(
     Watched("edges, no positions", AT, waits_behind_the_first(flash.NAME, 2, "one document")),
     Watched("indexed without a wait", INDEXED, waits_behind_the_first("sdpa", 1, "one document", **IRREGULAR)),

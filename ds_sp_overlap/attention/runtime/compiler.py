@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -255,10 +255,9 @@ class Compiler:
         if not self.needs.get(part):
             return
         if step.tensors == O:
-            columns = self._columns()[step.group]
+            columns, operands = self._columns[step.group], [self._dy(), _WO]
             ranks = self.geometry.parts if "o" in self.call.by_rank else 0
-            head_dim = self.shapes[_WO][1] // self.geometry.heads
-            self._multiply([self._dy(), _WO], 1, columns, ranks, head_dim, ("d", part))
+            self._multiply(operands, 1, columns, ranks, self.head_dims[part], ("d", part))
         elif self.needs["x",]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("weight", module)
@@ -270,9 +269,8 @@ class Compiler:
         (part,) = step.parts
         if step.tensors == O:
             if self.needs[_WO]:
-                columns = self._columns()
-                own, operands = columns[step.group], [self._dy(), ("merged", step.group)]
-                self._put(_WO, 1, columns, own, torch.mm, operands)
+                own, operands = self._columns[step.group], [self._dy(), ("merged", step.group)]
+                self._put(_WO, 1, self._columns, own, torch.mm, operands)
         elif self.needs.get(part):
             module, rows, _ = self.projections.cuts.rows[part]
             dy, parts = ("d heads", part), self.projections.cuts.parts[module]
@@ -296,13 +294,14 @@ class Compiler:
 
     def merge(self, step: Step) -> None:
         """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
-        columns = self._some(self._columns()[step.group], _WO, dim=1)
+        columns = self._some(self._columns[step.group], _WO, dim=1)
         (o,), y = step.parts, ("y",)
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
         reads: list[Name] = [o, _WO, ("bias", "o"), y]
         self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])
 
+    @cached_property
     def _columns(self) -> Parts:
         """Return for each head group the columns of Wo that belong to its heads."""
         geometry, head_dim = self.geometry, self.shapes[_WO][1] // self.geometry.heads

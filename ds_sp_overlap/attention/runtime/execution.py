@@ -98,28 +98,30 @@ class Call:
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
 
 
-def with_kv(geometry: Geometry, kind: str, group: int, received: dict[Part, Tensor]) -> Tensor:
-    """Return the k or v that a head group attends to on this rank.
+def with_kv(geometry: Geometry, group: int, received: dict[Part, Tensor]) -> list[Tensor]:
+    """Return the k and the v that a head group attends to on this rank.
 
     Args:
         geometry: Which heads each rank holds.
-        kind: "k" or "v".
         group: The head group.
         received: The k and v that arrived with this group and with earlier groups.
 
     Returns:
-        [s, b, heads, d], or [b, s, heads, d] for batch first. The KV heads of the group's query
-        heads. They are repeated, one for each query head, where they don't all serve the same
+        [s, b, heads, d] each, or [b, s, heads, d] for batch first. The KV heads of the group's
+        query heads. They are repeated, one for each query head, where they don't all serve the same
         number of query heads (`Geometry.kv_expansion`).
     """
-    pieces = []
-    for sent, start, stop in geometry.kv_pieces(group):
-        pieces.append(cut_ranges(received[kind, sent], 2, ((start, stop),)))
-    heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-    index = geometry.kv_expansion(group)
-    if index is None:
-        return heads
-    return heads.index_select(2, _on_device(index, heads.device))  # guard: indexed without a wait
+    both, index = [], geometry.kv_expansion(group)
+    for kind in "kv":
+        pieces = []
+        for sent, start, stop in geometry.kv_pieces(group):
+            pieces.append(cut_ranges(received[kind, sent], 2, ((start, stop),)))
+        heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+        if index is not None:
+            places = _on_device(index, heads.device)  # guard: indexed without a wait
+            heads = heads.index_select(2, places)
+        both.append(heads)
+    return both
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ class Operation(NamedTuple):
 
     Attributes:
         function: Takes the call and the values of ``reads``. Returns the values of ``writes``; the
-            value itself if there is one.
+            value itself if there is one; anything if there is none.
         reads: The names of the values that the operation reads.
         writes: The names of the values that the operation writes.
     """

@@ -33,7 +33,7 @@ class _Node(Node):
             ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
         if piece.returns_y:
             return made[0]
-        return call.empty.detach(), *made[:count]
+        return call.empty.detach(), *made[1:count]
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -63,7 +63,7 @@ def run_piece(
         return node.apply(piece, call, names, token, *given)
     call.variant = piece.variant(call, names, (False,) * (1 + len(given)), given)
     made = call.variant.forward(call, [*given])
-    return made[0] if piece.returns_y else (call.empty, *made)
+    return made[0] if piece.returns_y else (call.empty, *made[1:])
 
 
 class _Window(Node):

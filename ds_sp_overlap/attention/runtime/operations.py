@@ -41,22 +41,21 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 # Exchanges.
 
 
-def start(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> tuple:
+def start(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> None:
     call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked)
-    return ()
 
 
-def start_beside(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> tuple:
-    o, do = xs
-    return start(key, launch, name, call, o.view(*do.shape), do)
+def start_beside(
+    key: Exchanged, launch: partial, name: str, call: Call, o: Tensor, do: Tensor
+) -> None:
+    start(key, launch, name, call, o.view(*do.shape), do)
 
 
 def start_rotated(
-    back: bool, key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor
-) -> tuple:
+    back: bool, key: Exchanged, launch: partial, name: str, call: Call, x: Tensor
+) -> None:
     ropes = (None, call.rope_tables) if back else (call.rope_tables,)
-    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, *ropes)
-    return ()
+    call.in_flight[key] = launch(call.sp_group, call.where + name, (x,), call.checked, *ropes)
 
 
 def finish(key: Exchanged, name: str, call: Call) -> Any:
@@ -70,6 +69,12 @@ def finish(key: Exchanged, name: str, call: Call) -> Any:
 def _one(values: Sequence[Any]) -> Any:
     """Return ``values``, or the value itself if there is one, as operations return it."""
     return values if len(values) != 1 else values[0]
+
+
+def _sum(so_far: Tensor | None, term: Tensor | None) -> Tensor | None:
+    """Return the sum of a gradient's terms so far and one more; None for no term."""
+    # Not in place: attention may return the same tensor for two gradients.
+    return term if so_far is None else so_far if term is None else so_far + term
 
 
 # Projections of q, k and v.
@@ -159,8 +164,7 @@ def norm_back(
     for place, gradient in zip(wanted, gradients):
         if gradient is not None:
             # Sum in fp32: in half precision each group would round. Autograd casts the result.
-            gradient = gradient.to(sum_dtype(gradient.dtype))
-            sums[place] = gradient if sums[place] is None else sums[place] + gradient
+            sums[place] = _sum(sums[place], gradient.to(sum_dtype(gradient.dtype)))
     return _one((matrix(dx), *sums))
 
 
@@ -240,9 +244,7 @@ def merge(
 
 def _heads(parts: list[Part], call: Call, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return q, k and v of a group, from its q and the parts of k and v that it attends to."""
-    values, geometry, (_, group) = dict(zip(parts, received)), call.geometry, parts[0]
-    keys = [with_kv(geometry, kind, group, values) for kind in "kv"]
-    return received[0], *keys
+    return received[0], *with_kv(call.geometry, parts[0][1], dict(zip(parts, received)))
 
 
 def attend(
@@ -290,9 +292,4 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
             dxs.append(dx)
     inputs = [x for x in leaves if x.requires_grad]
     terms = list(torch.autograd.grad(ends, inputs, dxs)) if inputs else []
-    totals = []
-    for so_far, term in zip(sums, terms + gradients[3:]):
-        # Not in place: attention may return the same tensor for two gradients.
-        both = so_far is not None and term is not None
-        totals.append(so_far + term if both else term if so_far is None else so_far)
-    return _one(totals)
+    return _one(list(map(_sum, sums, terms + gradients[3:])))

@@ -54,15 +54,15 @@ class Variant:
         needs: For each part that was exchanged so far, and for each input of the node, whether its
             gradient is needed.
         head_dims: For each part that was exchanged so far, its head dim.
-        forward: Takes the inputs of the node. Returns the outputs of the node, then the values that
-            ``held`` names.
+        forward: Takes the inputs of the node. Returns the outputs of the node, with None for the
+            token, then the values that ``held`` names.
         backward: Takes the values that ``saved`` names, then the gradients of the node's outputs.
             Returns the gradient of each input, or None.
         again: The forward if a checkpoint has saved attention. Takes the inputs of the node, then o
             of all groups; returns what ``forward`` returns.
         saved: The names of the values that the node saves for backward.
         held: ``saved``, and the names of the values that a checkpoint saves.
-        outputs: The number of values that the node returns; the token does not count.
+        outputs: The number of values that the node returns.
         undifferentiable: The indices of the outputs whose gradients are not needed.
     """
 
@@ -177,8 +177,7 @@ def _compiled(
     forward = compiler.compile(program, False, profiled)
     again = compiler.compile(call.schedule.recompute, False, profiled)
     back = compiler.compile(backward, True, profiled) if any(needs) else []
-    outputs: Sequence[Name] = [("y",)] if piece.returns_y else piece.gives
-    token: list[Name] = [] if piece.returns_y else [("d", "token")]
+    outputs: list[Name] = [("y",)] if piece.returns_y else [("token",), *piece.gives]
     saved = _saved(back)
     held, attended = dict.fromkeys(saved), list[Name]()
     if call.schedule.is_windowed:
@@ -189,7 +188,7 @@ def _compiled(
         needs=of_parts,
         head_dims=head_dims,
         forward=flat(forward, names, [*outputs, *held]),
-        backward=flat(back, [*saved, *token, *gradients(outputs)], gradients(names)),
+        backward=flat(back, saved + gradients(outputs), gradients(names)),
         again=flat(again, [*names, *attended], [*outputs, *held]),
         saved=saved,
         held=list(held),

@@ -96,8 +96,7 @@ class Walk:
         elif step.op is Op.ATTEND:
             # k and v stay in ``values``, since later groups may attend to them.
             group, q = step.group, values.pop(("q", step.group))
-            k = with_kv(call.geometry, "k", group, values)
-            v = with_kv(call.geometry, "v", group, values)
+            k, v = with_kv(call.geometry, group, values)
             with named(call.where, call.schedule.label(step)):
                 values["o", group] = attend_group(call, self.attend, group, q, k, v)
         else:

@@ -54,11 +54,6 @@ class Run(NamedTuple):
         """Return the dimensions over peers that have the same slice of the tensor."""
         return [dim for dim, step in enumerate(self.strides) if step == 0]
 
-    @property
-    def elements(self) -> int:
-        """Return the number of elements of the tensor in the view; repeats count once."""
-        return math.prod(size for size, step in zip(self.shape, self.strides) if step)
-
 
 @dataclass(frozen=True)
 class Copies:
@@ -99,10 +94,10 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     runs = runs_of(sides, of_tensors)
     sizes, held = [math.prod(shape) for shape in sides.shapes], [0] * len(sides.shapes)
     for run in runs:
-        held[run.tensor] += run.elements
+        # Count elements that are repeated once.
+        held[run.tensor] += math.prod(size for size, stride, _ in run.dims if stride)
     disjoint = held == sizes  # guard: disjoint parts need no sum
     repeats = tuple(run.repeats for run in runs)
-    one = runs[0] if len(runs) == len(sizes) == 1 else None
     flat = None
     if runs and [sides.elements] == sizes:
         shifts = {run.offset - run.wire_offset for run in runs}
@@ -124,7 +119,7 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         sides.elements,
         flat,
         disjoint=disjoint,
-        is_wire=one is not None and one.wire_strides == contiguous(one.shape),
+        is_wire=len(runs) == len(sizes) == 1 and runs[0].wire_strides == contiguous(runs[0].shape),
         in_order=tuple(in_order),
     )
 

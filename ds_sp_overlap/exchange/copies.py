@@ -179,9 +179,12 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
-        x = x.clone(memory_format=torch.contiguous_format)  # guard: a copy, no view
-        # Not a plain view: autograd forbids in-place changes of a view that a node returns.
-        outs.append(torch.ops.aten._unsafe_view.default(x, shape))
+        # Not a view of a clone, which takes the host longer; nor does autograd allow in-place changes
+        # of a view that a node returns.
+        out = x.reshape(*shape)
+        if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
+            out = out.clone(memory_format=torch.contiguous_format)
+        outs.append(out)
     return outs
 
 

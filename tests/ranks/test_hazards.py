@@ -226,7 +226,7 @@ PLANTED = {  # each of them computes what it should, as long as nobody spoils th
 test_the_suite_notices_without_the_guard = notices(
     Watched("waits before it reads", "pass", late_delivery),
     Watched("what is sent is kept", "side.end(mark)\nself.send = None", late_delivery),
-    Watched("a copy, no view", "x = x.reshape(shape)", late_delivery),
+    Watched("a copy, no view", "if False:", late_delivery),
     Watched("lies as it travels", "if True:", test_what_travels_as_it_lies_is_contiguous),
     Watched(
         "memory of its own",

@@ -154,7 +154,7 @@ def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
 
     With head groups, every group would wrongly get the slices of the rank's first heads.
     """
-    # A rank has one of two numbers of heads. Both count on every rank, so that all ranks return the
-    # same. A tensor that has such a dimension by chance costs only overlap.
+    # Ranks differ by at most one head. Check for both numbers of heads on every rank, so that all
+    # ranks return the same. A tensor with such a dimension by chance only costs head groups.
     counts = {geometry.heads // geometry.parts, -(-geometry.heads // geometry.parts)}
     return any(isinstance(x, Tensor) and not counts.isdisjoint(x.shape) for x in extra)

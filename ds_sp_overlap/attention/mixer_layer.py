@@ -93,7 +93,7 @@ class MixerLayer:
         )
 
     def _geometry(self, hidden_states: Tensor, lengths: list[int]) -> Geometry:
-        """Return the geometry of a call."""
+        """Choose between states and heads in the first call; return the geometry of the call."""
         if hidden_states.dim() != 3:
             got = list(hidden_states.shape)
             raise ValueError(f"hidden_states must be 3-D, [b, s/P, m], got {got}")
@@ -234,8 +234,8 @@ class MixerLayer:
             if stop == tokens:
                 of_rows[row] = final
         for row, start in enumerate(pieces.last_starts):
-            # A short piece shared a call with others, padded by repeats of its last token, so that
-            # call gave no final state of it: scan the piece alone.
+            # A short piece was padded with copies of its last token, and scanned in one call with
+            # others. The call gave no final state of this piece, so scan the piece alone.
             if row not in of_rows:
                 scan(*(x[row : row + 1, start:] for x in tensors))
                 of_rows[row] = finals[-1]

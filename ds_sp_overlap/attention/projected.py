@@ -50,7 +50,7 @@ class ProjectedAttention:
             sequence_lengths: Local sequence length of every rank; None if all are the same.
 
         Returns:
-            ``tokens`` and ``arrive`` of a call.
+            The arguments ``tokens`` and ``arrive`` of `__call__`.
 
         Raises:
             ValueError: for another ``batch_dim_idx``, or tables of a wrong shape; on all ranks

@@ -45,9 +45,9 @@ from .runtime.walk import Walk
 class SelfAttention:
     """Runs a whole self-attention layer under sequence parallelism; its projections hide exchanges.
 
-    Note [Called whole] says which projections can't. This object is no module and has no
-    parameters; it calls the modules that it is given. Keep it beside your modules, or use it in the
-    forward of one of them.
+    See Note [Called whole] for exceptions. This object is no module and has no parameters; it
+    calls the modules that it is given. Keep it beside your modules, or use it in the forward of
+    one of them.
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
@@ -378,9 +378,9 @@ class SelfAttention:
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
         """Return those of q, k, v and o whose GEMM writes in the send buffer's order (`by_rank`).
 
-        Nothing packs these. For o this is the GEMM of do. It is done where a group's rows of the
-        weight lie apart, since a batched GEMM then needs no copy of the weight, and a plain one
-        would. ``split`` are the projections that are computed part by part.
+        No kernel packs these tensors. For o, the GEMM is that of do. The GEMM is batched, which
+        needs no copy of the weight where a group's rows lie apart; elsewhere a plain GEMM runs.
+        ``split`` are the projections that are computed part by part.
         """
         inputs, sliced, by_rank = self.inputs, call.geometry.in_slices, set()
         # With ``first_rows``, no single strided view need hold the rows of a group.

@@ -281,7 +281,7 @@ class Policy:
         own_report = self._report() if self._stepped and self.board is None else {}
         stepped, reports = zip(*self.sp_group.gather((self._stepped, own_report)))
         if not all(stepped):
-            # After a call in an evaluation, more calls may come before the step: compare then.
+            # In an evaluation the step may still be to come, so the next call compares again.
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):

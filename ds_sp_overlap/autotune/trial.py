@@ -115,7 +115,7 @@ class Trial:
         Returns:
             Times in ms; inf for a candidate that was not timed.
         """
-        # The forwards and the backwards of all candidates together.
+        # ``forwards`` and ``backwards`` hold the calls of all candidates together.
         marks = [self.marks[candidate] for candidate in self.left]
         forwards, backwards = [list(chain(*of_each)) for of_each in zip(*marks)]
         times = []

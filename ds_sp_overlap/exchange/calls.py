@@ -74,7 +74,7 @@ class Calls:
 
     @outside_modes()
     def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
-        """Read the last comparison and begin the next; the arguments are those of `count`."""
+        """Read the comparison in flight and begin the next; the arguments are those of `count`."""
         # Cleared first, so that no comparison is pending if the following raises.
         asked, self.asked = self.asked, None
         names, self.names = self.names, []

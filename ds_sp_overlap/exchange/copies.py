@@ -179,8 +179,8 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
-        # Not a view of a clone, which takes the host longer; nor does autograd allow in-place changes
-        # of a view that a node returns.
+        # Not a view of a clone: a clone takes the host longer, and autograd forbids in-place
+        # changes of a view that a node returns.
         out = x.reshape(*shape)
         if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
             out = out.clone(memory_format=torch.contiguous_format)

@@ -106,7 +106,7 @@ class Exchange:
         Collective: every rank of the sp group starts the same exchanges in the same order.
 
         Args:
-            x: The tensor to send, in the shape of the one tensor of ``layout.sources``; kept alive
+            x: The tensor to send, in the shape that ``layout.sources`` gives; kept alive
                 until the exchange is finished.
 
         Returns:
@@ -121,7 +121,7 @@ class Exchange:
         """Order the compute stream after the exchange.
 
         Returns:
-            The received tensor, in the shape of the one tensor of ``layout.targets``.
+            The received tensor, in the shape that ``layout.targets`` gives.
 
         Raises:
             RuntimeError: if nothing was launched since the last finish.

@@ -126,7 +126,7 @@ class Geometry(Heads):
         if set(kinds) == {"o"}:
             queries = "q" * len(kinds)
             return self.exchange(queries, group, head_dims, by_rank).inverse
-        # For each rank, the tokens that it receives: all of k and v; of q, those of its share.
+        # Each rank receives k and v of all tokens, and q of the tokens of its share.
         of_keys: list[Sequence[Range]] = [((0, sum(self.seq_lens)),)] * self.sp_size
         of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
         ends = []

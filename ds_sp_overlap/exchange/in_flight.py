@@ -45,8 +45,8 @@ class InFlight:
         name: Name for logs and errors, for instance ``layers.7 dv``.
         xs: The tensors that are sent, in the shapes of ``layout.sources``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
-        rope: (cos, sin) by which pack rotates the one tensor; None for no rotation.
-        rope_back: (cos, sin) by which unpack rotates the one tensor back; None for no rotation.
+        rope: (cos, sin) by which pack rotates a single tensor; None for no rotation.
+        rope_back: (cos, sin) by which unpack rotates a single tensor back; None for no rotation.
 
     Raises:
         ValueError: before any communication, if a tensor has another shape.
@@ -59,8 +59,8 @@ class InFlight:
     received: Any = None
     # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
-    # The received tensors. Empty until unpacked; but if the one tensor has the order of the wire,
-    # it is ``recv`` itself and is set from the start.
+    # The received tensors; empty until unpacked. A single tensor whose memory has the order of the
+    # wire is ``recv`` itself, and is set from the start.
     outs: Sequence[Tensor] = ()
 
     # The copies by which the sources are packed.

@@ -137,7 +137,7 @@ class Sides:
 
     @cached_property
     def cut(self) -> tuple[int, Sequence[int], Sequence[int]] | None:
-        """Return the dimension along which the one tensor is cut, and starts and stops of blocks.
+        """Return the dimension along which a single tensor is cut, and starts and stops of blocks.
 
         Returns None for several tensors, or for a tensor that is cut along two dimensions.
         """

@@ -92,8 +92,8 @@ def legs_of(
     if "k" not in kinds and "v" not in kinds or all(len(ranks) == 1 for ranks in siblings):
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
-    # For each rank: the tokens of its piece, which are those of every m-th rank; and the tokens
-    # that it holds before and after the second leg, which are none if it is not a sibling.
+    # For each rank: its piece, the tokens of every m-th rank; and the tokens that the rank holds
+    # before and after the second leg, none for a rank that is no sibling.
     pieces, before, after = [], [], []
     for rank, ranks in enumerate(siblings):
         pieces.append(tokens[ranks.index(rank) :: len(ranks)])

@@ -61,7 +61,7 @@ class Shares:
         Raises:
             ValueError: for a number of local lengths other than the sp size; for shares that don't
                 divide the sp size or leave a part without a head; for fewer tokens than shares; or
-                for ``query_chunks`` that don't give each token to one share and each share a token.
+                for ``query_chunks`` that omit or repeat a token, or leave a share without a token.
         """
         if len(self.seq_lens) != self.sp_size:
             raise ValueError(

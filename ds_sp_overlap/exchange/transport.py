@@ -366,9 +366,9 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
     for setting, value in settings.items():
         setattr(options.config, setting, value)
     torch.cuda.synchronize(device)
-    # While the default group is bound to a device, torch makes every group by an ncclCommSplit of
-    # its communicator, which waits for all ranks of the world, with ``use_local_synchronization``
-    # too. See Note [Two communicators].
+    # If the default group is bound to a device, torch makes every group by an ncclCommSplit of
+    # that group's communicator. The split waits for all ranks of the world, even with
+    # ``use_local_synchronization``. See Note [Two communicators].
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
     try:

@@ -16,7 +16,7 @@ from typing import Any
 def after_import(name: str, action: Callable[[], object]) -> None:
     """Run ``action`` now if the module ``name`` is loaded, else at the end of its import.
 
-    Whoever imports the module, also by ``from name import ...``, gets it as ``action`` left it.
+    Every import of the module, also by ``from name import ...``, sees the changes of ``action``.
 
     Args:
         name: The module's name.

@@ -2,7 +2,7 @@
 
 The caller of these modules has already projected q, k and v. `_bind` therefore overlaps the
 exchanges of q, k, v and o with one another and with attention, and leaves the projections alone.
-This file does not import DeepSpeed: a model can hold DeepSpeed's class only if it is loaded.
+This file does not import DeepSpeed: if DeepSpeed isn't loaded, no model holds its class.
 """
 
 from __future__ import annotations

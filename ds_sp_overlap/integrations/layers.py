@@ -99,9 +99,9 @@ class OverlapSettings(NamedTuple):
     def groups_for(
         self, heads: int, kv_heads: int, attend: Callable | str, windowed: bool = False
     ) -> int:
-        """Return the number of head groups G of a layer, the initial G if a policy times others.
+        """Return the number of head groups G of a layer; with a policy, the G to begin with.
 
-        The arguments are those of `shares_of`, and of the config's ``groups_for``.
+        See `shares_for` for ``attend``, and `SpOverlapConfig.groups_for` for ``windowed``.
 
         Raises:
             ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no

@@ -34,7 +34,7 @@ _MLP = 3
 def find_tiles(
     model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int, binds: Binds
 ) -> str:
-    """Find the norms and MLPs that can run in tiles, beside overlapped layers and around them.
+    """Find norms and MLPs that can run in tiles, among the siblings of layers and of their parents.
 
     Args:
         model: The model.
@@ -124,13 +124,13 @@ class _TiledModule:
     """A norm or an MLP that runs in tiles.
 
     Args:
-        name: Its name in the model.
+        name: The name of the module in the model.
         module: The module.
         tokens: The most tokens in a tile, or "auto".
-        known: The modules so far. A module with the state and shapes of one of them is not probed.
+        known: The tiled modules so far; no probe runs if one of them has the same state and shapes.
 
     Raises:
-        Unknown: if it can't run in tiles.
+        Unknown: if the module can't run in tiles.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def starts_of(together: Sequence[str | Tensors], group: int) -> Program:
 
 
 def projections(starts: Program) -> list[Step]:
-    """Return the steps: for each start of q, k or v, the projections of its tensors, the start."""
+    """Return, for each start of q, k or v, the projections of its tensors and then the start."""
     steps = []
     for start in starts:
         steps += [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
@@ -63,13 +63,13 @@ def projections(starts: Program) -> list[Step]:
 
 
 def attention(starts: Program, group: int) -> list[Step]:
-    """Return the steps: the finish of each start, attention of a group, the start of its o."""
+    """Return the finishes of a group's q, k and v, its attention, and the start of its o."""
     attend = Step(Op.ATTEND, O, False, group)
     return [*(start.finish for start in starts), attend, attend._replace(op=Op.START)]
 
 
 def merge(group: int) -> list[Step]:
-    """Return the steps: finish of the exchange of a group's o, output projection of this o."""
+    """Return the finish of the exchange of a group's o, and the output projection of this o."""
     return [Step(Op.FINISH, O, False, group), Step(Op.MERGE, O, False, group)]
 
 

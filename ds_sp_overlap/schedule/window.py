@@ -171,7 +171,7 @@ def by_window(
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Return the steps with a finish of each exchange before the next start, or at the end."""
+    """Return the steps, with each exchange finished before the next one starts."""
     # So only one send buffer is in memory at a time.
     steps: list[Step] = []
     finishes: list[Step] = []

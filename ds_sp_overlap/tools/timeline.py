@@ -167,7 +167,8 @@ def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
     """Sum the costs of exchanges whose attributes ``of`` are equal.
 
     Returns:
-        By the values of these attributes: number of exchanges, ms of transfer, ms exposed.
+        A dict with the values of these attributes as keys. Each entry is the number of exchanges,
+        ms of transfer, ms exposed.
     """
     table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:
@@ -180,7 +181,7 @@ def draw(rows: dict[str, list[float]]) -> Any:
     """Draw the costs of each exchange in a step as bars.
 
     Args:
-        rows: By the name of an exchange: number, ms of transfer, ms exposed.
+        rows: For the name of each exchange: number of exchanges, ms of transfer, ms exposed.
 
     Raises:
         ImportError: without matplotlib.

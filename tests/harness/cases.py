@@ -23,7 +23,7 @@ def examples(count):
 
 
 def since_transformers(version):
-    """Skip a test with an older transformers: what its cases are made of is not there, or is something else."""
+    """Skip a test with a transformers older than ``version``, for which it has no cases."""
     old = Version(importlib.metadata.version("transformers")) < Version(version)
     return pytest.mark.skipif(old, reason=f"its cases are written for transformers {version} and newer")
 
@@ -49,9 +49,11 @@ def _options(row):
 
 
 def beyond(rows, together):
-    """Return the places in ``rows`` without which the rest still hold any ``together`` options that one of ``rows`` holds.
+    """Return the indices of rows to leave out; the rest cover every combination of options.
 
-    Chosen greedily: of those that hold most of what is missing the one whose options were used least.
+    A combination is a set of ``together`` options that occurs in some row. Rows are kept greedily:
+    the row with the most combinations that are missing so far; among equals, the row whose options
+    were used least.
     """
     options = [sorted(_options(row).items()) for row in rows]
     held = [set(itertools.combinations(each, together)) for each in options]

@@ -121,7 +121,7 @@ def train(rank, client, section, folder, resume=False, **options):
 
 
 def leave(model, engine, section):
-    """Leave nothing of a training behind, in which both attention layers were overlapped if there was a section."""
+    """Check that both attention layers were overlapped if there is a section; then clean up."""
     assert len(overlapped_layers(model)) == (0 if section is None else 2)
     ds_sp_overlap.disable(model)
     engine.destroy()

@@ -76,8 +76,11 @@ def backward(call, q, k, v, do):
 
 
 def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12, attend=None, whole=None, **keywords):
-    """List what the drop-in, or ``attend``, computes on this rank that the reference, or ``whole``, does not; ``use`` as in
-    `layers.block_faults`. ``keywords`` are of the call."""
+    """List the results on this rank in which the drop-in differs from the reference.
+
+    ``attend`` replaces the drop-in, ``whole`` the reference; ``use`` is as in
+    `layers.block_faults`. ``keywords`` are those of the call.
+    """
     inputs = whole_inputs(case)
     expected = use(whole or whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])
     attend = attend or module(case, transport)

@@ -79,7 +79,10 @@ class Outcome:
 
 @contextlib.contextmanager
 def attention_raises(call, backward=False):
-    """Have the attention function raise, or its backward, in call number ``call`` from here on; the exception ends here."""
+    """Make attention raise in call ``call`` of the body; expect the exception at its end.
+
+    With ``backward``, the backward of that call raises instead.
+    """
     attention, calls = F.scaled_dot_product_attention, []
 
     def attend(*args, **options):

@@ -46,7 +46,10 @@ def _statements(path):
 
 
 def guarded(marker):
-    """Return the file, the first and the last line of the statement that ``marker`` stands in; of one with a body, of all before that."""
+    """Return the file, and the first and last line, of the statement that contains ``marker``.
+
+    For a statement with a body, the last line is the one before the body.
+    """
     places = markers().get(marker, [])
     if len(places) != 1:
         raise LookupError(f"# guard: {marker} stands {len(places)} times in the package; follow the code in the tests")
@@ -136,7 +139,10 @@ def size_of(watched):
 
 
 def found(rank, watched):
-    """Return what the check finds; a failed assertion is its way to say so, any other exception is a crash."""
+    """Return what the check finds.
+
+    A failed assertion is a finding. Any other exception is a finding that begins with `CRASHED`.
+    """
     try:
         result = watched.check(**{"rank": rank} if size_of(watched) else {})
         if result is None and not watched.says:
@@ -157,7 +163,10 @@ def found_without(rank, watched):
 
 
 def must_notice(watched):
-    """Assert that the check finds something while the guard is out, and, which takes ``--all``, nothing before and afterwards."""
+    """Assert that the check finds something while the guard is removed.
+
+    With ``--all``, also assert that the check finds nothing before and afterwards.
+    """
 
     def everywhere(function):
         size = size_of(watched)

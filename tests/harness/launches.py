@@ -128,7 +128,10 @@ def fused(layer, interleaved, **config):
 
 
 def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, form="separate", **config):
-    """Count what one of ``size`` ranks launches in a step of one layer, of `Shape`s in one of three forms of projections."""
+    """Count the launches of one of ``size`` ranks in a step of a layer.
+
+    ``form`` is the form of the projections: "separate", "fused" or "interleaved".
+    """
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
     with mock.patch.object(slices, "unbatched", set()):  # as on a GPU
@@ -136,7 +139,10 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
 
 
 def calls_of_layer(groups):
-    """Count how often functions of the package are called in a step of one layer on one of eight ranks, once all is found and compared."""
+    """Count the calls of the package's functions in a step of a layer on one of eight ranks.
+
+    Two steps run before, so that traces, compiled pieces and comparisons are done.
+    """
     layer = Layer(Shape(8 * 4, 32, 16, 8), 0, 8, sp_group=Emulated(8, Silent()))
     run, package, calls = layer.ours(head_groups=groups), str(Path(ds_sp_overlap.__file__).parent), 0
 

@@ -115,7 +115,10 @@ def my_slice(shape, rank, x, batch_first=None):
 
 
 def mine(rank, shape, *args, change=None, **options):
-    """Return the layer on this rank: its modules, behind ``change(modules)``, the block over them, and this rank's hidden states and cotangent."""
+    """Return the layer, its overlapped block, and the hidden states and cotangent of this rank.
+
+    ``change(layer)`` is called before the block is made.
+    """
     layer = projections(shape)
     if change:
         change(layer)
@@ -144,9 +147,10 @@ def faults(tolerance, **pairs):
 
 
 def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
-    """List what differs of a module's gradients, summed over the ranks, and of this rank's tokens of the tensors ``got``, by name.
+    """List the gradients of ``mine`` and the tensors ``got`` that differ from the expected ones.
 
-    ``whole`` and ``expected`` are those of the whole sequence.
+    Gradients are summed over the ranks; ``got`` are of this rank's tokens. ``whole`` and
+    ``expected`` are the module and the tensors of the whole sequence.
     """
     pairs = {name: (got[name].detach(), my_slice(shape, rank, x.detach())) for name, x in (expected or {}).items()}
     return faults(tolerance, **pairs, **gradients(mine, dict(whole.named_parameters())))

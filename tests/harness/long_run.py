@@ -31,7 +31,7 @@ COUNT = 0.01  # a step, of anything that is counted: what is left behind by ever
 
 
 def census(model):
-    """Count how much of each sort there is."""
+    """Return the amount of each kind of resource that this process holds."""
     gc.collect()
     things, process = gc.get_objects(), psutil.Process()
     owners = [*model.modules(), *model.parameters()]
@@ -91,7 +91,10 @@ def train(rank, folder, steps, planted=False):
 
 
 def growth(samples):
-    """Return of each sort its first and last count, and what it grows by in a step (memory: by least squares)."""
+    """Return for each kind of resource its first and last amount, and its growth per step.
+
+    The growth of memory is a least-squares fit.
+    """
     steps = torch.tensor([*samples], dtype=torch.float64)
     found = {}
     for sort in next(iter(samples.values())):

@@ -315,9 +315,11 @@ BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_un
 def errors_of(
     rank, options, sections=BOTH, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None
 ):
-    """Return the errors of a model against the whole sequence: under stock Ulysses, infinite where that raises, and by each of ``sections``.
+    """Return the errors of a model against the whole sequence: with stock, then by each section.
 
-    lengths   documents of each row, each of which is held against itself alone
+    The error of stock Ulysses is infinite if it raises.
+
+    lengths   documents of each row; each is compared with the document run alone
     reports   a list to which the reports of `enable` are added
     """
     tokens, options = batches(1)[0], {**EXACT, **options}
@@ -346,9 +348,10 @@ def _errors_beyond_stock(rank, cases):
 
 
 def assert_right_where_stock_is_wrong(cases, lengths=None, limits=None):
-    """Assert that models of these options, packed with documents of these ``lengths``, are right; ``limits`` by family, where they are not `FP64`.
+    """Assert that overlapped models with these options are right, and stock Ulysses is wrong.
 
-    A case of which stock is right shows nothing.
+    lengths   documents of each row; None for whole rows
+    limits    largest error by family; `FP64` for other families
     """
     cases = [(options, lengths) for options in cases]
     for figures in on_ranks(2, _errors_beyond_stock, cases):

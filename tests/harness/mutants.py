@@ -121,7 +121,10 @@ def mutants_of(path):
 
 
 def sample(rooms, seed, count):
-    """Draw as many mutants of each room, and in a room of each kind in turn; of a room that is a file, of that file."""
+    """Draw about the same number of mutants of each room, taking the kinds of mutants in turn.
+
+    A room may also be a single file.
+    """
     chosen, draw = [], random.Random(seed)
     for room in rooms:
         place = ROOT / "ds_sp_overlap" / room
@@ -198,9 +201,10 @@ def killer(copy, mutant, tests, seconds, *options):
 
 
 def run(folder, mutants, fate, patience_s, jobs):
-    """Note who kills each mutant that nobody killed so far: of the tests of ``fate`` that reach it, the fastest that fails.
+    """Run the tests of ``fate`` that reach each surviving mutant, fastest first, until one fails.
 
-    One that outlives ``patience_s`` of its tests is left to a run with more.
+    Records the test that fails. If ``patience_s`` is too short for all tests, and none fails, the
+    mutant is left to a run with more.
     """
     known = ROOT / "tests/durations.json", folder / "seconds.json", folder / "failed.json"
     of_all, seconds, failed = (json.loads(path.read_text()) for path in known)

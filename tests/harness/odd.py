@@ -63,13 +63,13 @@ def _is_of_attention(frame):
 
 
 def _module(frame):
-    """Name the class of the module whose code runs, if it is one's."""
+    """Return the class name of the module whose method the frame runs; "" for other code."""
     kind = type(frame.f_locals.get("self"))
     return kind.__name__ if issubclass(kind, torch.nn.Module) else ""
 
 
 def moved(name, value):
-    """Return other values: two of a number, a larger one of a size, the other one of a flag."""
+    """Return other values of a field: two of a number, a larger one of a size, the other flag."""
     if isinstance(value, bool):
         return [not value]
     if value is None:
@@ -116,7 +116,7 @@ def judge_odd(rank, kind, odd=None):
 
 
 def judge_misread(rank, kind, odd):
-    """Judge with a reader that takes a clamp in place for nothing; ``odd`` with and without the comparison on real numbers."""
+    """Judge with a reader that ignores clamps in place, first with probes and then without."""
     judge = accounting.Accounting.__torch_function__
 
     def clamp_for_nothing(account, function, types, args=(), kwargs=None):

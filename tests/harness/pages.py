@@ -1,12 +1,12 @@
-"""README and docs as a reader meets them: links, headings, tables, and blocks of code with what is said of them.
+"""Reads README and docs: links, headings, tables, and code blocks with the comments before them.
 
-A block is run, or a comment right before it says otherwise:
+A block is run, unless a comment directly before it says otherwise:
 
-    <!-- file: train.py -->   it is a file of that name, for the blocks behind it
-    <!-- printed -->          it is a part of what the last block that ran printed
-    <!-- not run: why -->     it can't run here
+    <!-- file: train.py -->   the block is a file of that name, for the blocks after it
+    <!-- printed -->          the last block that ran has printed the text of this block
+    <!-- not run: why -->     the block can't run here
 
-Blocks of bash and python run one after the other in an empty folder, one for each section.
+The bash and Python blocks of a section run one after another in an empty folder.
 """
 
 from dataclasses import dataclass, field

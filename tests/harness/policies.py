@@ -39,8 +39,11 @@ class Tick(torch.autograd.Function):
 
 @contextlib.contextmanager
 def scripted(costs):
-    """Run the body with every candidate costing ``costs[candidate]`` in forward and in backward, or as a function of the
-    tokens of a call; yields what was run."""
+    """Run the body with scripted times of candidates; yield the list of (step, candidate) that ran.
+
+    ``costs[candidate]`` is the time of forward, and of backward; or a function of the call's
+    tokens.
+    """
     clock, follow, ran = ScriptedClock(), Policy.follow, []
 
     def ticking(self, run, trial, candidate, tokens):

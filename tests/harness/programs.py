@@ -1007,7 +1007,10 @@ def check(seeds, task=run, *args, enough=5):
 
 
 def reports_of(batch, task, args, acted, enough):
-    """Report on programs of as many ranks together; where a rank fails, and all start anew, on each program alone."""
+    """Report on programs that run on the same number of ranks.
+
+    If a rank fails, run each program alone, to find the program that failed.
+    """
     said = {seed: f"seed {seed} (python -m tests.harness.programs --seed {seed})\n{draw(seed)}" for seed in batch}
     reports = []
     try:

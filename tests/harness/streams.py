@@ -56,7 +56,7 @@ class Stream:
             self.backend.forked.add(self)
 
     def tick(self):
-        """Something is done on it; the time of that."""
+        """Advance the clock of this stream by one operation; return its new time."""
         self.clock[self] += 1
         return self.clock[self]
 

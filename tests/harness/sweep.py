@@ -154,9 +154,11 @@ def split(model, batch, rank, group):
 
 
 def errors(found, expected):
-    """Return the error of the logits, and of the worst gradient: over the largest magnitude in it, or a thousandth of that in any gradient.
+    """Return the error of the logits, and the largest error of a gradient.
 
-    The latter because some are zero but for rounding: the softmax doesn't see a bias of all keys.
+    Errors are relative to the largest magnitude in the tensor; for a gradient, at least to a
+    thousandth of the largest magnitude in any gradient. Some gradients are zero but for rounding,
+    such as that of a key bias.
     """
     least = max(x.abs().max().item() for name, x in expected.items() if name != "logits") / 1e3
     off = {

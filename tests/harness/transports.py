@@ -40,7 +40,7 @@ class Armed:
         self.counting = threading.Lock()
 
     def owns(self, send):
-        """Return whether ``send`` is no memory of the caller's: a copy of the source, or a source that a GEMM of ours wrote."""
+        """Return whether the package made the memory ``send``, by a copy or by its own GEMM."""
         if self.launching is None:
             raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
         for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
@@ -143,7 +143,7 @@ def spoiled_buffers():
 
 
 def spoil(buffer):
-    """Fill it with NaN; whether there was anything to fill."""
+    """Fill ``buffer`` with NaN; return whether it has any elements."""
     with torch.inference_mode(buffer.is_inference()):  # also from another thread
         buffer.fill_(math.nan)
     return buffer.numel() > 0

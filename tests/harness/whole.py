@@ -141,7 +141,10 @@ def split_error(rank, model, expected, section, lengths, positions=None, mask=No
 
 
 def against_whole(rank, make, cases, says, evaluated=False):
-    """Return the errors of each case, (kind, options, lengths, sections), by each of its sections."""
+    """Return the error of each case with each of its sections, against the whole sequence.
+
+    A case is (kind, options, lengths, sections).
+    """
     errors = {}
     with in_double():
         for kind, options, lengths, sections in cases:
@@ -180,7 +183,10 @@ def padding(rank, make, kind, lengths, section):
 
 
 def checkpointed(rank, make, kind, reentrant, section):
-    """Return the error of two forwards with documents of their own, then one backward."""
+    """Return the error of one backward after two checkpointed forwards.
+
+    The two forwards have different documents.
+    """
     tokens, layouts = tokens_of(32), ([[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]])
     with in_double():
         model = make(kind)
@@ -196,7 +202,10 @@ def checkpointed(rank, make, kind, reentrant, section):
 
 
 def against_itself(rank, model):
-    """Return the error of the gradients of what learns in ``model``, which is overlapped, and is not behind it."""
+    """Return the error of an overlapped model's gradients, against the model without overlap.
+
+    Compares trainable parameters only; disables the overlap.
+    """
     learning = {name for name, p in model.named_parameters() if p.requires_grad}
     assert learning
     mine = on_all_ranks(rank, model)
@@ -229,8 +238,12 @@ def adapters_trained(rank, make, kind, targets, section):
 
 
 def on_and_off(rank, model, section, meanwhile):
-    """Return what `enable` reports, errors of logits in training and evaluation with gradients and without, what ``meanwhile(model, inputs)``
-    gives, and whether `disable` gives every forward and parameter back."""
+    """Enable and disable the overlap of a model; return report, errors, result and restoration.
+
+    The errors are those of the logits, in training and evaluation, with gradients and without. The
+    result is that of ``meanwhile(model, inputs)``. The last item is whether `disable` restored
+    every forward and parameter.
+    """
     tokens = tokens_of(32)
     forwards = {name: module.forward for name, module in model.named_modules()}
     state = {name: x.clone() for name, x in model.state_dict().items()}

@@ -18,7 +18,11 @@ MODES = {
 
 
 def names():
-    """Name the programs that a model can run: without arguments of their own, and without random numbers, of which fewer heads draw others."""
+    """Return the names of the programs that a model can run.
+
+    Leaves out programs with arguments of their own, and those with dropout: a rank with fewer heads
+    draws other random numbers.
+    """
     return [name for name, program in PROGRAMS.items() if not program.given and not name.startswith("dropout")]
 
 

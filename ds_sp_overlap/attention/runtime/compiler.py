@@ -321,7 +321,7 @@ class Compiler:
         (o,), kept = step.parts, ("kept", group)
         needs = {kind: self.needs[kind, 0] for kind in "qkv"}
         if self.is_backward:
-            # The gradients: of the parts of each kind that needs one, then of ``learned``.
+            # Compute gradients for the parts of those kinds that need one, then for ``learned``.
             wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = gradients(wanted + learned)

@@ -93,6 +93,6 @@ def _assigned(variables: Any, value: str, is_one: bool = False) -> str:
 
 @lru_cache(maxsize=1024)
 def _compiled(source: str) -> CodeType:
-    """Compile the one function in ``source``; cached, since most shapes give the same source."""
+    """Compile the function in ``source``; cached, since most shapes give the same source."""
     module = compile(source, "<operations of a piece>", "exec")
     return next(code for code in module.co_consts if isinstance(code, CodeType))

@@ -76,7 +76,8 @@ class _Window(Node):
     def forward(ctx, piece, call, names, token, *given):
         """Run the forward program, or only its merges if a checkpoint has saved attention."""
         needs = ctx.needs_input_grad[3:]
-        # Taken out: the graph may outlive its backward, and what a checkpoint keeps must not.
+        # Drop the call's reference: the graph may outlive its backward, but the tensors that a
+        # checkpoint saves must not.
         checkpoint, call.checkpoint = call.checkpoint, None
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
@@ -151,7 +152,7 @@ class End:
 def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
     """Run the piece of an end, inside of the calls of its modules.
 
-    ``first`` is what these calls pass through: the token for the output projection, else x.
+    ``first`` is the input of these calls: the token for the output projection, else x.
     """
     if piece.section == "output":
         return run_piece(piece, call, end.names, first, end.tensors())

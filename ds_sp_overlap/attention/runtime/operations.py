@@ -67,7 +67,7 @@ def finish(key: Exchanged, name: str, call: Call) -> Any:
 
 
 def _one(values: Sequence[Any]) -> Any:
-    """Return ``values``, or the value itself if there is one, as operations return it."""
+    """Return a single value by itself, several ``values`` as they are, as operations must."""
     return values if len(values) != 1 else values[0]
 
 

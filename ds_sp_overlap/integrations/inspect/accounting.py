@@ -53,8 +53,8 @@ class Unknown(Exception):
 def free_primes(fixed_sizes: Collection[int]) -> list[int]:
     """Return primes, in ascending order, to use as batch size and sequence length of a run.
 
-    No prime in the result divides one of a layer's ``fixed_sizes``, so that it can't be mistaken
-    for such a size or a factor of it. ``fixed_sizes`` must not contain 0, which all primes divide.
+    No prime in the result divides one of a layer's ``fixed_sizes``. So no prime is mistaken for
+    such a size or for a factor of one. All primes divide 0, so ``fixed_sizes`` must not contain 0.
     """
     primes = [n for n in range(3, 72) if all(n % divisor for divisor in range(2, n))]
     return [prime for prime in primes if all(size % prime for size in fixed_sizes)]

@@ -72,8 +72,8 @@ class TracedOutput:
     def rows_of(self, heads: Tensor) -> Tensor | None:
         """Return, for each row of ``heads`` [.., d], the index [..] of the equal row of ``labels``.
 
-        Rows are compared in the dims that ``labels`` have. None unless all are equal to a row, and
-        the output has as many numbers as the input.
+        Compares the first dims of ``heads``, as many as ``labels`` have. Returns None if some row
+        equals no row of ``labels``, or if output and input have different numbers of elements.
         """
         labels = self.labels.flatten(0, -2)
         count, width = labels.shape

@@ -311,8 +311,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         overlap: The settings of its layers.
 
     Returns:
-        The layers. Of each, the whole forward is replaced, or only the exchanges in ``dist_attn``
-        are overlapped, or nothing is. Empty for a model of another framework.
+        All such layers: those whose whole forward is replaced, those that only overlap exchanges in
+        ``dist_attn``, and those that overlap nothing. Empty for a model of another framework.
 
     Raises:
         ValueError: if ``head_groups`` or ``shares`` is out of range.

@@ -338,8 +338,8 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: because the section allows it, or because
-        # an earlier forward had positions that did not.
+        # Whether positions may start anew on every rank: the section allows it, or an earlier
+        # forward had other positions.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0

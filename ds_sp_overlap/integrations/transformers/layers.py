@@ -38,8 +38,8 @@ OWN = "projections stay its own, and nobody looked whether tokens meet outside a
 def find_group(model: nn.Module) -> Any:
     """Return the sp group of the stock Ulysses that exchanges for ``model``.
 
-    It is registered for the attention implementation in the model's config. None if it is not, if
-    ``model`` has no config, or if transformers isn't loaded.
+    Stock Ulysses is registered for the attention implementation in the model's config. None if none
+    is registered for it, if ``model`` has no config, or if transformers isn't loaded.
     """
     stock = None if attention_functions() is None else modules.stock_for(model)
     return None if stock is None else stock.process_group
@@ -293,7 +293,7 @@ class _Search:
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
             name, model = at or type(self.model).__name__, self.named[at]
-            # Of this model alone: another one beside it may be checkpointed in another way.
+            # The checkpoints of this model alone: a model beside it may checkpoint in another way.
             checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
             host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
             self.binds[model] = functools.partial(

@@ -165,7 +165,7 @@ def core_of(implementation: str) -> Any:
 def unfit(implementation: str) -> str | None:
     """Explain why an attention implementation can't be overlapped; None if it can be.
 
-    "eager" is one that can't.
+    For instance, "eager" can't be overlapped.
     """
     core = core_of(implementation)
     if core is not None and defined_in(core) not in _MASKED:

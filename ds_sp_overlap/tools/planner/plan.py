@@ -164,14 +164,15 @@ def ours_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def decides_ms(row: Row) -> float:
-    """Return the time by which rows are compared: of a whole layer if simulated, else attention."""
+    """Return the time to compare rows by: of the whole layer if simulated, else of attention."""
     return row.step_ms if row.whole_ms is None else row.whole_ms
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    """Return the row to choose: stock, unless our overlap saves at least the share `WORTH`.
+    """Return stock if our best row saves less than the share `WORTH`; else our best row.
 
-    Of our rows, this is the one with the fewest groups whose step is close to the shortest.
+    If stock can't run, return our best row. Our best row has the fewest groups among those of our
+    rows whose time is close to the shortest.
     """
     ours = ours_of(rows)
     shortest = min(map(decides_ms, ours))

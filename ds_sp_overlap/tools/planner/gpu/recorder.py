@@ -263,7 +263,7 @@ def flash_bytes(q: Tensor, k: Tensor) -> int:
 
 
 class _Kernel(torch.autograd.Function):
-    """Records a call that is not computed as one launch in forward and one in backward.
+    """Records a call, without computing it, as one launch in forward and one in backward.
 
     Args:
         recorder: The recorder.
@@ -417,7 +417,7 @@ def _second_step(
 
 
 def _on_meta(x: Any, tokens: int, to: int) -> Any:
-    """Return ``x`` on the meta device; if it has ``tokens`` tokens, with ``to`` tokens instead."""
+    """Return ``x`` on the meta device, with ``to`` tokens if it has a dimension of ``tokens``."""
     # Tensors with tokens have three or more dimensions, or are integer positions. Leave parameters,
     # which have up to two dimensions, as they are.
     if x is None or x.shape[1:2] != (tokens,) or (x.dim() == 2 and x.is_floating_point()):

@@ -153,6 +153,7 @@ Q = "q = " + Q_NORM
 O = "o = o.reshape(*hidden_states.shape[:-1], -1)"  # noqa: E741
 WRONG = {
     "one element of q off": (Q, Q + "\n    q = torch.cat((q[..., :-1], q[..., -1:] + 1e-9), -1)"),
+    "a head across the ends of the projection": (Q_NORM, "torch.cat(self.q_proj(hidden_states).split((28, 4), -1)[::-1], -1).view(shape).transpose(1, 2)"),
     "rows of the batch moved": (Q, Q + ".flip(0)"),
     "dims backwards": (Q, Q + ".flip(3)"),
     "dims across heads": (Q, "q = self.q_norm(self.q_proj(hidden_states).view(*shape[:-2], self.head_dim, -1).mT).transpose(1, 2)"),
@@ -377,6 +378,7 @@ NO_ROTARIES = {
     "off by little": lambda q, k, cos, sin: halves(q * 1.001, k, cos, sin),
     "other tokens": lambda q, k, cos, sin: halves(q, k, cos.roll(1, 1), sin),
     "swapped": lambda q, k, cos, sin: halves(k, q, cos, sin),
+    "as it is in fp32": lambda q, k, cos, sin: (q, k) if q.dtype == torch.float32 else halves(q, k, cos, sin),
     "rounded on the way": lambda q, k, cos, sin: tuple(x.bfloat16().to(x.dtype) for x in halves(q, k, cos, sin)),
 }
 

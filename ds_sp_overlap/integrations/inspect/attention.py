@@ -414,7 +414,9 @@ class _Interpreted(Trace):
         labels = output.labels.view(self.batch, self.seq, -1)
         first_rows = heads[0, 0, :, 0] - labels[0, 0, 0]
         rows = first_rows[:, None] + torch.arange(heads.shape[-1])
-        if not torch.equal(labels[..., rows % labels.shape[-1]], heads):
+        # All runs of d successive rows; a head that goes past the last row is none of them.
+        runs = labels.unfold(-1, heads.shape[-1], 1)
+        if not torch.equal(runs[:, :, first_rows % runs.shape[2]], heads):
             raise Unknown("a head is not d successive rows of one projection, at its own token")
         self.covered.setdefault(output.name, set()).update(rows.flatten().tolist())
         # The modules between the hidden states and the projection.

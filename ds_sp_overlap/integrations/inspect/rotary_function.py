@@ -143,7 +143,7 @@ class _Call:
         width = (self.dims - 2 * rotary.partial) // (1 if rotary.tables in WIDE else 2)
         low, single = torch.bfloat16, torch.float32
         # Pairs (dtype of q and k, dtype of the tables), which show how the function rounds.
-        dtypes = [(low, single), (torch.float64, single)]
+        dtypes = [(low, single), (single, single), (torch.float64, single)]
         if rotary.tables is not of_complex:
             dtypes += [(low, low), (torch.float16, torch.float16)]
         try:
@@ -161,7 +161,7 @@ class _Call:
         if rotary.tables is of_complex:
             # In a product of complex numbers, a CPU may round both terms, or only their sum. Make
             # the terms exact in fp32: by factors of 8 and 11 bits, or by tables of 1 and -1.
-            exact = torch.sign if dtype == torch.float64 else torch.Tensor.half
+            exact = torch.Tensor.half if dtype == torch.bfloat16 else torch.sign
             whole = torch.complex(*[exact(table).to(table_dtype) for table in tables])
         of_table = dict(zip(Table, (whole, *tables)))
         # ``inputs`` are the arguments of the function; ``expected`` are the results of ``rotary``.

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.one_gpu import Emulated, communication
-from benchmarks.variants import Layer, Shape, Silent, held_bytes
+from benchmarks.variants import Layer, Shape, Silent, held_bytes, peak_bytes
 from ds_sp_overlap.attention.runtime.execution import Call
 from ds_sp_overlap.exchange.exchange import Exchange
 from ds_sp_overlap.exchange.geometry import Geometry
@@ -231,6 +231,27 @@ def test_what_a_windowed_backward_has_used_is_let_go_though_the_output_lives(win
             run()
             left.append(held_bytes(run))
     assert left[1] <= left[0] + 1024, left  # tokens
+
+
+def test_of_what_attention_saves_no_more_than_may_be_kept_is_held_meanwhile():
+    """Attention that saves its scores, in blocks of queries, is run again: its forward by a window holds those of a block at once."""
+    shape = Shape(seq=512, heads=2, head_dim=16, kv_heads=2)
+
+    def in_blocks(layer):
+        attend = layer.ours(head_groups=1, window=1)
+        attend.local_attention = lambda q, k, v: torch.cat([scored(block, k, v) for block in q.split(32)])
+        return attend
+
+    def scored(q, k, v):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return ((q @ k.transpose(2, 3)).softmax(-1) @ v).permute(2, 0, 1, 3)
+
+    layer = Layer(shape, 0, 2)
+    layer.sp_group = Emulated(2, Silent())
+    run = functools.partial(layer.forward, in_blocks(layer))
+    run()
+    scores = shape.seq**2 * shape.dtype.itemsize
+    assert peak_bytes(run) < scores, "all are held"
 
 
 def in_force():

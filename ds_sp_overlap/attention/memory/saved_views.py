@@ -46,7 +46,7 @@ class SavedViews:
         seq_dim: The dimension of the sequence in q, k, v and o.
 
     Attributes:
-        saved: The tensors that autograd saves, until `settle`.
+        saved: The tensors that autograd saves, until `settle`; empty if they are too large.
         views: The description of each saved tensor.
         tensors: The tensor of each source, while a backward runs.
     """
@@ -59,6 +59,9 @@ class SavedViews:
             self._sources[storage_of(x)] = kind, int(x.storage_offset())
         self._strides = [x.stride() for x in heads]
         self._free = set(map(storage_of, free))
+        q, _, v = heads
+        # Bytes that may still be saved: o, whose storage is not known yet, and MAX_SAVED beside it.
+        self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
         self._pieces: list[tuple[int, tuple[int, ...]]] = []
         self.saved: list[Tensor] = []
@@ -68,6 +71,11 @@ class SavedViews:
     def pack(self, x: Tensor) -> int:
         """Collect a tensor that autograd saves; return its index, which the graph holds instead."""
         self.saved.append(x)
+        if storage_of(x) not in self._sources and storage_of(x) not in self._free:
+            self._bytes_left -= x.nbytes
+        if self._bytes_left < 0:
+            # Backward recomputes attention: free the tensors at once.
+            self.saved.clear()
         return len(self.saved) - 1
 
     def unpack(self, index: int) -> Tensor:
@@ -87,6 +95,8 @@ class SavedViews:
         Returns:
             The other tensors, which must be saved for backward; None if they are too large.
         """
+        if self._bytes_left < 0:
+            return None
         beside: list[Tensor] = []
         size, names = 0, {}
         # The storage alone doesn't identify o: attention may cut o out of a larger tensor.

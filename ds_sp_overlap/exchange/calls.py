@@ -26,22 +26,22 @@ class Calls:
     collectives that don't fit together.
     """
 
-    # docs/correctness.md names this number. The planner and a benchmark, which record one rank, set
-    # it so high that nothing is compared.
+    # docs/correctness.md names this number. The planner and a benchmark record one rank, and set
+    # ``EVERY`` so high that no call is compared.
     EVERY = 32
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         # The number of calls, and the number of layers that were called (`LayerRuntime.call`).
         self.number = self.layers = 0
-        # The names of calls that are not compared yet.
+        # For each call that is not compared yet, the name of its layer.
         self.names: list[str] = []
         # The comparison in flight, or None.
         self.asked: _Comparison | None = None
 
     @classmethod
     def of(cls, group: Any) -> Calls:
-        """Return the object that all layers over ``group`` share; a new object for None."""
+        """Return the `Calls` that all layers over ``group`` share; a new `Calls` for None."""
         return cls() if group is None else cls._of_groups.setdefault(group, cls())
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -75,7 +75,7 @@ class Calls:
     @outside_modes()
     def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
         """Read the comparison in flight and begin the next; the arguments are those of `count`."""
-        # Cleared first, so that no comparison is pending if the following raises.
+        # Clear both attributes first, so that no comparison is pending if the code below raises.
         asked, self.asked = self.asked, None
         names, self.names = self.names, []
         try:
@@ -105,8 +105,8 @@ class _Comparison:
         digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
         self.mark = self.side.begin()
         try:
-            # One reduction by MAX gives the largest hash, and minus the smallest hash. Both are the
-            # same hash if all ranks have the same names.
+            # One reduction by MAX of (hash, -hash) gives the largest hash and the negated smallest
+            # hash. The largest equals the smallest if all ranks have the same names.
             edges = torch.full((2,), int.from_bytes(digest, "big"), device=device)
             edges[1].neg_()
             group = sp_group.group

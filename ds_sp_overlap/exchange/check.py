@@ -1,7 +1,7 @@
 """Compares every exchange of a layer's first call with a plain exchange: ``sp_overlap.check``.
 
-The plain exchange gathers every tensor on every rank and picks the parts of this rank. It shares no
-code with pack, unpack or the transport. It is slow, and meant to be.
+The plain exchange gathers every tensor on every rank, which is slow, and picks the parts of this
+rank. It shares no code with pack, unpack or the transport.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Expected(NamedTuple):
 
     Attributes:
         values: The tensor.
-        atol: [as ``values``]. The tolerance. It is 0, except where an element is the sum of KV
+        atol: [as ``values``]. The tolerance: 0, except for an element that is the sum of KV
             gradients of three or more ranks, since the order of summation is not fixed.
     """
 
@@ -42,7 +42,7 @@ def plain_exchange(
     rope: tuple[Tensor, Tensor] | None,
     rope_back: tuple[Tensor, Tensor] | None,
 ) -> Expected:
-    """Return what the exchange of ``x`` must deliver to this rank.
+    """Return the tensor that the exchange of ``x`` must deliver to this rank, with tolerances.
 
     `InFlight` calls this in check mode, before the exchange itself. Collective.
 
@@ -64,7 +64,7 @@ def plain_exchange(
     names, dtypes, sources, targets, tensors = zip(*every)
     sent = [sender.split_sizes for sender in sources]
     received = [receiver.split_sizes for receiver in targets]
-    # Rows are senders, columns are receivers.
+    # In ``sent``, rows are senders and columns are receivers; in ``received``, the reverse.
     fits = sent == [list(sizes) for sizes in zip(*received)]
     if not fits or len(set(zip(names, dtypes))) > 1:
         launched = by_rank(
@@ -75,7 +75,8 @@ def plain_exchange(
             f"sp_overlap.check: the ranks launch exchanges that don't fit together ({launched}); "
             "call the same layers in the same order on every rank, with the same config"
         )
-    # Replicas are summed in fp32 for half precision, as in `copies.unpack`.
+    # Replicas (gradients of one KV head from several ranks) are summed in fp32 for half precision,
+    # as in `copies.unpack`.
     out = torch.zeros(target.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     sizes, addends = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.int32)
     for peer, (sender, tensor) in enumerate(zip(sources, tensors)):
@@ -91,7 +92,7 @@ def plain_exchange(
     roundings = torch.where(addends > 2, 2 * (addends - 1), 0)
     atol = roundings * torch.finfo(out.dtype).eps * sizes.nan_to_num(0.0, posinf=0.0)
     if rope_back is not None:
-        # The transpose of a rotation is the rotation by the opposite angle.
+        # To rotate back is to apply the transpose, which is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin)
     return Expected(out.to(x.device, x.dtype), atol.to(x.device))

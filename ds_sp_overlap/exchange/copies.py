@@ -1,4 +1,4 @@
-"""Packs tensors into the wire, the flat buffer that travels, and unpacks them, by few copies.
+"""Packs tensors into the wire (the flat buffer that travels), and unpacks them, by few copies.
 
 For each end of an exchange, and the strides of its tensors, `copies_of` finds pairs of strided
 views: one of a tensor, one of the wire. A pair is one copy, and the number of pairs does not grow
@@ -63,14 +63,14 @@ class Copies:
         runs: The copies.
         repeats: `Run.repeats` of each copy.
         elements: The number of elements of the wire.
-        flat: None, unless there is one tensor whose memory has the order of the wire, so that it
-            needs no copy; then the offset of its first element.
+        flat: The offset of the first element of a single tensor whose memory has the order of the
+            wire, so that the tensor needs no copy; None for other or several tensors.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that unpack
             copies each part. Otherwise unpack adds the parts to zeros.
         is_wire: Whether there is one copy, and a contiguous clone of its tensor view is the wire.
-        in_order: For each tensor, (view, shape): view is (shape, strides, offset) of a view of the
-            wire whose contiguous clone, reshaped to shape, is the tensor. Empty if some tensor
-            needs more than one view.
+        in_order: For each tensor, (view, shape). ``view`` is (shape, strides, offset) of a view of
+            the wire; a contiguous clone of this view, reshaped to ``shape``, is the tensor. Empty
+            if some tensor needs more than one view.
     """
 
     runs: tuple[Run, ...]
@@ -84,7 +84,7 @@ class Copies:
 
 @lru_cache(maxsize=4096)
 def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copies:
-    """Find the copies between tensors with these strides and the wire.
+    """Find the copies between the wire and tensors with these strides.
 
     Args:
         sides: The parts of each tensor.
@@ -94,7 +94,7 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     runs = runs_of(sides, of_tensors)
     sizes, held = [math.prod(shape) for shape in sides.shapes], [0] * len(sides.shapes)
     for run in runs:
-        # Count elements that are repeated once.
+        # Count an element once, even if several peers have the element.
         held[run.tensor] += math.prod(size for size, stride, _ in run.dims if stride)
     disjoint = held == sizes  # guard: disjoint parts need no sum
     repeats = tuple(run.repeats for run in runs)
@@ -179,8 +179,8 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
     outs = []
     for view, shape in copies.in_order:
         x = wire.as_strided(*view)
-        # Not a view of a clone: a clone takes the host longer, and autograd forbids in-place
-        # changes of a view that a node returns.
+        # Don't return a view of a clone: a clone takes the host longer, and autograd forbids
+        # in-place changes of a view that a node returns.
         out = x.reshape(*shape)
         if out.data_ptr() == x.data_ptr():  # guard: a copy, no view
             out = out.clone(memory_format=torch.contiguous_format)
@@ -189,7 +189,7 @@ def unpacked(wire: Tensor, copies: Copies) -> list[Tensor]:
 
 
 def _part(tensors: Sequence[Tensor], run: Run) -> Tensor:
-    """Return the tensor's view of a copy."""
+    """Return the view of a tensor that a copy reads or writes."""
     x = tensors[run.tensor]
     # ``as_strided`` counts from the storage, which other tensors may share.
     return x.as_strided(run.shape, run.strides, x.storage_offset() + run.offset)
@@ -216,7 +216,7 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
                 if math.prod(shape):
                     runs.append(_run(tensor, dims, offset, place))
                 place += math.prod(shape)
-    # Sorted by tensor, since only views of one tensor are joined.
+    # Sort by tensor, since only views of one tensor are joined.
     runs.sort(key=lambda run: run.tensor)
     # Joined views may fit together again, so join until nothing changes.
     count = 0

@@ -1,17 +1,17 @@
-"""Moves exchanges by the GPUs' copy engines, inside one node, so that they take no SM.
+"""Moves exchanges by the GPUs' copy engines, inside one node, so that exchanges take no SM.
 
 This is ``"transport": "copy_engine"``. It has not yet run on several GPUs.
 
-There are two engines; the first one that every rank has is taken:
+`CopyEngine` takes the first of these two engines that every rank has:
 
     fast-ulysses   its all-to-all of pitched copies (https://github.com/triple-mu/fast-ulysses,
                    docs/api.md)
     NCCL           its zero-CTA all-to-all,
                    https://docs.pytorch.org/docs/2.11/symmetric_memory.html#copy-engine-collectives
 
-Both move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks choose the
-same, since uneven heads or lengths make the parts differ on every rank. (The exception would be
-ranks that share query heads; `call_geometry` refuses such layers.)
+Both engines move equal parts only. Exchanges whose parts differ go through `C10d`. All ranks choose
+alike between engine and `C10d`, since uneven heads or lengths make the parts differ on every rank.
+(The exception would be ranks that share query heads; `call_geometry` refuses such layers.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class ZeroCta:
         policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         self.group = communicator(group, self, cta_policy=policy)
         symmetric.set_backend("NCCL")
-        # The (source, target) pairs that no exchange uses now, by size, dtype and device.
+        # The (source, target) pairs of buffers that no exchange uses now, by size, dtype and
+        # device.
         self.free: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -136,7 +137,7 @@ class CopyEngine:
     """Moves exchanges of equal parts by a copy engine, others by `C10d`.
 
     Args:
-        settings: As for `C10d`.
+        settings: Fields of NCCL's configuration for the communicator of `C10d`.
     """
 
     # The chosen engine, which `prepare` sets.
@@ -155,7 +156,7 @@ class CopyEngine:
         """
         sp_group.find_nodes()
         backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
-        # The reason why no engine can work, the same on all ranks; empty for no such reason.
+        # The reason, the same on all ranks, why no engine can work; empty if there is none.
         all_lack = "" if backend == "nccl" else f"the sp group's backend is {backend}, not nccl"
         if nodes > 1:
             all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"

@@ -1,7 +1,7 @@
 """Hides an all-to-all behind the work between its two differentiable halves.
 
     token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
-    y     = exchange.finish(token) order the compute stream after it; the received tensor
+    y     = exchange.finish(token) order the compute stream after it; returns the received tensor
 
     Before:  x -> [all-to-all] -> y                         dx <- [all-to-all] <- dy
     Now:     x -> start -> token -> finish -> y             dx <- start' <- token <- finish' <- dy
@@ -21,9 +21,9 @@ belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
 Note [Second derivatives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The backward of a layer uses buffers that autograd does not see, so autograd cannot differentiate
-this backward again. ``once_differentiable`` would raise only in the nodes that carry it. Instead,
-every backward of a layer begins in a node that calls `refuse_second_derivatives`, before anything
-is launched. All ranks raise together, and no other node of the layer needs a check.
+this backward again. The decorator ``once_differentiable`` would raise only in decorated nodes.
+Instead, every backward of a layer begins in a node that calls `refuse_second_derivatives`, before
+anything is launched. All ranks raise together, and no other node of the layer needs a check.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .sp_group import SPGroup
 def refuse_second_derivatives(where: str) -> None:
     """Refuse a backward with ``create_graph=True``, see Note [Second derivatives].
 
-    The node in which the backward of the layer ``where`` begins calls this.
+    The first node in the backward of the layer ``where`` calls this.
 
     Raises:
         RuntimeError: if autograd records this backward.
@@ -57,17 +57,17 @@ def refuse_second_derivatives(where: str) -> None:
 
 
 class _Apply:
-    """Provides ``Node.apply``, which skips torch's preparations for functorch where it is off.
+    """Provides ``Node.apply``, which skips torch's preparations for functorch if functorch is off.
 
     The preparations cost the host time in every call.
     """
 
     def __get__(self, node: object, kind: type[Node]) -> Any:
-        # ``super(Node, ..)`` finds Function's own apply; ``super(Function, ..)`` skips it and finds
-        # the C implementation, which Function's own apply calls at its end.
+        # ``super(Node, ..)`` finds Function's own apply, written in Python. ``super(Function, ..)``
+        # finds the C implementation, which Function's own apply calls at its end.
         above = Node if torch._C._are_functorch_transforms_active() else torch.autograd.Function
         apply = super(above, kind).apply  # type: ignore[misc]  # untyped in torch
-        # Nodes write to buffers, which a selective checkpoint's recompute would skip.
+        # Nodes write to buffers. The recompute of a selective checkpoint would skip these writes.
         if torch._C._len_torch_dispatch_stack() and in_selective_checkpoint():
             return outside_modes()(apply)
         return apply
@@ -86,7 +86,7 @@ class Exchange:
         sp_group: The sp group.
         layout: The shapes and parts of the tensor that is sent and of the tensor that is received.
         where: Name of the layer, for instance ``layers.7``.
-        name: Name of the exchange, for instance ``q``; that of its gradient is then ``dq``.
+        name: Name of the exchange, for instance ``q``; the exchange of its gradient is then ``dq``.
         checked: Whether to compare with a plain exchange (``sp_overlap.check``).
     """
 
@@ -135,7 +135,7 @@ class Exchange:
             self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)
 
     def received(self, gradient: bool = False) -> Tensor:
-        """Finish the transfer that `launch` launched, once; return the received tensor."""
+        """Finish the transfer of `launch`, and return the received tensor; a second call raises."""
         name, in_flight = self.names[gradient], self.in_flight
         if in_flight is None:
             raise never_started(name)
@@ -179,7 +179,7 @@ class _Finish(Node):
 
     @staticmethod
     def backward(ctx, dy):
-        # If only this rank lacks a gradient, dy is zeros, and the exchanges of the ranks match.
+        # On a rank that lacks a gradient, dy is zeros, so the rank still joins the exchange.
         exchange = ctx.exchange
         refuse_second_derivatives(exchange.where)
         exchange.launch(dy, gradient=True)

@@ -1,8 +1,8 @@
 """Lays out every exchange of a layer: which heads of which tokens each rank sends and receives.
 
-A `Geometry` is a frozen value, without tensors and without torch.distributed. `heads` decides which
-heads a rank attends with, `shares` which queries. `relayed` lays out k and v that travel once to
-each node.
+A `Geometry` is a frozen value, without tensors and without torch.distributed. `heads` decides with
+which heads a rank attends, `shares` with which queries. `relayed` lays out the two legs of k and v
+that travel once to each node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def shares_for(sp_size: int, heads: int, kv_heads: int) -> int:
     if even == 1 or heads < sp_size:
         return even
     # Every rank can have a head without sharing. With sharing, ranks receive less of q and o and
-    # more of k and v. Share only if the rank that receives most does not receive more.
+    # more of k and v. Share only if the largest amount that a rank receives does not grow.
     alone = Geometry(sp_size, 0, (sp_size,) * sp_size, 1, heads, kv_heads)
     shared = replace(alone, shares=even)
     return even if shared.most_received <= alone.most_received else 1
@@ -44,10 +44,10 @@ class Geometry(Heads):
         batch_first: Whether tensors are ``[b, s, h, d]`` instead of ``[s, b, h, d]``.
         shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares] in
             `shares`.
-        query_chunks: For each share, the ranges of tokens whose queries it attends with; None for
-            two chunks for each share, see Note [Shares].
-        nodes: The node of every rank, for k and v to travel once to each; None for one leg. See
-            Note [Once per node] in `relayed`.
+        query_chunks: For each share, the ranges of tokens whose queries belong to the share; None
+            for two chunks for each share, see Note [Shares].
+        nodes: The node of every rank, so that k and v travel once to each node, in two legs; None
+            for one leg. See Note [Once per node] in `relayed`.
 
     Raises:
         ValueError: for counts that no exchange can satisfy.
@@ -110,14 +110,14 @@ class Geometry(Heads):
         head_dims: tuple[int, ...],
         by_rank: bool = False,
     ) -> Layout:
-        """Lay out one exchange, of q, k, v (head scatter) or o (sequence scatter) of a group.
+        """Lay out one exchange of a head group: q, k, v (head scatter) or o (sequence scatter).
 
         The local tensors hold the heads of `heads_of`. The global tensors hold the heads of
         `sent_range` on this rank.
 
         Args:
             kinds: The tensors that the exchange moves: some of q, k, v, as "qkv" or ("q", "k",
-                "v"); or "o". (o and do, which travel together as q does, are laid out as "qq".)
+                "v"); or "o". ("qq" stands for o and do that travel together in a head scatter.)
             group: The head group.
             head_dims: ``d`` of each tensor.
             by_rank: Whether the local tensors have a dimension for the parts,

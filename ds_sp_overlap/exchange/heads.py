@@ -2,9 +2,9 @@
 
 One rule places the heads. Query heads are dealt out in contiguous, balanced ranges, the larger ones
 first; with several head groups see Note [Groups first]. A rank receives the KV heads that its query
-heads attend to, so KV heads are replicated where there are fewer of them than ranks, or where two
-ranks share a KV head. In one head group, and for head counts that divide, this is the split of
-DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+heads attend to, so KV heads are replicated where there are fewer KV heads than ranks, or where two
+ranks share a KV head. With one head group, and head counts that divide by the sp size, the split is
+that of DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 Note [Groups first]
 ~~~~~~~~~~~~~~~~~~~
@@ -49,7 +49,7 @@ class Heads(Shares):
 
     @property
     def max_groups(self) -> int:
-        """Return the most head groups: the query heads of the rank that has fewest."""
+        """Return the largest number of head groups: the query heads of the rank that has fewest."""
         return self.heads // self.parts
 
     @cached_property
@@ -131,9 +131,9 @@ class Heads(Shares):
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """Return for each group the last group, on any rank, that uses KV heads that came with it.
+        """Return, for each group g, the last group that attends to KV heads received with g.
 
-        This is the group itself if no later group uses them.
+        This is the last such group over all ranks, and g itself if no later group attends to them.
         """
         uses = list(range(self.groups))
         for rank, (sent, group) in product(
@@ -151,7 +151,7 @@ class Heads(Shares):
 
     @property
     def most_received(self) -> float:
-        """Return how many heads of q and k the rank that receives most receives, in one head group.
+        """Return the largest number of heads of q and k that a rank receives in one head group.
 
         A head of q counts as 1/r with r shares. `shares_for` compares these numbers. They stand for
         o and v too, since o is as large as q, and v as k.
@@ -164,7 +164,7 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
-        """Return which received tensors hold the KV heads that this rank attends to in ``group``.
+        """Return the places of the KV heads that this rank attends to in ``group``, as pieces.
 
         Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that this
         rank received with the group ``sent``, which is ``group`` or an earlier one. The pieces,
@@ -175,8 +175,8 @@ class Heads(Shares):
             received = self.sent_range("k", self.sp_rank, sent)
             held = common([received], [self.kv_range(self.sp_rank, group)])
             # The k that travels with the group itself is a piece even if this rank receives no head
-            # of it. Otherwise it would not be in this rank's graph, and this rank would not join
-            # the exchange of its gradient.
+            # of this k. Otherwise k would not be in this rank's graph, and this rank would not join
+            # the exchange of dk.
             own = sent == group and "k" in self.kinds[group]
             if held or own:  # guard: read by every rank
                 start, stop = held[0] if held else (0, 0)

@@ -105,7 +105,7 @@ class InFlight:
         if rotates or self.copies_back.flat is None:
             recv = new_empty(targets.elements)
         else:
-            # Not a view, since the caller may change the received tensor in place.
+            # Receive into a tensor that is no view, since the caller may change it in place.
             self.outs = self._new_outs(x)
             recv = self.outs[0]
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
@@ -125,13 +125,12 @@ class InFlight:
                 send, recv, sources.sizes, targets.sizes, sp_group.group, name
             )
             if not (side.blocks and side.overlaps):
-                # The transfer stream waits here, so that the mark that `end` records comes after
-                # the transfer.
+                # The transfer stream waits here, so that `end` records the mark after the transfer.
                 handle.wait()  # guard: waits on its stream
         except RuntimeError as error:  # guard: a failed launch has a name
             raise sp_group.failed(name, "the exchange", error) from error
         finally:
-            # Also after an exception, since work that was queued may use the buffers.
+            # Call `end` also after an exception, since queued work may use the buffers.
             side.end(mark)  # guard: what is sent is kept
 
     def _new_outs(self, like: Tensor) -> Sequence[Tensor]:

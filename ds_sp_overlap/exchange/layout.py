@@ -5,11 +5,11 @@
 
 (or ``[b, s/P, h, d]`` and ``[b, s, h/P, d]``, batch first). An exchange turns one into the other.
 
-One rule lays out every exchange: a rank sends to each peer what the rank holds before the exchange
-and the peer holds after it (`between`). What a rank holds is given by ranges of the whole tensor,
-so uneven heads, unequal sequences, KV heads that several ranks need, queries that ranks share, and
-pieces that travel in two legs are all the same case. The exchange of the gradient has the ends
-swapped.
+One rule lays out every exchange: a rank sends to each peer the elements that the rank holds before
+the exchange and the peer holds after the exchange (`between`). Ranges of the whole tensor describe
+the part that a rank holds. So uneven heads, unequal sequences, KV heads that several ranks need,
+queries that ranks share, and pieces that travel in two legs are all the same case. The exchange of
+the gradient has the ends swapped.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Side:
     Attributes:
         shape: Shape of the tensor at this end.
         parts: For each peer in rank order, the blocks of the tensor that are sent to the peer or
-            received from the peer, as they follow one another in the wire.
+            received from the peer. The blocks of a peer have the order of the wire.
     """
 
     shape: tuple[int, ...]
@@ -218,14 +218,14 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
     Args:
         rank: This rank, in the sp group.
         lengths: Local sequence length of every rank, in tokens.
-        reach: How many tokens before its own a rank needs.
+        reach: The number of tokens before its own that a rank needs.
         batch: ``b``.
         width: Elements of a token.
 
     Returns:
-        The layout. This rank sends its last tokens [b, n, width]: ``reach`` of them, or all if it
-        has fewer; none on the last rank. It receives the ``reach`` tokens before its first token,
-        or all if there are fewer.
+        The layout. This rank sends its last ``reach`` tokens [b, n, width], or all if it has fewer;
+        the last rank sends none. This rank receives the ``reach`` tokens before its first token, or
+        all if there are fewer.
     """
     before: list[Held] = []
     after: list[Held] = []

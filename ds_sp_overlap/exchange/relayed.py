@@ -10,13 +10,13 @@ in forward, and at the start in backward. The layer hides the leg over the netwo
 
 Note [Once per node]
 ~~~~~~~~~~~~~~~~~~~~
-Where several ranks of a node need the same KV heads, k and v would travel to each of them, over the
-network too. With `Geometry.nodes`, they travel in two legs. In the first, these ranks, m
-*siblings*, receive a *piece* each: the i-th of them gets the tokens of ranks i, i + m, i + 2m, ..
-of the sp group. In the second, siblings send each other their pieces, inside the node. Gradients
-take the reverse way: each sibling sums the gradients of its piece, and sends the sum to the ranks
-that hold the piece's tokens. The pieces interleave the ranks, so that all siblings receive equally
-much over the network.
+Let m ranks of a node, called *siblings*, need the same KV heads. In one leg, k and v would travel
+to each sibling, over the network too. With `Geometry.nodes`, k and v travel in two legs. In the
+first leg, each sibling receives a *piece*: the i-th sibling gets the tokens of ranks i, i + m,
+i + 2m, .. of the sp group. In the second leg, siblings send each other their pieces, inside the
+node. Gradients take the reverse way: each sibling sums the gradients of its piece, and sends the
+sum to the ranks that hold the piece's tokens. The pieces interleave the ranks, so that all siblings
+receive equally much over the network.
 
 Note [Relay stream]
 ~~~~~~~~~~~~~~~~~~~

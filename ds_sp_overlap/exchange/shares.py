@@ -12,9 +12,9 @@ all ranks:
 
     8 chunks, r = 4    share   0 1 2 3 3 2 1 0
 
-If u is even and all ranks hold equally many tokens, each rank's tokens lie in one chunk. The rank
-then sends all of its tokens to the one rank of each part whose share they belong to: q is cut along
-heads alone, as without shares.
+If u is even and all ranks hold equally many tokens, each rank's tokens lie in one chunk, and so in
+one share. In each part, the rank then sends all of its tokens to the one rank with this share: q is
+cut along heads alone, as without shares.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def possible_shares(sp_size: int, heads: int) -> list[int]:
     return [r for r in range(1, sp_size + 1) if sp_size % r == 0 and sp_size // r <= heads]
 
 
-# Hashed by identity, so that lookups in the caches of methods are fast.
+# Instances are hashed by identity, so that lookups in the caches of methods are fast.
 @dataclass(frozen=True, eq=False)
 class Shares:
     """Computes the part and the share of each rank, and the tokens of each share.
@@ -120,7 +120,7 @@ class Shares:
 
     @cached_property
     def _tokens_of_shares(self) -> QueryChunks:
-        """Return for each share the tokens whose queries it attends with, see Note [Shares]."""
+        """Return, for each share, the tokens whose queries belong to it, see Note [Shares]."""
         if self.query_chunks is not None:
             return self.query_chunks
         seq, chunks = sum(self.seq_lens), 2 * self.shares

@@ -24,7 +24,7 @@ def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Nam
     Args:
         name: A value of ``sp_overlap.transport``.
         size: ``P``.
-        settings: As for `C10d`.
+        settings: Fields of NCCL's configuration, see `C10d`.
     """
     if size == 1:
         return OneRank()
@@ -46,9 +46,9 @@ class SPGroup:
         transport: A mover of bytes, or a value of ``sp_overlap.transport``; None for "auto".
         stream: The stream for the transfers, on accelerators; None for our own stream.
         kernels: Which kernels pack and unpack, a value of ``sp_overlap.kernels``.
-        settings: As for `C10d`.
-        overlaps: Whether compute overlaps with exchanges; if False, each exchange is waited for at
-            once.
+        settings: Fields of NCCL's configuration, see `C10d`.
+        overlaps: Whether compute overlaps with exchanges; if False, compute waits for each exchange
+            at once.
 
     Raises:
         ValueError: if this process is not in ``group``.
@@ -71,17 +71,17 @@ class SPGroup:
                 "sequence_process_group: this process is not a member of it; "
                 "pass the group that it belongs to"
             )
-        # The transport, if we made it, until `prepare`; None after that, or for a caller's own.
+        # A transport that was made here and that `prepare` has not prepared yet; else None.
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size, settings)
         self.transport: Transport = transport
-        # The node of every rank, once it is known (`find_nodes`).
+        # The node of every rank; None until `find_nodes` is called.
         self.nodes: tuple[int, ...] | None = None
         self.calls = Calls.of(group)
         self._stream = stream
         self._overlaps = overlaps
-        # The streams of each device that `streams` has made so far.
+        # The streams that `streams` has made so far, by device.
         self.sides: dict[torch.device, HostStream | SideStream] = {}
 
     def streams(self, device: torch.device) -> HostStream | SideStream:
@@ -210,7 +210,7 @@ class SPGroup:
 
         Args:
             where: Name of the layer, or of the package, for errors.
-            describe: Returns what must be equal on all ranks.
+            describe: A function that returns the value to compare.
 
         Raises:
             ValueError: on all ranks alike, if some rank raised, or if the ranks differ.

@@ -4,10 +4,10 @@ Note [Gate stream]
 ~~~~~~~~~~~~~~~~~~
 An exchange has to begin before the kernel that is to hide it. A kernel that takes every SM
 (attention) would otherwise run first and lock the exchange out: on an H100 a block that was
-launched after such a kernel waited for 99 % of its duration (benchmarks/contention.py). So compute
-has to wait until the transfer has been launched, but not until this transfer or an earlier one is
-over. An event on the transfer stream would come after the earlier transfers. So there is a gate
-stream, on which no work runs: at each launch, compute waits for an event on the gate stream.
+launched after such a kernel waited for 99 % of the kernel's time (benchmarks/contention.py). So
+compute has to wait until the transfer has been launched, but not until this transfer or an earlier
+one is over. An event on the transfer stream would come after the earlier transfers. So there is a
+gate stream, on which no work runs: at each launch, compute waits for an event on the gate stream.
 
     compute    | Wq | pack q | wait gate | Wk .. | finish q: wait mark | unpack q |
     gate       |      ^ ready  v launched
@@ -18,8 +18,8 @@ Note [Relayout on the compute stream]
 Pack and unpack run on the compute stream, at their place in the program. On another stream, a pack
 could run after the next kernel of the compute stream, and the transfer would wait for that kernel.
 For an unpack on another stream, the output would need memory from the start of the exchange on. And
-an unpack on the transfer stream would delay the launch of the next exchange until this one has
-arrived.
+an unpack on the transfer stream would delay the next exchange until the exchange that it unpacks
+has arrived.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def refuse_captured(where: str, what: str) -> None:
 
     Args:
         where: Name of the layer or of the model.
-        what: A text that says what no graph can hold, and what to do.
+        what: The end of the message: the operation that no graph can hold, and the remedy.
     """
     if is_captured():  # guard: no graph of what it can't hold
         raise RuntimeError(f"{where}: while a CUDA graph is captured, {what}")
@@ -99,8 +99,8 @@ class SideStream:
     gate       runs no work, see Note [Gate stream]
     relay      packs and unpacks for a transfer in two legs, see Note [Relay stream] in `relayed`
 
-    The compute stream (or the relay stream) allocates the buffers. They are referenced until
-    ``before_compute``, so that this stream can reuse their memory in order, without
+    The compute stream (or the relay stream) allocates the buffers. The buffers are referenced until
+    ``before_compute``, so that the allocating stream can reuse their memory in order, without
     ``record_stream``.
 
     Args:
@@ -121,15 +121,15 @@ class SideStream:
         self.events: list[Any] = []
 
     def begin(self) -> Mark:
-        """Make the transfer stream current, after the work that is on the compute stream now.
+        """Make the transfer stream current, ordered after the work on the compute stream so far.
 
         Returns:
             A mark. Pass it to `end`, and later to `before_compute`, once each.
         """
         compute = self.backend.current_stream(self.index)
         event = self.events.pop() if self.events else self.backend.Event()
-        # One event serves for the launch and for the mark: a wait refers to the last record before
-        # it, so recording the event again does not change earlier waits.
+        # One event serves for the launch and for the mark: a wait refers to the latest record
+        # before that wait, so recording the event again does not change earlier waits.
         compute.record_event(event)  # guard: on the stream that made it
         self.transfer.wait_event(event)  # guard: sends what is ready
         self.gate.wait_event(event)
@@ -152,10 +152,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def relay(self) -> Iterator[Callable[[], None]]:
-        """Run the body on the relay stream, after the work that is on the compute stream now.
+        """Run the body on the relay stream, ordered after the work on the compute stream so far.
 
-        The body gets a function. Calling it makes the compute stream wait for the work that is then
-        on the relay stream (the pack), and not for later work.
+        The body gets a function. A call of this function makes the compute stream wait for the work
+        that is then on the relay stream (the pack), and not for later work.
         """
         compute = self.backend.current_stream(self.index)
         self.order(self._relay, compute)  # guard: relays what is ready
@@ -173,8 +173,8 @@ class SideStream:
         """
         event, compute = mark
         compute.wait_event(event)  # guard: its own stream waits
-        # The current stream waits too, since it reads the received data. It differs from the
-        # buffers' stream after a relay, and in a call by the garbage collector.
+        # The current stream waits too, since it reads the received data. The current stream is not
+        # the buffers' stream after a relay, or in a call by the garbage collector.
         current = self.backend.current_stream(self.index)
         if current != compute:
             current.wait_event(event)
@@ -190,7 +190,7 @@ class SideStream:
 
 
 class Accelerator:
-    """Makes streams and events of a type of device, by torch's classes for all types.
+    """Makes streams and events for one type of device, with torch's classes for all types.
 
     The methods of these classes are written in C; those of ``torch.cuda`` cost the host several
     times as much.

@@ -1,6 +1,6 @@
 """Moves the bytes of an exchange between ranks.
 
-A transport launches one all-to-all of buffers and returns a handle; tests replace it by their own.
+A transport launches one all-to-all of buffers and returns a handle. Tests pass their own transport.
 The values of ``sp_overlap.transport``:
 
     auto          `C10d` over a communicator of our own if NCCL carries the sp group; otherwise over
@@ -21,10 +21,11 @@ the kernels in the host's order if `LAUNCH_ORDER` is set before its first launch
 
 Ranks make the communicator at their first call, while other ranks may have collectives in flight.
 Two deadlocks are possible. First, NCCL allocates memory while it connects, and the allocation may
-wait for a running kernel, which may be a collective that waits for a rank that is already
+wait for a running kernel. If that kernel is a collective, it may wait for a rank that is already
 connecting. So the device must be idle (`_make_connected`). Second, if the default group is bound to
-a device (DeepSpeed passes ``device_id``), torch splits its communicator at once, which waits for
-all ranks of the world. So the group is unbound while the communicator is made.
+a device (DeepSpeed passes ``device_id``), torch splits the communicator of the default group at
+once, and the split waits for all ranks of the world. So the default group is unbound while our
+communicator is made.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Handle(Protocol):
     def wait(self) -> None:
         """Make the host (gloo) or the current stream (NCCL) wait for the transfer.
 
-        With a `SideStream` this follows the launch at once, in the same stream.
+        With a `SideStream`, this call follows the launch at once, in the same stream.
 
         Raises:
             RuntimeError: if the transfer fails; the caller adds the name of the exchange.
@@ -95,7 +96,7 @@ class Transport(Protocol):
                 in memory. Read until the wait of the handle, never written.
             recv: The tensor to receive into, laid out as ``send``. Undefined until the wait of the
                 handle.
-            send_sizes: Elements of ``send`` for each rank, 0 for some of them at times.
+            send_sizes: Elements of ``send`` for each rank; a size may be 0.
             recv_sizes: Elements of ``recv`` from each rank.
             group: The sp group.
             name: Name for logs and errors, for instance ``layers.7 dv``.
@@ -156,8 +157,8 @@ class C10d:
         self.settings = dict(settings or {})
         # The group for tensors on a GPU; None for the sp group.
         self.group: Any = None
-        # Whether NCCL carries tensors on a GPU. Its calls are then synchronous: from torch 2.8 on,
-        # NCCL then works in the current stream itself, and the host does not wait.
+        # Whether NCCL carries tensors on a GPU. Its collectives then run with ``async_op=False``:
+        # from torch 2.8 on, they run in the current stream itself, and the host does not wait.
         self.on_stream = False
         # Whether to flatten buffers: only gloo and NCCL are known to take other shapes.
         self.flattens = True
@@ -188,7 +189,7 @@ class C10d:
             group = self.group
         ranks, is_even = len(send_sizes), all_equal(send_sizes, recv_sizes)
         if is_even:
-            # Without sizes, torch splits evenly, which costs the host half the time.
+            # Without sizes, torch splits evenly, and the host needs half the time.
             send_sizes = recv_sizes = ()
         # A user may have replaced torch's function. The user's function may need flat buffers.
         is_replaced = dist.all_to_all_single is not all_to_all_single
@@ -319,7 +320,8 @@ def _give_back(group: Any, ranks: list[int]) -> None:
     for key in unused:
         if all(key in of_rank for of_rank in every):
             torch.cuda.synchronize(_device())
-            # Its name stays taken: torch names the next group by the number of groups made.
+            # The communicator's name stays taken: torch names the next group by the number of
+            # groups made.
             _communicators.pop(key).own.shutdown()
 
 
@@ -354,7 +356,7 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
     Args:
         group: The sp group, whose timeout the communicator takes.
         ranks: The ranks of the world that are in ``group``.
-        settings: As for `communicator`.
+        settings: Fields of NCCL's configuration for the communicator.
 
     Raises:
         NotImplementedError: if this torch can't make such a group.

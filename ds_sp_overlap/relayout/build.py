@@ -135,9 +135,9 @@ def link(by: list[str], root: Path, objects: list[str], library: str) -> list[st
     # ops.cpp gets torch's current CUDA stream from a function of libtorch_cuda. The machine that
     # builds may lack this library, so the function is a weak symbol: null if it is not found. torch
     # loads its libraries locally, so our library finds symbols only in libraries that it depends
-    # on. So it depends on libtorch, which every torch has, and which depends on libtorch_cuda in a
-    # torch with CUDA. Since no symbol of libtorch itself is used, many linkers would drop libtorch
-    # without --no-as-needed. (-Xlinker, since nvcc has no -Wl.)
+    # on. So our library depends on libtorch: every torch has libtorch, and in a torch with CUDA,
+    # libtorch depends on libtorch_cuda. Since no symbol of libtorch itself is used, many linkers
+    # would drop libtorch without --no-as-needed. (-Xlinker, since nvcc has no -Wl.)
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
 
@@ -146,7 +146,8 @@ def _run(commands: list[list[str]]) -> None:
     """Run commands in parallel, and wait for all of them.
 
     Raises:
-        BuildError: if some failed; with the output of the first of these in ``commands``.
+        BuildError: if a command failed; with the output of the first failed command in
+            ``commands``.
     """
     # Capture stdout and stderr of each command together.
     options: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -187,7 +188,7 @@ def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
     """Return whether the library in ``folder`` is up to date; the arguments are those of `build`.
 
     Raises:
-        BuildError: as `torch_root` and `sources` do.
+        BuildError: if torch or the folder csrc/ is missing.
     """
     try:
         built = json.loads((folder / "_kernels.json").read_text())
@@ -199,7 +200,7 @@ def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
 
 
 def build(folder: Path = PACKAGE, kind: str = "") -> Path:
-    """Build the library, and write a JSON file beside it, with the versions it was built for.
+    """Build the library, and write the versions that it was built for to a JSON file beside it.
 
     Args:
         folder: The folder of the library.
@@ -240,7 +241,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         shutil.copy(f"{scratch}/{NAME}", partial)
         # Replace the file, don't overwrite it: processes that have loaded the old library keep it.
         partial.replace(folder / NAME)
-        # Written last, so that a build that was killed does not look up to date.
+        # Write the JSON file last, so that a killed build does not look up to date.
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
     return folder / NAME
 

@@ -1,4 +1,4 @@
-"""Loads the compiled operators, and builds them at first use; else gives the reason."""
+"""Loads the compiled operators, or builds them at first use; gives the reason if neither works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Library:
 def load(path: Path) -> Library:
     """Load a library; on failure return a `Library` with ``failed`` instead of raising.
 
-    Its ``reason`` says which versions the library was built against, and which versions run here.
+    The ``reason`` then names the versions that the library was built against, and the versions that
+    run here.
     """
     try:
         built = json.loads(path.with_suffix(".json").read_text())
@@ -73,13 +74,13 @@ def load(path: Path) -> Library:
     return Library(path, built, "" if built["cuda"] else f"{path.name} holds CPU kernels only")
 
 
-# The library that `demanded` has built and loaded, or a failed one; None before.
+# The library that `demanded` has built and loaded; a failed `Library` if that failed; None before.
 _built_here: Library | None = None
 
 
 @functools.cache
 def _installed() -> Library:
-    """Load the library in the folder of the package, once; return why if there is none."""
+    """Load the library in the package's folder, once; without one, return only the reason."""
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME

@@ -8,9 +8,9 @@
     unpack_rotate_back   the transpose of rotate_pack: unpack, sum, rotate back: dq and dk
 
 All operators write into tensors that the caller passes, so the caller decides which stream
-allocates. They are compiled from csrc/; `kernels` loads them as ``torch.ops.ds_sp_overlap``. They
-raise for arguments that don't fit. The CPU kernels only serve to test the index maps of the CUDA
-kernels. Without compiled kernels, `exchange.copies` packs and unpacks by PyTorch's copies.
+allocates. The operators raise for arguments that don't fit. They are compiled from csrc/; `kernels`
+loads them as ``torch.ops.ds_sp_overlap``. The CPU kernels only serve to test the index maps of the
+CUDA kernels. Without compiled kernels, `exchange.copies` packs and unpacks by PyTorch's copies.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def lacks_compiled(build: bool) -> str:
 def check_usable(which: str) -> None:
     """Check that this process can use the operators that ``sp_overlap.kernels`` names.
 
-    Called inside of `SPGroup.agree`, so that all ranks raise if one does. The first call for
-    "compiled" loads the library, or builds it.
+    Call this inside of `SPGroup.agree`, so that all ranks raise if one rank does. The first call
+    for "compiled" loads the library, or builds one.
 
     Raises:
         ValueError: for "compiled" without a CUDA device or without CUDA kernels; with the reason

@@ -122,8 +122,8 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
     # Pass the launcher's argument, which `main` has parsed, on to the script.
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [args.script, *local_rank, *args.args]
-    # As ``python SCRIPT`` does, put the folder of the script first. For the name of a module, this
-    # is the current folder, as with ``python -m``.
+    # As ``python SCRIPT`` does, put the folder of the script first. If ``script`` is the name of a
+    # module, its "folder" is the current folder, which ``python -m`` puts first.
     sys.path[0] = str(script.resolve().parent)
     # Check only the top-level package; for missing submodules, Python's own error suffices.
     if args.module and importlib.util.find_spec(args.script.partition(".")[0]) is None:

@@ -70,7 +70,7 @@ class _Faulty(C10d):
             work.wait()
             recv.mul_(1 + 1e-9)
 
-        # The values arrive only with the wait, so add the fault after it.
+        # The values arrive only with the wait, so add the fault after the wait.
         return SimpleNamespace(wait=wait) if "dv" in rest[-1] else work
 
 
@@ -104,7 +104,7 @@ def _errors(
         faulty: Whether the exchanges go through `_Faulty`.
     """
     layer = _projections(device)
-    # The same seed on all ranks: all have the same whole sequence.
+    # With the same seed, all ranks have the same whole sequence.
     torch.manual_seed(1)
     shape = (2, BATCH, size * LOCAL_SEQ, HEADS * HEAD_DIM)
     whole, cotangent = torch.randn(shape, dtype=torch.float64).to(device)
@@ -138,7 +138,7 @@ def _errors(
     errors = torch.stack(relative)
     every = [torch.empty_like(errors) for _ in range(size)]
     dist.all_gather(every, errors)
-    # Not an all-reduce with MAX, which may lose the NaN of one rank; amax keeps it.
+    # Gather the errors, since an all-reduce with MAX may lose the NaN of one rank; amax keeps NaN.
     return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
 
 
@@ -178,7 +178,7 @@ def verdict(runs: dict[str, dict[str, float]]) -> str:
         runs: The errors of `_errors` by run; the run "control" has the planted fault.
     """
     for name, errors in runs.items():
-        # ``not all(<=)`` instead of ``any(>)``, which is false for NaN.
+        # Test with ``not all(<=)``, since ``any(>)`` is false for NaN.
         if name != "control" and not all(error <= BOUND for error in errors.values()):
             return "FAIL"
     return "PASS" if max(runs["control"].values()) > 10 * BOUND else "BLIND"

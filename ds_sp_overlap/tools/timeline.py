@@ -4,11 +4,11 @@
     transfer             | q ......................q |
     exposed     |########|               |######################|
 
-An exchange is found by the profiler ranges around its start and its finish. On a GPU it consists of
-the kernels that were launched inside these ranges: kernels on a stream that also computes pack or
-unpack, all others transfer. *Exposed* are pack, unpack, and the part of a transfer during which no
-stream computes. If the host carries the exchange (gloo), its start and its finish are exposed,
-since the host computes nothing meanwhile.
+An exchange is found by the profiler ranges around its start and its finish. On a GPU, the exchange
+consists of the kernels that were launched inside these ranges. Its kernels on a stream that also
+runs other kernels are pack and unpack; all its other kernels are transfers. *Exposed* are pack,
+unpack, and the part of a transfer during which no stream computes. If the host carries the exchange
+(gloo), its start and its finish are exposed, since the host computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Exchange:
         layer: The name of the layer.
         name: The name of the exchange, for instance ``dv0``.
         host: The ranges of its start and of its finish on the host, in ns.
-        transfer_ns: The time of its transfers.
-        exposed_ns: The time for which it was exposed.
+        transfer_ns: The time of its transfers, in ns.
+        exposed_ns: The time for which the exchange was exposed, in ns.
     """
 
     rank: int
@@ -85,7 +85,7 @@ def read(path: str, index: int = 0) -> list[Exchange]:
 
 
 def _range(event: dict[str, Any]) -> Range:
-    """Return the begin and the end of an event in ns; in a trace they are in us."""
+    """Return the begin and the end of an event in ns; a trace counts in us."""
     return round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
 
 
@@ -101,7 +101,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
     of_launch: dict[int, Exchange] = {}
     launched: list[Exchange | None] = []
     transfers: list[Range] = []
-    # By thread: the open ranges of exchanges around the current event, each with its end.
+    # By thread: the end and the exchange of each range around the current event.
     around: dict[Any, list[tuple[int, Exchange]]] = defaultdict(list)
     for event in events:
         name, span, inside = event["name"], _range(event), around[event["pid"], event["tid"]]
@@ -135,9 +135,9 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
 
 
 def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
-    """Add the transfers and exposed spans on a device to the exchanges.
+    """Add the times of transfers and the exposed times on a device to the exchanges.
 
-    Kernels of an exchange on a stream that computes are taken for pack and unpack.
+    If a kernel of an exchange runs on a stream that computes, it is taken for pack or unpack.
     """
     ran = [event for event in events if event.get("cat") in ON_DEVICE]
     streams = set()
@@ -146,7 +146,7 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
         if event["cat"] == "kernel" and not is_exchange:
             streams.add(event["args"]["stream"])
     busy = joined(_range(event) for event in ran if event["args"]["stream"] in streams)
-    # The time computed up to each begin and end of ``busy``, and up to 0.
+    # For each time in ``edges``, ``computed`` is the busy time before.
     edges = [0, *chain(*busy)]
     lengths = np.diff(edges)
     lengths[::2] = 0
@@ -164,7 +164,7 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
 
 
 def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
-    """Sum the costs of exchanges whose attributes ``of`` are equal.
+    """Sum the costs of exchanges with equal values of the attributes ``of``.
 
     Returns:
         A dict with the values of these attributes as keys. Each entry is the number of exchanges,
@@ -211,7 +211,7 @@ def write(paths: Sequence[str]) -> str:
         A table of the costs in one step, as text.
 
     Raises:
-        ValueError: as `read` does.
+        ValueError: if a file is not a trace of ``torch.profiler``.
     """
     exchanges = [each for at, path in enumerate(paths) for each in read(path, at)]
     exchanges.sort(key=operator.attrgetter("rank"))

@@ -332,7 +332,7 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """
     is_launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     try:
-        # Imports may print; keep that out of the plan's output.
+        # Imports may print text; keep this text out of the plan's output.
         with contextlib.redirect_stdout(sys.stderr):
             _complete(args)
             if args.measure is not None and not is_launched:

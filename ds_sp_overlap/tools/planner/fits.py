@@ -11,10 +11,10 @@ of these phases, each of which also holds the layer's input and dy::
     norm, whole  input of attention; tensors saved by attention; tensors that norms save and make
     attention    input of attention; all tensors of attention; tensors saved by its norm
 
-To this add the model's states, the weights of two layers, which ZeRO-3 gathers (one of them ahead),
-and their gradients until they are reduced; with tiles, the gradients of the current layer are fp32
-sums. Not counted are CUDA's own memory, and memory that PyTorch's allocator reserves but does not
-use, since it frees this before it runs out of memory.
+The total adds the model's states; the weights of two layers, which ZeRO-3 gathers (one of them
+ahead); and the gradients of these layers until they are reduced. With tiles, the gradients of the
+current layer are fp32 sums. The total omits CUDA's own memory. It also omits memory that PyTorch's
+allocator reserves but does not use, since the allocator frees such memory before it runs out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .costs import LayerShape, Way
 from .gpu.recorder import record
 
 # In multiples of x: the temporaries of a tile; the tensors that a norm in bf16 without tiles saves
-# besides its input; and the tensors that its backward makes. The norm's tensors are fp32 and
-# counted in transformers' code.
+# besides its input; and the tensors that the norm's backward makes. The norm's tensors are fp32;
+# their numbers were counted in transformers' code.
 TILE, NORM_SAVES, NORM_MAKES = 0.5, 3, 9
 # Bytes per parameter: 2 each for weight and gradient; 4 each for the fp32 weight and two moments.
 STATES = 16
@@ -40,7 +40,7 @@ STATES = 16
 GATHERED, GATHERED_IN_TILES = 8, 12
 
 
-# The number of tokens per rank in the recorded sequences.
+# The number of tokens per rank in the shorter of two recorded sequences, and the step of `longest`.
 SHORT = 1024
 
 

@@ -1,6 +1,6 @@
 """Measures the rates for `plan`: matrix products, causal attention, an all-to-all.
 
-Used by the planner and by benchmarks/link.py.
+The planner and benchmarks/link.py use this file.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     matmul = 2 * tokens * layer.width**2 / seconds(lambda: F.linear(x, weight))
 
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
-    # In this attention, the number of query heads must be a multiple of the number of KV heads,
-    # even if that is not so for the layer's heads on a rank.
+    # This attention needs a number of query heads that divides by the number of KV heads. If the
+    # layer's heads on a rank don't divide so, take fewer KV heads.
     kv_heads = math.gcd(heads, max(layer.kv_heads // layer.sp_size, 1))
     q, k, v = (
         torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)

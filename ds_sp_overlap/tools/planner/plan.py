@@ -169,10 +169,10 @@ def decides_ms(row: Row) -> float:
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    """Return stock if our best row saves less than the share `WORTH`; else our best row.
+    """Return our best row; or stock, if stock can run and our row saves less than `WORTH` of it.
 
-    If stock can't run, return our best row. Our best row has the fewest groups among those of our
-    rows whose time is close to the shortest.
+    Stock is DeepSpeed's own class. Our best row has the fewest groups among those of our rows whose
+    time is close to the shortest.
     """
     ours = ours_of(rows)
     shortest = min(map(decides_ms, ours))

@@ -56,7 +56,7 @@ class Grid(NamedTuple):
     """The blocks of a kernel. Each block occupies an SM, and processes tiles until none are left.
 
     Measured on an H100: an exchange that is launched after a matrix product, an attention kernel
-    (forward or backward) or a copy gets its first SM when that kernel ends.
+    (forward or backward) or a copy gets its first SM when the earlier kernel ends.
 
     Attributes:
         ctas: The number of blocks.
@@ -93,7 +93,7 @@ class Gpu:
         elif isinstance(launch, Attention):
             tiles = launch.heads * -(-launch.seq // int(self["attention_tile"]))
             # The number of pairs of a query and a key: the last query attends to ``keys`` keys, and
-            # each earlier query to one less. Backward computes five products instead of two.
+            # each earlier query to one key less. Backward computes five products instead of two.
             seen = launch.seq * (launch.keys - launch.seq / 2)
             flops = 4 * seen * launch.heads * launch.head_dim
             share = self["attention_share"] / (2.5 if launch.backward else 1)

@@ -71,7 +71,7 @@ class Wait(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Work of the host before its next launch; takes ``times`` the `Gpu`'s figure ``{name}_us``."""
+    """Work of the host before its next launch; takes ``times`` x the figure ``{name}_us``."""
 
     name: str
     times: int

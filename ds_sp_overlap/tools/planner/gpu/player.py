@@ -82,7 +82,7 @@ class Played:
         left = [str(each) for queue in self.queues.values() for each in queue]
         if left:
             raise RuntimeError(f"these launches never end: {', '.join(left)}")
-        # The last event on the GPU is an end.
+        # The last action on the GPU is the end of a kernel or of an exchange.
         self.us = max(self.host_us, self.now)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
@@ -133,7 +133,8 @@ class Played:
             running = Running(launch, self.gpu.grid(launch), self.now)
             self.last[launch.stream] = running
             self.running.append(running)
-            # Streams of exchanges have priority; otherwise the older comes first (stable sort).
+            # Streams of exchanges have priority; otherwise the older launch comes first, since the
+            # sort is stable.
             self.running.sort(key=lambda each: each.launch.stream == COMPUTE)
             self._place()
         return True

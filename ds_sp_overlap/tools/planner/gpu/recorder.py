@@ -5,7 +5,7 @@ never touched: operators are recorded instead of being computed. So the record h
 copy, event and exchange in the order in which the host launches them, including copies that no
 schedule names. Each call of local attention is recorded as one launch in forward and one in
 backward. The tensors are CPU tensors: if the package chooses a copy by device, the record has the
-copy that it makes on a CPU.
+copy for a CPU.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Stream:
 class Recorder(TorchDispatchMode):
     """Replaces the accelerator and the transport, and records launches.
 
-    It implements the part of `Accelerator` that `SideStream` uses.
+    Implements the part of `Accelerator` that `SideStream` uses.
 
     Attributes:
         launches: The launches in the order of the host, with the host's work between them.
@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
         """Begin a new record."""
         self.launches: list[Launch] = []
         self.held = [0]
-        # The host's work since the last launch: for each kind of `Host`, how often.
+        # The host's work since the last launch: the number of times, by the name in `Host`.
         self.before: Counter[str] = Counter()
         # Weak references to the allocated memory, each with a callback for when it is freed.
         self._memory: set[weakref.ref[Any]] = set()
@@ -142,9 +142,8 @@ class Recorder(TorchDispatchMode):
     def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
         """Count a call of a Python function; a callback of ``sys.setprofile``.
 
-        Does not count functions of this file and functions that torch calls for a dispatch mode,
-        which would not run on a GPU; nor comprehensions, which are calls only in some versions of
-        Python.
+        Skips functions of this file, and functions that torch calls for a dispatch mode: neither
+        would run on a GPU. Skips comprehensions, which are calls only in some versions of Python.
         """
         code = frame.f_code
         if event == "return" and self._inside:
@@ -173,7 +172,7 @@ class Recorder(TorchDispatchMode):
         self.before["accelerator"] += 1
         self.current = stream
 
-    # A transport.
+    # The interface of `Transport`.
 
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Any, recv_sizes: Any, group: Any, name: str
@@ -199,7 +198,7 @@ class Recorder(TorchDispatchMode):
     # Kernels.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an operator that launches a kernel; return uncomputed results of its shapes."""
+        """Record an operator that launches a kernel; return results that are never computed."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if "empty" in name:
@@ -209,7 +208,8 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in ("_unsafe_view", "detach", "set_"):
             self.before["view"] += 1
             return func(*args, **kwargs)
-        # An operator that writes into an argument returns it; for others, allocate the results.
+        # An operator that writes into an argument returns this argument. For other operators,
+        # allocate the results.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def _unwritten(self, value: Any) -> Any:
-        """Allocate a tensor like ``value`` that is never written, so takes no physical memory."""
+        """Allocate a tensor like ``value``; it takes no physical memory until it is written."""
         if isinstance(value, Tensor):
             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             self.hold(value)
@@ -256,8 +256,8 @@ def _to_meta(value: Any) -> Any:
 def flash_bytes(q: Tensor, k: Tensor) -> int:
     """Return the bytes of temporaries in the backward of flash-attn.
 
-    It sums dq in fp32. If query heads share KV heads, it computes dk and dv for each query head.
-    The result is 0 for elements of other than 2 bytes, for which flash-attn has no kernel.
+    flash-attn sums dq in fp32. If query heads share KV heads, it computes dk and dv for each query
+    head. The result is 0 unless elements have 2 bytes: flash-attn has no kernel for other elements.
     """
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
@@ -455,7 +455,7 @@ def record_mixer(layer: LayerShape, module: nn.Module, kind: type[Mixer]) -> Rec
     Args:
         layer: The layer's shape.
         module: The mixer, on the meta device; it is copied.
-        kind: The `Mixer` class that describes it.
+        kind: The `Mixer` class that describes the mixer.
     """
     recorder = Recorder()
     sp_group, tokens = _Alone(layer.sp_size, recorder), layer.seq // layer.sp_size

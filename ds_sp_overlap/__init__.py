@@ -4,7 +4,8 @@ Importing this package makes ``deepspeed.initialize`` honour an ``sp_overlap`` s
 config, whether DeepSpeed is imported before this package or after it. The import loads neither
 DeepSpeed nor torch: a public name of the package is imported on its first use.
 
-Rooms. Each imports only from those above it in this list, and from the rooms inside it:
+The package consists of rooms, which are files and folders. A room imports only from the rooms above
+it in this list, and from the rooms inside it:
 
     schedule       the order of work in a layer, as plain data; drawn, checked and simulated. Read
                    it first
@@ -42,8 +43,8 @@ Before it projects, the layer calls ``attention.layer``. There the ranks compare
 choose the number of head groups and the schedule, for the heads and tokens of each rank that
 ``attention.call_geometry`` computes. The drop-in (``attention.projected``) calls
 ``attention.layer``, too, and then ``attention.runtime.walk`` directly, since its q is already
-projected. In backward, autograd runs the pieces from the last to the first. A layer with a window
-is a single piece.
+projected. In backward, autograd runs the pieces from the last to the first. With a window, the
+whole layer is a single piece.
 """
 
 import importlib

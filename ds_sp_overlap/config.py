@@ -37,7 +37,7 @@ class _Section(BaseModel):
             # ``"tiles": null``, a window does not turn tiles on.
             if key not in said or field.is_required() or said[key] is field.default is None:
                 continue
-            # The type of the key does not list "auto".
+            # "auto" asks for the default if the type of the key does not list "auto".
             auto_is_default = "'auto'" not in str(field.annotation)
             if said[key] is None or auto_is_default and said[key] == "auto":
                 del said[key]
@@ -85,9 +85,9 @@ class SpOverlapConfig(_Section):
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
             from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the largest number of head groups that are live at a time. Saves memory, since
-            backward recomputes q, k and v. null: all groups. Unless the section sets these keys
-            itself, a window also selects the largest G, ``"tiles": "auto"``, and to save attention
-            over every checkpoint that allows it.
+            backward recomputes q, k and v. null: all groups. A window also selects the largest G
+            and ``"tiles": "auto"``, and saves attention over every checkpoint that allows it,
+            unless the section sets ``head_groups``, ``tiles`` or ``checkpointing``.
         checkpointing: Under activation checkpointing, "recompute" recomputes attention with the
             rest of the layer. "keep" saves o and the log-sum-exp, so that the recomputed forward
             runs neither attention nor its exchanges. "offload" saves them in host memory.
@@ -215,7 +215,7 @@ class SpOverlapConfig(_Section):
             section: A dict; or a `SpOverlapConfig`, which is returned unchanged.
 
         Raises:
-            ValueError: that names all unknown keys and wrong values, each with the valid ones.
+            ValueError: names all unknown keys and wrong values, and the valid keys and values.
         """
         if isinstance(section, cls):
             return section

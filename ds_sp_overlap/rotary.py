@@ -16,7 +16,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
     Args:
         x: [..., d].
         cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
-        sin: As ``cos``.
+        sin: [..., d_rot].
         neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
 
     Returns:
@@ -84,10 +84,10 @@ class Rotary:
             layer does not rotate. Both tables hold this rank's positions and broadcast to q and k:
             ``[b or 1, s/P, 1, d_rot]`` for batch first.
         partial: Whether d_rot may be less than d; the dims from d_rot on pass through.
-        neighbours: As in `rotate`.
+        neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
         rounding: "promoted": compute and return in the dtype that q and the tables promote to;
-            "kept": compute so, and round to the dtype of q; "fp32": compute in fp32, and round to
-            the dtype of q.
+            "kept": compute in that dtype, and round to the dtype of q; "fp32": compute in fp32, and
+            round to the dtype of q.
         optional: Whether missing position embeddings mean no rotation, instead of an error.
     """
 

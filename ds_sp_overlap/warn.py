@@ -1,6 +1,6 @@
 """Logs messages through the logger ``ds_sp_overlap``; ranks other than 0 log at debug level.
 
-Unless the user has given the logger a handler, it prints messages of level INFO and above.
+Unless the user has given the logger a handler, the logger prints messages of level INFO and above.
 ``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)`` prints warnings only.
 """
 
@@ -29,7 +29,7 @@ class _Console(logging.Handler):
         sys.stdout.flush()
 
 
-# Keep what the user has set on the logger before this import.
+# Keep a handler or a level that the user has set before this import.
 if not LOGGER.handlers:
     LOGGER.addHandler(_Console())
     LOGGER.propagate = False
@@ -38,7 +38,7 @@ if LOGGER.level == logging.NOTSET:
 
 
 def by_rank(texts: Iterable[Any]) -> str:
-    """Join the texts of the sp ranks for an error message; leaves out ranks with an empty text."""
+    """Join the texts of the sp ranks for an error message; leave out ranks with an empty text."""
     return "; ".join(f"sp rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 

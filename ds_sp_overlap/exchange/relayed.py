@@ -25,8 +25,8 @@ Between them, the first leg is unpacked and the second is packed. On the compute
 copies would make compute wait for the first leg. So a relay stream takes the place of the compute
 stream for both legs: it packs, waits and unpacks. It first waits for the work that is on the
 compute stream, since it reads the memory of that work. The compute stream waits until the first leg
-has been packed and launched. The relay stream reuses its memory only at its next start, which waits
-for all use of that memory on the compute stream.
+has been packed and launched. The relay stream reuses its memory only at its next start. This start
+waits for all use of that memory on the compute stream.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def after_import(name: str, action: Callable[[], object]) -> None:
     if name in sys.modules:
         action()
     else:
-        # In front of all finders: Python stops at the first finder that finds the module.
+        # Insert in front of all finders, since Python stops at the first one that finds a module.
         sys.meta_path.insert(0, _Watcher(name, action))
 
 
@@ -62,7 +62,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
             loader.pop("exec_module", None)
             execute(module)
             if self in sys.meta_path:
-                # Before the call of the function, which may import modules itself.
+                # Remove the watcher first, since the function may import modules itself.
                 sys.meta_path.remove(self)
                 self.action()
 

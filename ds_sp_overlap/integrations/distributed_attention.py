@@ -118,8 +118,8 @@ def found_drop_in(
         name: The module's name.
         module: The ``DistributedAttention``.
         settings: The settings of this layer (`settings_for`).
-        reason: Why no more is overlapped.
-        inside: See `FoundLayer`.
+        reason: Why only the exchanges are overlapped.
+        inside: Submodules that must not be overlapped as separate layers.
     """
     got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
     bind = functools.partial(_bind, name, module, settings)
@@ -131,7 +131,7 @@ def settings_for(
 ) -> OverlapSettings:
     """Return the settings of a ``DistributedAttention``.
 
-    They have one head group unless local attention is known to treat all heads alike.
+    The settings have one head group unless local attention is known to treat all heads alike.
 
     Args:
         module: The ``DistributedAttention``.
@@ -200,8 +200,8 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     ):
         """Attend over the global sequence; replaces the module's forward. Collective."""
 
-        # The policy may time DeepSpeed's own forward only in calls that it computes correctly. The
-        # number of dimensions of the output is known after the first call.
+        # The policy may time DeepSpeed's own forward only in calls that this forward computes
+        # correctly. The number of dimensions of the output is known after the first call.
         comparable = (
             not is_ours_too
             and output_dims == {4}

@@ -28,10 +28,10 @@ class FoundLayer:
     """An attention layer of a model.
 
     Attributes:
-        name: Its qualified name in the model.
+        name: The layer's qualified name in the model.
         module: The layer.
-        got: The overlapped parts, in words; empty if nothing is overlapped. Only for reports and
-            errors, as is ``lacks``: ``bind`` decides whether the layer is overlapped.
+        got: The overlapped parts, in words; empty if nothing is overlapped. ``got`` and ``lacks``
+            are only for reports and errors: ``bind`` decides whether the layer is overlapped.
         lacks: The reason why no more is overlapped; empty if everything is overlapped.
         bind: Rebinds the layer's forward and returns the function that undoes the rebinding.
             `enable` calls it once all ranks have agreed. None if the layer can't be overlapped.
@@ -50,16 +50,16 @@ class FoundLayer:
 def kind_of(module: nn.Module) -> str:
     """Return the class name of a module for the report.
 
-    For an adapter of PEFT, whose class has the same name as the class that it wraps, return the
-    name of the method, such as "LoRA".
+    The class of a PEFT adapter has the name of the wrapped class. For an adapter, return the name
+    of PEFT's method instead, such as "LoRA".
     """
     package, _, place = type(module).__module__.partition(".tuners.")
     method = place.partition(".")[0]
     return {"lora": "LoRA"}.get(method, method) if package == "peft" else type(module).__name__
 
 
-# The modules other than attention layers whose forward must be rebound, for example the model that
-# gathers positions for its layers; each with the function that rebinds it.
+# Modules whose forward must be rebound, each with the function that rebinds the module. Besides
+# attention layers, these are for example the model that gathers positions for its layers.
 Binds = dict[nn.Module, Callable[[], Undo]]
 
 
@@ -91,8 +91,8 @@ class OverlapSettings(NamedTuple):
     def shares_for(self, heads: int, kv_heads: int, attend: Callable | str) -> int:
         """Return r, the number of ranks that share the query heads of a layer; 1 for no sharing.
 
-        See `shares_of` for arguments and errors. ``attend`` is the local attention, or the reason,
-        in words, why it needs all queries at once.
+        See `shares_of` for arguments and errors. ``attend`` is the local attention; or the reason,
+        in words, why local attention needs all queries at once.
         """
         return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
 
@@ -127,8 +127,8 @@ class OverlapSettings(NamedTuple):
 
         Args:
             heads: The numbers of query heads and KV heads.
-            attend: See `shares_for`.
-            reason: See `why_not_more`.
+            attend: The local attention, or a reason, see `shares_for`.
+            reason: The adapter's reason why no more is overlapped; may be empty.
             block: The `SelfAttention` that replaces the layer's forward, and may run with a window;
                 None for a layer that is overlapped in another way.
 
@@ -137,7 +137,8 @@ class OverlapSettings(NamedTuple):
             `why_not_more`.
 
         Raises:
-            ValueError: as `groups_for` does.
+            ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no
+                head.
         """
         config, shares = self.config, self.shares_for(*heads, attend)
         groups = self.groups_for(*heads, attend, block is not None and block.layer.windowed)
@@ -170,8 +171,8 @@ class OverlapSettings(NamedTuple):
             windowed: Whether the layer honours ``window`` and ``checkpointing`` of the section.
 
         Returns:
-            Those that apply of: the reason, the options of the section that have no effect, and
-            the remark that a rank has too few heads; empty if none applies.
+            All that applies: the reasons, the options of the section that have no effect, and the
+            remark that a rank has too few heads. Empty if nothing applies.
         """
         reasons = [text for text in (reason, self.one_group) if text]
         if not windowed:
@@ -188,18 +189,19 @@ class OverlapSettings(NamedTuple):
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], attend: Callable | str
     ) -> tuple[str, str]:
-        """Describe what is overlapped, and what is not, in a layer whose whole forward is replaced.
+        """Describe the overlapped parts, and the others, of a layer whose forward is replaced.
 
         Args:
             block: The `SelfAttention` that replaces the layer's forward.
             linear: The layer's projections by name.
-            attend: See `shares_for`.
+            attend: The local attention, or a reason, see `shares_for`.
 
         Returns:
-            ``got`` and ``lacks`` of its `FoundLayer`.
+            ``got`` and ``lacks`` of the layer's `FoundLayer`.
 
         Raises:
-            ValueError: as `groups_for` does.
+            ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no
+                head.
         """
         split, overlapped, whole = block.split_projections(), [], []
         for name, child in linear.items():

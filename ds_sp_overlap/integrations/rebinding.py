@@ -24,7 +24,7 @@ def is_ours(module: nn.Module) -> bool:
     """Return whether `rebind` set the forward of ``module``.
 
     Also true for a deep copy of a rebound module. False if somebody has wrapped that forward,
-    although ``functools.wraps`` copies the mark to the wrapper.
+    although ``functools.wraps`` copies the attribute ``__sp_overlap__`` to the wrapper.
     """
     function = getattr(vars(module).get("forward"), "__func__", None)
     return function is not None and getattr(function, "__sp_overlap__", None) == id(function)
@@ -44,10 +44,10 @@ def rebind(
     Args:
         module: The module whose attribute ``forward`` is set.
         forward: Called with the module's own forward, then the arguments of the call. The own
-            forward is the one that had been set on the module before, or else the forward that its
-            class has at the time of the call.
-        whole: Whether ``torch.compile`` also skips the functions that ``forward`` calls. It always
-            skips ``forward`` itself.
+            forward is the forward that had been set on the module before; without one, it is the
+            forward of the module's class at the time of the call.
+        whole: Whether ``torch.compile`` also skips the functions that ``forward`` calls.
+            ``torch.compile`` always skips ``forward`` itself.
         of_copy: Called with a copy of the module, each time before the copy's forward runs; may
             raise an error to refuse the copy.
 
@@ -59,7 +59,7 @@ def rebind(
 
     @functools.partial(torch.compiler.disable, recursive=whole)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` for the rebound module, and the own forward for a copy or after undo."""
+        """Call ``forward``; for a copy of the module, or after undo, call the own forward."""
         own = functools.partial(type(self).forward, self)
         # A deep copy of the module has this function as its forward, too, bound to the copy.
         if self is not original():

@@ -88,8 +88,8 @@ def _wrapped(text: str) -> list[str]:
     return wrapper.wrap(text)
 
 
-# Begins the error of `enable` for a model without attention layers. `deepspeed.initialize` ignores
-# an error with these words for a pipeline stage.
+# The first words of the error of `enable` for a model without attention layers. In a pipeline
+# stage, `deepspeed.initialize` ignores an error with these words.
 NO_LAYERS = "no attention layer found in"
 # For each module that `enable` rebound, the function that restores its forward.
 _undo: weakref.WeakKeyDictionary[nn.Module, Undo] = weakref.WeakKeyDictionary()
@@ -142,7 +142,7 @@ def enable(
         return Report(note="nothing to do at sp size 1")
     policy = Policy.of(config, sp_group, gradient_process_group)
     overlap = OverlapSettings(sp_group, config, policy)
-    # Ends the trials of the policy, and the recording of the timeline.
+    # ``closing`` ends the trials of the policy, and the recording of the timeline.
     closing = contextlib.ExitStack()
     if policy is not None:
         closing.callback(policy.close)
@@ -183,8 +183,8 @@ def enable(
 def find_group(model: nn.Module) -> Any:
     """Return the sp group that transformers or DeepSpeed have for ``model``; None if neither has.
 
-    Used by `enable` if the caller passes no group, and by the wrapped constructor of DeepSpeed's
-    engine.
+    `enable` calls this if the caller passes no group; the wrapped constructor of DeepSpeed's engine
+    calls it, too.
     """
     return transformers.find_group(model) or distributed_attention.find_group(model)
 
@@ -229,9 +229,9 @@ def _refuse_unusable(
 ) -> None:
     """Raise ValueError if ``model`` can't be overlapped.
 
-    That is so if an overlapped layer lies inside a layer that can't be overlapped, if there are no
-    layers, if weights are on the meta device, or if some layer can't be overlapped and
-    ``on_unsupported`` is "error". For "warn", `enable` logs a warning.
+    ``model`` can't be overlapped if it has no layers; if an overlapped layer lies inside a layer
+    that can't be overlapped; if weights are on the meta device; or if some layer can't be
+    overlapped and ``on_unsupported`` is "error". For "warn", `enable` logs a warning.
     """
     left = [layer for layer in layers if layer.bind is None]
     # A layer that can't be overlapped may already exchange, such as a vision tower that DeepSpeed's
@@ -267,7 +267,7 @@ def _refuse_unusable(
 def _undo_and_close(undo: Undo, closing: contextlib.ExitStack, module: nn.Module) -> None:
     """Restore a module's forward, and end the trials and the timeline of the whole model.
 
-    The first module of a model that is restored ends them; further calls of ``close`` do nothing.
+    The first restored module of a model ends both; further calls of ``close`` do nothing.
     """
     undo(module)
     closing.close()
@@ -277,10 +277,10 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
     """Restore the forward of every overlapped layer of ``model``.
 
     Not collective. Call this on every rank of the sp group, since a rank that still exchanges would
-    wait for the others. Call it after backward, since a layer that an activation checkpoint
-    recomputes later would attend to each rank's tokens only. If another overlapped transformers
-    model shares layers with this model, the next forward of the other model raises an error,
-    unless stock Ulysses exchanges for the layers.
+    wait for the others. Call it after backward: a layer that an activation checkpoint recomputes
+    later would attend to each rank's tokens only. If another overlapped transformers model shares
+    layers with this model, the next forward of the other model raises an error, unless DeepSpeed's
+    own Ulysses exchanges for these layers.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.

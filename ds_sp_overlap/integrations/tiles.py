@@ -1,7 +1,7 @@
 """Finds the norms and dense MLPs around attention layers, and runs them in tiles.
 
 See Note [Tiles] in `attention.runtime.tiles`. Only a module that is known to compute each token by
-itself runs in tiles. In a call where this is no longer known, it runs its own forward.
+itself runs in tiles. In a call where this is no longer known, the module runs its own forward.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .rebinding import rebind
 # The bytes of a norm's temporaries, forward and backward in bf16, divided by the bytes of its
 # input. Nearly all of the temporaries are fp32.
 _NORM = 14
-# The count of an MLP's temporaries per token for each unit of inner width (elements of the weights
-# divided by m): the unit's value, its activation, and the gradients of both, as far as these are
-# alive at the same time.
+# The number of an MLP's temporaries per token and unit of inner width that are alive at a time. The
+# temporaries of a unit are its value, its activation, and the gradients of both. The inner width is
+# the number of elements of the weights, divided by m.
 _MLP = 3
 
 
 def find_tiles(
     model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int, binds: Binds
 ) -> str:
-    """Find norms and MLPs that can run in tiles, among the siblings of layers and of their parents.
+    """Find norms and MLPs that can run in tiles, beside layers and beside the parents of layers.
 
     Args:
         model: The model.
         layers: Its attention layers.
-        tokens: The most tokens in a tile; "auto": see `_TiledModule.tokens_for`.
+        tokens: The most tokens in a tile; "auto" leaves the number to `_TiledModule.tokens_for`.
         binds: Receives the modules, each with the function that rebinds its forward.
 
     Returns:
@@ -61,7 +61,7 @@ def find_tiles(
         kind = type(module).__name__
         try:
             tiled.append(_TiledModule(name, module, tokens, tiled))
-        except Exception as error:  # code of somebody's own may raise anything
+        except Exception as error:  # the user's code may raise anything
             reason = str(error).replace(f"{name} ({kind})", "it").replace(f"{name}.", "")
             reasons[f"{kind}: {reason or type(error).__name__}"] += 1
     kinds = Counter(type(each.module).__name__ for each in tiled)

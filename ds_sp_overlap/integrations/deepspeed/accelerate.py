@@ -38,6 +38,8 @@ def install() -> None:
 
 def in_yaml() -> dict[str, Any]:
     """Return the keys under ``deepspeed_config`` in Accelerate's YAML file, each mapped to None.
-    The launcher passes on only the names of the keys. Empty without the launcher or the keys.
+
+    The launcher passes on only the names of the keys. The result is empty without the launcher, or
+    without such keys.
     """
     return dict.fromkeys(filter(None, os.environ.get(FIELDS, "").split(",")))

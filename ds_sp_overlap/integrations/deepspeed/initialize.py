@@ -66,7 +66,7 @@ def install() -> None:
     original = DeepSpeedEngine.__init__
     if hasattr(original, "__sp_overlap__"):
         return
-    # Hooks of DeepSpeed on a module don't prevent its overlap: ZeRO-3 gathers weights in them.
+    # A module with hooks of DeepSpeed can be overlapped: ZeRO-3 gathers weights in such hooks.
     linear.harmless.add("deepspeed.")
     transport.log = transport.Log(comms_logger, _all_to_all)
     signature = inspect.signature(original)
@@ -88,8 +88,8 @@ def install() -> None:
 def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
     """Exchange through ``deepspeed.comm``, so that DeepSpeed's comms logger sees the exchange.
 
-    Called for each exchange while the logger is enabled. See `transport.Log` for the arguments and
-    the returned handle.
+    `transport.C10d` calls this for each exchange while the logger is enabled. See `transport.Log`
+    for the arguments and the returned handle.
     """
     return deepspeed.comm.all_to_all_single(
         recv, send, recv_sizes, send_sizes, group=group, async_op=True, log_name=name
@@ -285,12 +285,12 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     Collective over ``engine.seq_data_parallel_group``, or over all ranks with pipeline parallelism.
 
     Args:
-        config: The section. If None, the ranks still compare, since another rank may have a
-            section, and warnings are logged; the model is not changed.
+        config: The section. If None, the model is not changed, but warnings are logged, and the
+            ranks still compare their sections, since another rank may have one.
         engine: The engine.
 
     Raises:
-        ValueError: on all ranks, if their sections differ, or as `enable` does.
+        ValueError: on all ranks, if their sections differ, or if `enable` raises.
     """
     size = getattr(engine, "sequence_parallel_size", 1)
     # Layers may have an sp group that DeepSpeed doesn't know.
@@ -329,8 +329,9 @@ def _refuse_moe_of_mpu(engine: DeepSpeedEngine) -> None:
         return
     if bwc_tensor_model_parallel_world_size(mpu) == 1:
         return
-    # An mpu with sp ranks only also reports them as model-parallel ranks. The MoE then keeps 1/P of
-    # the tokens on each sp rank, as if all sp ranks had the same tokens.
+    # An mpu with sp ranks but no tensor-parallel ranks also reports the sp ranks as model-parallel
+    # ranks. The MoE then keeps 1/P of the tokens on each sp rank, as if all sp ranks had the same
+    # tokens.
     sp_ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
     tp_ranks = dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu))
     for name, module in engine.module.named_modules():
@@ -387,6 +388,6 @@ def _gather(what: Any, group: Any = None) -> list[Any]:
     return every
 
 
-# Called here, not by the function that the package passes to `after_import`: if this file is the
-# first to import DeepSpeed, that function runs before the rest of this file has been executed.
+# Call `install` here, and not in the function that the package passes to `after_import`: if this
+# file is the first to import DeepSpeed, that function runs before the rest of this file.
 install()

@@ -46,7 +46,7 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 def is_batch_first(module: Any) -> bool:
     """Return whether a layer's local attention takes q as [b, s, h, d].
 
-    True for flash attention, but not for the one in Triton.
+    True for flash attention, except for the implementation in Triton.
     """
     return module.use_flash_attn and not module.use_flash_attn_triton
 
@@ -206,7 +206,8 @@ class _Driven:
         except (RuntimeError, ValueError) as error:
             block.layer.refuse(error)
         is_candidate = settings.policy and self.baseline_is_right
-        # The mask is [b or 1, 1, s, s]. `ForAllHeads`, since b may equal the number of heads.
+        # The mask is [b or 1, 1, s, s], and b may equal the number of heads. `ForAllHeads` says
+        # that the mask is nevertheless not cut by heads.
         mask = ForAllHeads(attention_mask)
         try:
             return block(

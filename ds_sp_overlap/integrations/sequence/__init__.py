@@ -1,1 +1,1 @@
-"""Gathers what every rank must know of the global sequence: positions, documents and masks."""
+"""Gathers positions, documents and masks of the global sequence on every rank."""

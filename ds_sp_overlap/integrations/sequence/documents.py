@@ -51,7 +51,7 @@ class Documents:
         queries: The range of tokens whose queries attend, (first, last + 1); None for all tokens.
 
     Attributes:
-        queries: The same range; (0, s) for all tokens.
+        queries: The range of tokens whose queries attend; (0, s) for all tokens.
         long: For each call of attention on a long document: row, start and stop. Includes the
             documents that began before the range of queries, however short they are.
         short: For each call on short documents: the tokens to gather, [n, length], and the indices
@@ -65,7 +65,7 @@ class Documents:
         last_row, _, seq = bounds[-1].tolist()
         self.rows, self.queries = last_row + 1, queries or (0, seq)
         first, last = self.queries
-        # From here on, a row holds its queries only, and indices count from the first query.
+        # From here on, a row consists of its queries only, and indices count from the first query.
         seq = last - first
         bounds = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)]
         bounds[:, 2] = np.minimum(bounds[:, 2], last)
@@ -82,7 +82,7 @@ class Documents:
             tokens_of_calls.append(row * seq - first + np.arange(max(start, first), stop))
         index_arrays: list[np.ndarray] = []
         starts = bounds[:, 0] * seq + bounds[:, 1] - first
-        # The length of the call of each short document; 0 for the long ones.
+        # For each document, the padded length in its call; 0 for a long document.
         powers = np.where(is_long, 0, 2 ** np.ceil(np.log2(length)).astype(int))
         for power in np.unique(powers[powers > 0]):
             (similar,) = np.nonzero(powers == power)

@@ -1,8 +1,8 @@
 """Reads the patterns (sliding windows, chunks) of the masks of a transformers model.
 
 On a sequence that is split over ranks, transformers would make a mask for this rank's tokens only,
-which is of no use. This file determines the pattern from transformers' mask functions instead, and
-gives the model a placeholder; see Note [Placeholder masks].
+but attention covers the whole sequence. This file determines the pattern from transformers' mask
+functions instead, and gives the model a placeholder; see Note [Placeholder masks].
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .positions import GlobalSequence
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # All of transformers' ``create_*_mask`` end in a call of
 # ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``. While the forward of a
-# model runs, this table holds another function. It determines the pattern from ``mask_function``
-# and returns a placeholder: a tensor with the shape of the mask that occupies one byte. The model
-# passes the placeholder to its layers, which use it to look up the pattern and the global
-# sequence.
+# model runs, this table holds another function. This function determines the pattern from
+# ``mask_function`` and returns a placeholder: a tensor of the mask's shape that occupies one byte.
+# The model passes the placeholder to its layers, and each layer looks up the pattern and the global
+# sequence by it.
 #
 # The key of the lookup is the memory of the placeholder, which views and detached copies of the
 # placeholder share. So the lookup works under a checkpoint: a layer that is recomputed in backward
@@ -53,11 +53,12 @@ class Pattern:
 def read(function: Callable, seq: int) -> Pattern:
     """Return the pattern of a mask function of transformers, for a sequence of ``seq`` tokens.
 
-    Called once for each mask that a model makes; computes no mask. Layers that declare themselves
-    not causal were refused before (`modules.why_not`, `Layer.refuse_unhonoured`).
+    `Masks.for_attention` calls this once for each mask that a model makes. Computes no mask. Layers
+    that declare themselves not causal were refused before (`modules.why_not`,
+    `Layer.refuse_unhonoured`).
 
-    transformers builds a mask function from nested closures. The name of the function that made a
-    closure identifies it, and its variables hold the window or the chunk size.
+    transformers builds a mask function from nested closures. A closure is identified by the name of
+    the function that made it; the variables of the closure hold the window or the chunk size.
 
     Raises:
         ValueError: if a closure is not known here, or none of them is causal.
@@ -80,7 +81,7 @@ def read(function: Callable, seq: int) -> Pattern:
             chunk = variables["chunk_size"]
         elif maker == "remap_positions_for_packed_sequence":
             left.append(variables["mask_function"])
-        # Ignored, since the documents are known from the position_ids of all ranks.
+        # Ignore this mask function: the documents are known from the position_ids of all ranks.
         elif maker != "packed_sequence_mask_function":
             raise ValueError(f"a mask with {maker}")
     if not is_causal:
@@ -134,8 +135,9 @@ class Masks:
     ) -> Tensor:
         """Make a placeholder of ``shape``, which masks nothing; record its sequence and pattern.
 
-        The weak reference frees the memory but reserves its address (``_cdata``), so no later mask
-        is mistaken for this one. `for_attention` removes the entries of freed placeholders.
+        The weak reference lets the memory be freed but reserves its address (``_cdata``), so no
+        later mask is mistaken for this one. `for_attention` removes the entries of freed
+        placeholders.
         """
         mask = torch.ones((), dtype=torch.bool, device=sequence.device).expand(shape)
         storage = mask.untyped_storage()

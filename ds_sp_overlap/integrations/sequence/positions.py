@@ -51,13 +51,13 @@ _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 
 
 def restarts(position_ids: np.ndarray) -> np.ndarray:
-    """Return whether a document starts at each token after the first, [b or 1, s - 1].
+    """Return, for each token after the first, whether a document starts there: [b or 1, s - 1].
 
     A document starts where positions don't increase by 1. `masks` has the same rule for a tensor.
 
     Args:
         position_ids: [b or 1, s]; or [4, b or 1, s], where the text positions come first; or [3, b
-            or 1, s] for images, without text positions: they show no documents.
+            or 1, s] for images, without text positions. Positions of images show no documents.
     """
     of_text = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
     return (np.diff(of_text) != 1) & (position_ids.shape[:-2] != (3,))
@@ -134,14 +134,15 @@ class GlobalSequence:
         stop = np.where(is_last, mask.shape[1], np.roll(start, -1))
         self.starts, self.bounds = starts, np.stack([row, start, stop], 1)
         self.one_document = len(row) == self.rows
-        # Tokens at which an argument may say that a document starts: in padding, that has no effect.
+        # The tokens at which an argument may place the start of a document: the known starts, and
+        # padding, in which a start has no effect.
         self._may_be_told = starts | ~mask
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return the starts of documents [b, s] in a sequence with padding.
 
-        The first token after padding is a start. A token of padding is none, unless a row begins
-        with it. Sets `padded` if a start was added that the positions don't show.
+        The first token after padding is a start. A token of padding is no start, unless a row
+        begins with it. Sets `padded` if a start was added that the positions don't show.
 
         Raises:
             ValueError: if there is padding between the tokens of a document.
@@ -248,7 +249,8 @@ class GlobalSequence:
     def query_chunks(self, shares: int) -> QueryChunks | None:
         """Return, for each share, the tokens of its queries, balanced by work.
 
-        None if every row is one document, or no ranks share heads: `Geometry` then chooses them.
+        None if every row is one document, if no ranks share heads, or if there are fewer tokens
+        than shares: `Geometry` then chooses the tokens.
 
         Args:
             shares: r, the number of ranks that share their query heads.
@@ -296,7 +298,7 @@ def _compared(of_ranks: list[tuple], where: str) -> set[str]:
 
     Args:
         of_ranks: [P]. For each rank: the error in its arguments, or None; the shape of its
-            positions without the sequence; and ``names`` of `Positions.gather`.
+            positions without the sequence dimension; and its ``names`` (`Positions.gather`).
         where: The name of the model, for errors.
 
     Raises:
@@ -338,8 +340,8 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: the section allows it, or an earlier
-        # forward had other positions.
+        # Whether positions may start anew on every rank: the section allows it, or the positions of
+        # an earlier forward did not.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0
@@ -500,8 +502,8 @@ class Positions:
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
         """Raise ValueError if positions start anew on every rank and nowhere else.
 
-        All ranks raise alike. Does nothing after the first forward with other positions, which this
-        method records.
+        All ranks raise alike. After a first forward with other positions, which this method
+        records, later forwards are not checked.
         """
         # The first token of each rank that has tokens.
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]

@@ -1,10 +1,10 @@
-"""A leak of a few bytes a step shows after days: train two ranks with everything on that keeps state, and look whether anything grows.
+"""Trains two ranks with everything on that keeps state, and checks that nothing grows: a small leak would only show after days.
 
     python -m tests.harness.long_run --steps 2000
 
-A small LLaMA through DeepSpeed with "auto", and a timeline that records some steps. Every tenth step an exception in local
-attention on all ranks, in forward and in backward by turns, after which training goes on; every fifth an evaluation. From a
-third of the run on nothing may grow: things by not one, memory by no more than `MEMORY_BYTES` a step.
+The model is a small LLaMA, trained through DeepSpeed with "auto"; a timeline records some steps. In every tenth step, local
+attention raises on all ranks, in forward and in backward by turns, and training goes on. Every fifth step has an evaluation. From
+a third of the run on, the amounts of `census` may not grow by more than `COUNT`, or `MEMORY_BYTES`, a step.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from tests.harness.faulty_training import attention_raises
 from tests.harness.ranks import on_ranks
 
 SAMPLES = 12
-MEMORY_BYTES = 2048  # a step: of a float tensor of one element that nobody lets go, with the pages of its thousands
-COUNT = 0.01  # a step, of anything that is counted: what is left behind by every tenth step, the rarest that there are, is ten times that
+MEMORY_BYTES = 2048  # a step: about the memory of one leaked tensor with one element, with the pages for thousands of them
+COUNT = 0.01  # a step, for all other amounts: the rarest leak, one object in every tenth step, is ten times as large
 
 
 def census(model):
@@ -49,7 +49,7 @@ def census(model):
 
 
 class Leak:
-    """Leaves behind in each step, as a faulty package would: a tensor, a thread and a descriptor."""
+    """Leaks a tensor, a thread and a descriptor in each step, as a faulty package would."""
 
     def __init__(self, planted):
         self.planted, self.kept, self.over = planted, [], threading.Event()
@@ -65,7 +65,7 @@ class Leak:
 
 
 def train(rank, folder, steps, planted=False):
-    """Return samples of `census`, by step, and how many exceptions and evaluations there were."""
+    """Train; return samples of `census` by step, and the numbers of exceptions and evaluations."""
     model, leak, samples, happened = models.tiny(), Leak(planted), {}, {"exceptions": 0, "evaluations": 0}
     section = {"head_groups": "auto", "timeline": {"path": folder, "steps": [steps // 6, steps // 6 + 5]}}
     config, tokens = {**models.ds_config(), "sp_overlap": section}, models.batches(8)[:, None]

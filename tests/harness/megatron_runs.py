@@ -1,6 +1,6 @@
-"""Run Megatron-DeepSpeed's own pretrain_gpt.py, unedited, on CPU with gloo; its checkout is in MEGATRON_DEEPSPEED.
+"""Runs Megatron-DeepSpeed's own pretrain_gpt.py, unedited, on CPU with gloo; MEGATRON_DEEPSPEED is the path of its checkout.
 
-What the machine lacks is in `megatron_on_cpu`, which the ranks find on PYTHONPATH.
+`megatron_on_cpu` stands in for what a machine without a GPU lacks, such as flash attention; the ranks find it on PYTHONPATH.
 """
 
 import json
@@ -43,7 +43,7 @@ def write_data(folder):
 
 
 def _environment(checkout, record, steps, stand_ins):
-    """``stand_ins``: what `megatron_on_cpu.stand_ins` brings besides what every run needs."""
+    """Return the environment of the ranks; ``stand_ins`` names stand-ins besides "flash", which every run needs."""
     return {
         **os.environ,
         "MEGATRON_ON_CPU": ",".join(["flash", *stand_ins]),
@@ -57,7 +57,7 @@ def _environment(checkout, record, steps, stand_ins):
 
 
 def _launch(ranks, launcher, arguments, env, folder):
-    """Run a launcher's module on several ranks; exit status and output."""
+    """Run a launcher's module on several ranks; return the exit status and the output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,14 +78,14 @@ def train(
     checkout, folder, section=None, way="run", ranks=2, sp=2, steps=10, stage=0, accumulation=1, dtype="fp32",
     flash="--use-flash-attn-v2", pipeline=False, more=(), planted=(), must_fail=False,
 ):  # fmt: skip
-    """Train with pretrain_gpt.py; what `recorder` saw, and the output.
+    """Train with pretrain_gpt.py; return the record of `recorder` with the output.
 
-    section   of the DeepSpeed config; None for none
-    way       "run": torchrun -m ds_sp_overlap run; "deepspeed": its launcher, --module ds_sp_overlap run; "import": a copy
-              of the script with one line more; "stock": the script by itself, no plugin in sight
-    more      arguments
-    planted   "wrong": an error in v; "reference": attention of our own, with grouped queries, which HEAD has not at sp size 1
-    must_fail the output of a run that fails
+    section   the sp_overlap section of the DeepSpeed config; None for none
+    way       "run": torchrun -m ds_sp_overlap run; "deepspeed": DeepSpeed's launcher with --module ds_sp_overlap run; "import": a
+              copy of the script that first imports ds_sp_overlap; "stock": the script by itself, without the package
+    more      further arguments of the script
+    planted   "wrong": an error in v; "reference": our attention with grouped queries, which HEAD lacks at sp size 1
+    must_fail whether the run must fail; then only the output is returned
     """
     record, micro = folder / "record.pt", 2
     batch = micro * accumulation * (ranks // sp)
@@ -117,11 +117,14 @@ def train(
 
 
 def apart(one, other):
-    """Return the largest relative differences of two runs: of loss and gradient norm over the steps, of a parameter's gradient in
-    the first step, before training amplifies rounding, and of a parameter at the end.
+    """Return the largest relative differences between two runs, by name.
 
-    But for k's bias: with learned positions softmax takes no notice of it, so that its gradient is nothing but rounding,
-    which Adam turns into whole steps.
+    loss, norm   the loss and the gradient norm of all steps
+    gradients    the parameters' gradients in the first step, before training amplifies rounding
+    parameters   the parameters at the end
+
+    Leaves out k's bias. With learned positions, attention does not depend on k's bias. So its gradient is only rounding, which
+    Adam turns into whole steps.
     """
     assert len(one.losses) == len(other.losses) and one.parameters.keys() == other.parameters.keys()
 

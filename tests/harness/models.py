@@ -1,4 +1,4 @@
-"""Small transformers models, trained for a few steps through DeepSpeed on each rank of a test."""
+"""Makes small transformers models, and trains them for a few steps through DeepSpeed on each rank of a test."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ VOCABULARY, SEQ, BATCH = 64, 32, 2
 
 
 def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, implementation="sdpa", seed=0, **more):
-    """Make a model of random weights, alike on every rank; ``seed`` None takes them from the generator as it is."""
+    """Make a model with random weights, equal on all ranks; ``seed`` None leaves the random generator unseeded."""
     sizes = dict(
         vocab_size=VOCABULARY, hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=256, pad_token_id=0,
@@ -40,12 +40,12 @@ def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, imp
 
 
 def with_sinks(model, implementation):
-    """Return the model with sinks that matter, if it has any, under an attention implementation."""
+    """Return the model with an attention implementation, and with large attention sinks if it has sinks."""
     torch.manual_seed(7)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data = 3 * torch.randn_like(parameter)
-    model.config._attn_implementation, model.config._experts_implementation = implementation, "eager"  # whose default has no fp64
+    model.config._attn_implementation, model.config._experts_implementation = implementation, "eager"  # default: no fp64
     return model
 
 
@@ -83,7 +83,7 @@ def cut(tokens, rank, size, positions=None):
 
 
 def mean_loss(model, inputs, group):
-    """Return the token mean over the sp group; its gradient is this rank's share, which sums to the whole sequence's."""
+    """Return the mean loss over the sp group; the gradients of all ranks sum to those of the whole sequence."""
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     labels = inputs["labels"]
     share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -95,12 +95,12 @@ def mean_loss(model, inputs, group):
 
 
 def sequence_parallel(model, size, implementation="sdpa", **more):
-    """Register stock Ulysses; returns its mpu."""
+    """Register stock Ulysses; return its mpu."""
     return UlyssesSPAttentionHF.register_with_transformers(model, implementation, size, BATCH, **more)
 
 
 def forget_sequence_parallel():
-    """Back to a process that never heard of sequence parallelism."""
+    """Remove all state of sequence parallelism from the process."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
     # As in `_release_sequence_parallel_groups` of DeepSpeed 0.19.8.
     parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
@@ -111,7 +111,7 @@ def forget_sequence_parallel():
 
 @contextlib.contextmanager
 def forgetting():
-    """Leave nothing of sequence parallelism behind the body."""
+    """Remove all state of sequence parallelism from the process after the body."""
     try:
         yield
     finally:
@@ -130,7 +130,7 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 
 @contextlib.contextmanager
 def engine_of(model, config, size=2):
-    """Yield DeepSpeed's engine of a model under stock Ulysses, and its sp group, None for a size of 1; nothing is left behind."""
+    """Yield DeepSpeed's engine of a model under stock Ulysses, and its sp group (None for a size of 1); clean up afterwards."""
     with forgetting():
         mpu = sequence_parallel(model, size)
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
@@ -177,11 +177,13 @@ def ds_config(stage=0, accumulation=1, dtype=torch.float32, optimizer="AdamW", *
 
 @dataclass
 class Run:
-    """Holds what a training run left.
+    """Holds the results of a training run.
 
-    losses, norms          of each step the last loss and the grad norm
-    evaluated, resumed     of each evaluation its loss; losses and norms of the steps after a resume
-    gradients, parameters  of the first step, and after the last
+    losses, norms   the last loss and the gradient norm of each step
+    evaluated       the loss of each evaluation
+    resumed         the losses and norms of the steps after a resume
+    gradients       the gradients of the first step
+    parameters      the parameters after the last step
     """
 
     losses: list = field(default_factory=list)
@@ -192,12 +194,12 @@ class Run:
     parameters: dict = field(default_factory=dict)
 
     def equals(self, other):
-        """Compare bit for bit."""
+        """Return whether all results are equal bit for bit."""
         pairs = zip(leaves(vars(self)), leaves(vars(other)), strict=True)
         return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
     def distance(self, other):
-        """Return the largest relative difference of gradients, and of losses, norms and so on."""
+        """Return the largest relative difference of the gradients, and of each list of numbers, by name."""
         far = {"gradients": max((relative_error(self.gradients[name], x) for name, x in other.gradients.items()), default=0.0)}
         for name in ("losses", "norms", "evaluated", "resumed"):
             pairs = zip(getattr(self, name), getattr(other, name), strict=True)
@@ -211,7 +213,7 @@ class Run:
 
 
 def step(engine, tokens, rank, size, group, at_gradients=None):
-    """Run one optimizer step over the microbatches in ``tokens``; returns the loss of the last."""
+    """Run one optimizer step over the microbatches in ``tokens``; return the loss of the last one."""
     for microbatch in tokens:
         loss = mean_loss(engine, cut(microbatch, rank, size), group)
         engine.backward(loss)
@@ -225,9 +227,10 @@ def train_run(
     rank, size, section, family="llama", steps=5, accumulation=1, stage=0, dtype=torch.float32, prepare=None,
     optimizer="SGD", more_config=None, **model_options,
 ):  # fmt: skip
-    """Train for a few steps; ``section`` None trains stock. SGD, because AdamW's first steps amplify rounding.
+    """Train for a few steps, with stock Ulysses if ``section`` is None.
 
-    More ranks than ``size`` are replicas, each with batches of a length of its own.
+    The default is SGD, since AdamW's first steps amplify rounding. More ranks than ``size`` form replicas, whose batches have
+    different lengths.
     """
     replica, rank = divmod(rank, size)
     model = tiny(family, **model_options)
@@ -254,14 +257,17 @@ def train_run(
     return run
 
 
-# Against the whole sequence.
+# Comparisons with the whole sequence.
 
 FP64 = 1e-10
 EXACT = dict(dtype=torch.float64, initializer_range=0.2)
 
 
 def outcome(model, tokens, rank, size, group, positions=None, mask=None):
-    """Return logits of the whole sequence, and every gradient summed over the sp group; of the tokens that ``mask`` [b, s] counts."""
+    """Return the logits of the whole sequence, and every gradient summed over the sp group.
+
+    With ``mask`` [b, s], only the tokens where the mask is not 0 count.
+    """
     inputs = cut(tokens, rank, size, positions)
     labels = inputs.pop("labels")
     if mask is not None:
@@ -275,7 +281,7 @@ def outcome(model, tokens, rank, size, group, positions=None, mask=None):
 
 
 def of_all_ranks(local, gradients, size, group):
-    """Return tensors [b, s/P, ..] of the whole sequence, and gradients summed, over an sp group; as they are where there is none."""
+    """Gather tensors [b, s/P, ..] and sum gradients over an sp group; without a group, return both as they are."""
     if group is not None:
         for name, x in local.items():
             parts = [torch.empty_like(x) for _ in range(size)]
@@ -297,7 +303,7 @@ def packed(lengths_of_rows):
 
 
 def document_by_document(model, tokens, lengths_of_rows):
-    """Return what `outcome` gives if every document is run alone; its labels still run on into the next document."""
+    """Return the result of `outcome` with every document run alone; its last label comes from the next document."""
     labels = cut(tokens, 0, 1)["labels"]
     model.zero_grad()
     rows = []
@@ -315,11 +321,11 @@ BOTH = [{"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_un
 def errors_of(
     rank, options, sections=BOTH, size=2, lengths=None, positions=None, mask=None, prepare=lambda model: model, reports=None
 ):
-    """Return the errors of a model against the whole sequence: with stock, then by each section.
+    """Return the errors of a model against the whole sequence: with stock Ulysses, then with each section.
 
-    The error of stock Ulysses is infinite if it raises.
+    If stock Ulysses raises, its error is infinite.
 
-    lengths   documents of each row; each is compared with the document run alone
+    lengths   lengths of the documents of each row, which are compared with documents run alone; None for whole rows
     reports   a list to which the reports of `enable` are added
     """
     tokens, options = batches(1)[0], {**EXACT, **options}
@@ -350,8 +356,8 @@ def _errors_beyond_stock(rank, cases):
 def assert_right_where_stock_is_wrong(cases, lengths=None, limits=None):
     """Assert that overlapped models with these options are right, and stock Ulysses is wrong.
 
-    lengths   documents of each row; None for whole rows
-    limits    largest error by family; `FP64` for other families
+    lengths   lengths of the documents of each row; None for whole rows
+    limits    limits of the error by family; `FP64` for other families
     """
     cases = [(options, lengths) for options in cases]
     for figures in on_ranks(2, _errors_beyond_stock, cases):

@@ -1,4 +1,4 @@
-"""Which kernels move a layer's data, and who writes its send buffers: for a test to choose and to count."""
+"""Chooses the kernels that move a layer's data, counts their calls, and chooses the writer of the send buffers."""
 
 import contextlib
 from collections import Counter
@@ -23,12 +23,12 @@ kinds = pytest.mark.parametrize(
         ),
     ],
 )
-# Also where the heads of a group lie together.
+# Let a projection's GEMM write send buffers even where the heads of a group lie together.
 always = mock.patch.object(Geometry, "in_slices", property(lambda self: {kind for kind in "qkv" if self.divides(kind)}))
 
 
 def counted(seen, folds, operators=relayout):
-    """Put in place an implementation that counts what is called."""
+    """Replace pack and unpack by ``operators``, and count their calls in ``seen``; ``folds``: the operators also rotate."""
 
     def count(name):
         def move(*args):
@@ -43,8 +43,11 @@ def counted(seen, folds, operators=relayout):
 
 @contextlib.contextmanager
 def moving(kernels, direct):
-    """Run with an implementation of pack and unpack, which rotates in them unless it is "torch"; with send buffers written by
-    the projections' GEMM if ``direct``."""
+    """Choose pack and unpack while the body runs; yield the counts of their calls.
+
+    ``kernels`` is "torch" or a key of `OPERATORS`, whose operators also rotate. With ``direct``, the projections' GEMM writes
+    the send buffers.
+    """
     seen = Counter()
     with contextlib.ExitStack() as stack:
         if kernels != "torch":
@@ -55,7 +58,7 @@ def moving(kernels, direct):
 
 
 def moved(layouts, tensors):
-    """Return what each rank receives where rank r sends ``tensors[r]`` in ``layouts[r]``."""
+    """Return the tensors that each rank receives, if rank r sends ``tensors[r]`` in ``layouts[r]``."""
     pieces, received = [], []
     for layout, xs in zip(layouts, tensors):
         wire = pack(xs, copies_of(layout.sources, tuple(x.stride() for x in xs)), xs[0].new_empty)

@@ -1,12 +1,12 @@
-"""Nobody thinks of every use of a layer: draw random programs of a few layers, and run them on 2 to 4 ranks and on the whole sequence.
+"""Draws random programs of a few layers, to find uses that no test has; runs them on 2 to 4 ranks and on the whole sequence.
 
-    python -m tests.harness.programs --seed 123                       one program, written out, and what it gets wrong
-    python -m tests.harness.programs --programs 20000 --first 5000    many
+    python -m tests.harness.programs --seed 123                       print one program and its faults
+    python -m tests.harness.programs --programs 20000 --first 5000    run many programs
 
-A program is drawn from its seed alone, the number of ranks included. It runs twice: in the `World` of a rank, where attention
-is the package's and tensors are the rank's tokens, and in the world of the whole sequence, where attention is `reference`'s and
-nothing is the package's. Both write down every output, every gradient (parameters' summed over the ranks), whether an output
-needs a gradient, what hooks saw and how often a parameter got its gradient; ``faults`` compares.
+The seed of a program decides everything, including the number of ranks. A program runs in two worlds. In the `World` of a rank,
+attention is the package's, and tensors hold the rank's tokens. In the world of the whole sequence, attention is `reference`'s, and
+nothing is the package's. Both worlds record every output, every gradient (of parameters, the sum over the ranks), whether an output
+needs a gradient, the tensors that hooks saw, and how often a parameter got its gradient. ``faults`` compares the records.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from tests.harness.ranks import RankError, on_ranks
 from tests.harness.relayout import REFERENCE
 from tests.harness.uses import Adapted, Deliberate, RaisesInBackward, Scaled
 
-BATCH = 25  # programs a task of the ranks
-PATIENCE_S = 30  # with a program on its own; two more for each other one
+BATCH = 25  # programs that the ranks run in one task
+PATIENCE_S = 30  # for a task, plus two seconds for each of its programs
 
 
 class Written:
-    """Makes each subclass a frozen dataclass that prints what isn't its default."""
+    """Makes each subclass a frozen dataclass that prints only the fields that differ from their defaults."""
 
     def __init_subclass__(cls):
         dataclass(frozen=True, repr=False)(cls)
@@ -54,23 +54,25 @@ class Written:
 
 
 class LayerSpec(Written):
-    """
-    block        a `SelfAttention`; else the drop-in, between projections of the caller's
-    view         given a transposed view where the layout asks for another order, instead of a copy
-    norms        kinds with a norm for each head
-    rope         "Rotary", "function" (block) or "tables" (drop-in), of ``rotary_dims`` of each head's dims
-    learned      RoPE's tables need a gradient; ``by_row``: other positions for each batch element
-    gain         attention takes a factor a head as another argument: "constant" or "learned"
+    """Describes a layer.
+
+    block        whether the layer is a `SelfAttention`; else it is the drop-in, between projections of the caller
+    view         pass a transposed view instead of a copy, where the layout asks for another order
+    norms        the kinds ("q", "k") with a norm over each head
+    rope         "Rotary", "function" (block) or "tables" (drop-in); rotates ``rotary_dims`` dims of each head
+    learned      RoPE's tables need a gradient
+    by_row       each batch element has other positions
+    gain         "constant" or "learned": attention takes a factor for each head as a further argument
     output       form of local attention's output: "4-D", "flat" or "strided"
-    same         the value is the key: one module (block), one tensor (drop-in)
-    query        the drop-in's query is used elsewhere too, or changed in place afterwards
-    in_place     what is changed in place: "query" that local attention is given, or the drop-in's "output"
-    frozen       names of parameters begin with one of these
-    wrapped      (projection, how)
-    hooks        (projection or "attention" or "parameters", kind)
-    shares       (another layer, names of modules or of weights that are its)
-    lengths      said though they are equal
-    alike        ``heads_alike``: otherwise there is one head group
+    same         the value is the key: one module for both (block), or one tensor (drop-in)
+    query        the drop-in's query is also used "elsewhere", or "changed" in place afterwards
+    in_place     the tensor that is changed in place: the "query" inside local attention, or the drop-in's "output"
+    frozen       prefixes of the names of frozen parameters
+    wrapped      pairs (projection, kind of wrapper)
+    hooks        pairs (projection or "attention", kind of hook)
+    shares       (another layer, "modules" or "weights", the names of modules that are shared or whose weights are)
+    lengths      pass the lengths of the ranks even if all are equal
+    alike        ``heads_alike``; if it is False, there is one head group
     """
 
     block: bool
@@ -107,12 +109,14 @@ class LayerSpec(Written):
 
 
 class Program(Written):
-    """
-    shapes      local lengths by batch size: a tensor's first dimension says whose tokens it has
-    transport   "plain", "late" or "delayed": the last two with spoiled buffers (`transports`)
-    autocast    of fp64, which it leaves alone
+    """Describes a program.
+
+    shapes      local lengths of the ranks for each batch size, so that a tensor's batch size tells its lengths
+    transport   "plain", "late" or "delayed"; the last two with spoiled buffers (`transports`)
+    autocast    run layers under autocast, which does not change fp64
     rank_major  projections write the send buffers wherever that is possible, not only from slices
-    folds       rotation in the operators that move q and k
+    folds       rotate inside the operators that pack q and k
+    counts      count how often each parameter gets its gradient
     """
 
     seed: int
@@ -133,7 +137,7 @@ class Program(Written):
         return "\n".join([*lines, *(f"  {statement}" for statement in self.statements)])
 
 
-# What happens in a program, one statement after another.
+# The statements of a program.
 
 
 class Input(Written):
@@ -147,9 +151,10 @@ class Input(Written):
 
 
 class Call(Written):
-    """Layers, one after another, on a value.
+    """Calls layers, one after another, on a value.
 
-    how   "plain"; "reentrant" or "non-reentrant" checkpointing; "saved": with hooks on saved tensors; "no_grad", "inference"
+    how   "plain"; "reentrant" or "non-reentrant": in a checkpoint; "saved": with hooks on saved tensors; "no_grad" or
+          "inference": in that mode
     """
 
     out: str
@@ -180,7 +185,7 @@ class Call(Written):
 
 
 class Mix(Written):
-    """Two values of one shape: "add", "gate"; or one: "detach"."""
+    """Combines two values of one shape ("add", "gate"), or detaches the first ("detach")."""
 
     out: str
     x: str
@@ -193,7 +198,7 @@ class Mix(Written):
 
 
 class InPlace(Written):
-    """A layer's output changed in place."""
+    """Changes a layer's output in place."""
 
     x: str
     how: str
@@ -204,7 +209,7 @@ class InPlace(Written):
 
 
 class ChangeInput(Written):
-    """A layer's input changed in place after the call."""
+    """Changes a layer's input in place after the call."""
 
     x: str
 
@@ -214,7 +219,7 @@ class ChangeInput(Written):
 
 
 class Hook(Written):
-    """A hook on a value's gradient: "halves", "sees" or "retains" it."""
+    """Registers a hook that "halves" or "sees" a value's gradient, or "retains" the gradient."""
 
     x: str
     how: str
@@ -233,10 +238,11 @@ class Hook(Written):
 
 
 class Term(Written):
-    """Part of a loss: tokens ``windows[rank]`` of a value, on each rank.
+    """A part of a loss, from the tokens ``windows[rank]`` of a value on each rank.
 
-    form   "dot" with a random cotangent, the rest masked out; "slice": the rest cut off; "sum"; "square"; "direct": no loss,
-           the cotangent is given to backward; "strided": in another memory order
+    form   "dot": the product with a random cotangent, where other tokens are masked out; "slice": the same, but other tokens are
+           cut off; "sum"; "square": the product of the squares; "direct": no loss, backward gets the cotangent; "strided": as
+           "direct", in another memory order
     """
 
     value: str
@@ -244,7 +250,7 @@ class Term(Written):
     form: str = "dot"
 
     def ends(self, world, index):
-        """Return the tensor that backward starts from and its gradient; None where it needs none."""
+        """Return the tensor that backward starts from, and its gradient; None if the value needs no gradient."""
         y = world.values[self.value]
         if not y.requires_grad:
             return None
@@ -266,10 +272,10 @@ class Term(Written):
 
 
 class Backward(Written):
-    """Backward from some terms at once.
+    """Runs one backward from several terms.
 
-    via    "backward"; "inputs": of a subset alone; "grad": `torch.autograd.grad` of a subset
-    pick   a seed for the subset of leaves, values and parameters
+    via    "backward"; "inputs": to a subset of values and parameters; "grad": `torch.autograd.grad` of such a subset
+    pick   the seed that draws the subset
     """
 
     terms: tuple
@@ -295,7 +301,7 @@ class Backward(Written):
 
 
 class Raises(Written):
-    """Local attention raises on all ranks, in its ``group``-th call or in its backward; gradients so far are thrown away."""
+    """Makes local attention raise on all ranks, in head group ``group`` or in backward; drops all gradients so far."""
 
     x: str
     layer: int
@@ -316,7 +322,7 @@ class Raises(Written):
             raised = True
         layer.raises = None
         world.settle()
-        if world.mover:  # buffers of exchanges that were abandoned: c10d holds them itself
+        if world.mover:  # ignore faults of abandoned exchanges, whose buffers c10d itself would keep alive
             del world.mover.faults[faults:]
         world.clear()
         world.records = kept
@@ -324,7 +330,7 @@ class Raises(Written):
 
 
 class Step(Written):
-    """A step of gradient descent; the graphs so far are gone."""
+    """Takes a step of gradient descent; drops all graphs so far."""
 
     def run(self, world):
         world.note_gradients()
@@ -349,7 +355,7 @@ class Vector(nn.Module):
 
 
 def modules_of(spec, width, others):
-    """Make the modules of a layer; random numbers in the same order for every layer of its kind."""
+    """Make the modules of a layer with random weights; ``others`` are the modules of earlier layers."""
     made = nn.ModuleDict()
     sizes = {
         "q_proj": spec.heads * spec.head_dim,
@@ -361,7 +367,7 @@ def modules_of(spec, width, others):
     for name, rows in sizes.items():
         made[name] = nn.Linear(width, rows, spec.bias, dtype=torch.float64)
     made["o_proj"] = nn.Linear(spec.heads * spec.value_dim, width, spec.bias, dtype=torch.float64)
-    for parameter in made.parameters():  # attention that isn't nearly uniform
+    for parameter in made.parameters():  # large enough that attention isn't nearly uniform
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     for kind in spec.norms:
         made[f"{kind}_norm"] = nn.RMSNorm(spec.head_dim, eps=1e-6, dtype=torch.float64)
@@ -395,7 +401,7 @@ def modules_of(spec, width, others):
 
 
 class Layer:
-    """A layer of a program in one of the worlds: [b, s, width] -> [b, s, width]."""
+    """Runs a layer of a program in one of the worlds: [b, s, width] -> [b, s, width]."""
 
     def __init__(self, world, index, spec, modules):
         self.world, self.index, self.spec, self.modules = world, index, spec, modules
@@ -427,7 +433,7 @@ class Layer:
             self.world.note(f"{what} {say}", tensor)
 
         def sees(module, args, output):
-            if not self.world.in_backward:  # how much of a forward is run again depends on what it saves
+            if not self.world.in_backward:  # how much a backward recomputes differs between the worlds
                 note("gave", output.flatten(2)) if kind == "sees output" else self.world.note(f"{what} called", True)
 
         if kind in ("sees output", "deepspeed's"):
@@ -455,7 +461,7 @@ class Layer:
         return y if spec.batch_first else y.transpose(0, 1)
 
     def outside(self, x, attend):
-        """Run projections and norms around ``attend``; nothing of the package."""
+        """Run projections and norms around ``attend``, without the package."""
         spec, modules = self.spec, self.modules
         if spec.fused:
             sizes = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim
@@ -491,7 +497,7 @@ class Layer:
         o = o.unflatten(2, (spec.heads, -1)) if spec.output == "flat" else o
         return o if spec.batch_first else o.transpose(0, 1)
 
-    # Of attention itself.
+    # Attention.
 
     def attention(self, q, k, v):
         """Attend on the whole sequence."""
@@ -515,8 +521,8 @@ class Layer:
         if self.raises:
             where, after = self.raises
             self.first = self.first or queries
-            # Of a group, which ranks that share heads attend in one range or in several. Heads are probed first, by all ranks in one
-            # range; what raised there raises in each rank's next call.
+            # Count a group at its first range of queries: ranks that share heads attend a group in one range or in several. The
+            # first call may be a probe of heads, in one range on all ranks. After the probe has raised, each rank's next call raises.
             if after < 0 or queries == self.first:
                 self.raises = where, after - 1
                 if where == "attention" and after <= 0:
@@ -528,7 +534,7 @@ class Layer:
         return RaisesInBackward.apply(o) if self.raises and self.raises[0] == "backward" else o
 
     def gain(self):
-        """Return this rank's gain; the first parts of the ranks have one head more where the heads don't divide."""
+        """Return the gain of this rank's heads; if heads don't divide, the first ranks have one head more."""
         ranks, spec = self.world.program.ranks, self.spec
         shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
         part = self.world.rank // shares
@@ -568,7 +574,7 @@ class Layer:
 
 
 class Whole(nn.Module):
-    """Stands in the place of the drop-in, for hooks on it."""
+    """Replaces the drop-in in the world of the whole sequence, so that a hook can be registered."""
 
     def __init__(self, layer):
         super().__init__()
@@ -579,10 +585,10 @@ class Whole(nn.Module):
 
 
 class World:
-    """Runs a program: on the whole sequence (``rank`` None), or a rank's tokens under the package.
+    """Runs a program on the whole sequence (``rank`` None), or on a rank's tokens with the package.
 
-    values    by name, [b, s, width]
-    records   what is compared, by name: (tensor or flag, whether it has tokens [b, s, ..])
+    values    the values of the program by name, [b, s, width]
+    records   the results to compare by name: (tensor or flag, whether the tensor has tokens [b, s, ..])
     """
 
     def __init__(self, program, rank=None, mover=None, nudged=None):
@@ -627,7 +633,7 @@ class World:
         return list(self.made.named_parameters())
 
     def subset(self, pick):
-        """Draw some of what needs a gradient, by name."""
+        """Draw some of the values and parameters that need a gradient; return them by name."""
         everything = [(name, x) for name, x in self.values.items() if x.requires_grad]
         everything += [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         chosen = random.Random(pick)
@@ -654,7 +660,7 @@ class World:
         self.in_backward = False
 
     def total(self, tensors):
-        """Sum over the ranks."""
+        """Return the sum of each tensor over the ranks."""
         if self.whole or not tensors:
             return tensors
         flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -663,17 +669,20 @@ class World:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
     def settle(self):
-        """Let a thread that moves bytes come to rest."""
+        """Wait until no thread of the transport moves bytes."""
         if isinstance(self.mover, transports.Delayed):
             self.mover.settle()
 
 
 def errors(world, got, expected):
-    """Return what differs in the records of this rank from the whole sequence's: by name, the relative error or what else is wrong."""
+    """Compare the records of this rank with those of the whole sequence.
+
+    Returns the relative error of each record by name, or a text for a record that is not a tensor of the expected shape.
+    """
     tensors = {name: what for name, (what, _) in expected.items() if isinstance(what, torch.Tensor)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise AssertionError("the reference isn't finite")
-    # A key's bias has no gradient but rounding where nothing rotates: what is that small is held against the rest.
+    # Without RoPE, the gradient of a key's bias is only rounding. So divide errors by no less than 1e-3 of the largest number.
     least = 1e-3 * max((tensor.abs().max().item() for tensor in tensors.values() if tensor.numel()), default=0)
     sums = [name for name in tensors if not expected[name][1]]
     mine = [got.get(name, (None,))[0] for name in sums]
@@ -698,7 +707,7 @@ def difference(what, wanted, least):
 
 
 def faults(rank, program, delayed, acted):
-    """List what a program gets wrong on this rank; ``acted`` counts what it really did."""
+    """List the faults of a program on this rank; count in ``acted`` what the program really did."""
     expected = World(program).run()
     tolerance = 1e-12
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
@@ -718,7 +727,7 @@ def faults(rank, program, delayed, acted):
         acted.update({"two legs": relay.call_count, "rank-major": by_rank.call_count * program.rank_major})
     wrong = errors(world, got, expected)
     if any(isinstance(e, float) and e > tolerance for e in wrong.values()):
-        # Some stacks of squared layers magnify roundings: no more is asked than of the reference itself, its weights off by a few.
+        # Some stacks of squared layers magnify rounding. Allow 4 times the error of the reference with slightly changed weights.
         worlds = [World(program, nudged=seed) for seed in range(3)]
         tolerance = max(
             tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float))
@@ -738,7 +747,7 @@ def faults(rank, program, delayed, acted):
 
 
 def run(rank, seeds):
-    """``([(seed, fault)], acted)`` of some programs of as many ranks as these."""
+    """Run programs that are drawn for this number of ranks; return ``([(seed, fault)], acted)``."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     delayed, found, acted = transports.Delayed(longest_s=0.001), [], Counter()
@@ -761,9 +770,9 @@ def draw(seed):
 class _Draw:
     def __init__(self, seed):
         self.random, self.ranks = random.Random(seed), ranks_of(seed)
-        self.windows = random.Random(-1 - seed)  # of its own: what else a seed draws is as it was
+        self.windows = random.Random(-1 - seed)  # a separate generator, so that the seed's other draws stay the same
         self.sharing = random.Random(f"shares {seed}")
-        self.chance(0.05)  # drew bf16 once: what else a seed draws is as it was
+        self.chance(0.05)  # unused, kept so that the seed's other draws stay the same
         self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
         self.least = min(map(sum, self.shapes.values()))
         self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
@@ -807,7 +816,7 @@ class _Draw:
         kv_heads = self.pick(*(n for n in range(1, heads + 1) if heads % n == 0))
         value_dim = head_dim if block or self.chance(0.5) else self.some(1, 7)
         few = self.sharing.random() < 0.15 and self.least >= self.ranks
-        if few:  # mostly fewer than ranks
+        if few:  # mostly fewer heads than ranks
             heads = self.sharing.randint(1, self.ranks)
             kv_heads = self.sharing.choice([n for n in range(1, heads + 1) if heads % n == 0])
         same = self.chance(0.12)
@@ -823,7 +832,7 @@ class _Draw:
                 continue
             if self.chance(0.08):
                 kinds = ["scales output", "scales input"][: 1 + block]
-                if not (same and name == "k_proj"):  # which may be called once for both
+                if not (same and name == "k_proj"):  # k_proj may be called once for both k and v
                     kinds += ["sees output", "sees gradient", "deepspeed's"]
                 hooks.append((name, self.pick(*kinds)))
             elif block and self.chance(0.08):
@@ -847,7 +856,7 @@ class _Draw:
         )  # fmt: skip
 
     def manner(self, heads, in_place):
-        """Draw what may differ between two layers of the same modules."""
+        """Draw the options that may differ between two layers with the same modules."""
         config = {"head_groups": self.pick("auto", *range(1, heads // self.ranks + 1))}
         if self.chance(0.15):
             config["projections"] = False
@@ -860,11 +869,11 @@ class _Draw:
         possible = [r for r in range(2, self.ranks + 1) if self.ranks % r == 0 and self.ranks // r <= heads]
         if self.least < self.ranks:  # shares without a token are refused
             config["shares"] = 1
-        elif in_place == "query":  # a range of q is a view, whose base autograd forbids to change for another range
+        elif in_place == "query":  # ranges of q are views of one tensor, of which autograd allows no change in place
             config["shares"] = 1
         elif self.sharing.random() < 0.3:
             config["shares"] = self.sharing.choice(possible)
-        if self.sharing.random() < 0.25:  # two ranks a node
+        if self.sharing.random() < 0.25:  # nodes have two ranks
             config["kv_once_per_node"] = True
         return dict(
             batch_first=self.chance(0.5),
@@ -875,7 +884,7 @@ class _Draw:
         )
 
     def relative(self, other):
-        """Draw a layer that shares modules or weights with one there is."""
+        """Draw a layer that shares modules or weights with the layer ``other``."""
         spec = self.layers[other]
         names = (*(n for n in spec.projections if not (spec.same and n == "v_proj")), "o_proj")
         names = self.pick(names, names[-1:], names[:-1])
@@ -917,7 +926,7 @@ class _Draw:
             elif fresh:
                 self.backward([self.pick(*fresh)])
         used = [value for value in fresh if self.chance(0.85)] or fresh[-1:]
-        if self.chance(0.3):  # one after another, each through what it shares with the others
+        if self.chance(0.3):  # one backward after another, through the graph that values share
             self.random.shuffle(used)
             for value in used:
                 self.backward([value])
@@ -945,7 +954,7 @@ class _Draw:
 
     def lets_input_go(self, spec):
         """Return whether nothing reads a layer's input in backward."""
-        is_read = spec.block and "window" in dict(spec.config)  # q, k and v are made of it again
+        is_read = spec.block and "window" in dict(spec.config)  # backward recomputes q, k and v from the input
         return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares or is_read)
 
     def every_hook(self, index):
@@ -969,7 +978,7 @@ class _Draw:
         self.statements.append(Backward(tuple(terms), via, self.some(0, 999) if via != "backward" else 0))
 
     def with_retained(self):
-        """Return the statements, with graphs kept that a later backward goes through."""
+        """Return the statements, with ``retain`` set in each backward whose graph a later backward needs."""
         later, kept = set(), []
         for statement in reversed(self.statements):
             if isinstance(statement, Step):
@@ -991,11 +1000,11 @@ class _Draw:
         return {name for name in found if not any(isinstance(s, Input) and s.out == name for s in self.statements)}
 
 
-# Many of them.
+# Many programs.
 
 
 def check(seeds, task=run, *args, enough=5):
-    """Run programs on their ranks; ``(reports, acted)``: a report for each that is wrong, raises or hangs, up to ``enough``."""
+    """Run programs on their ranks; return a report for each wrong, raising or hanging one, up to ``enough``, and ``acted``."""
     reports, acted = [], Counter()
     for size in (2, 3, 4):
         mine = [seed for seed in seeds if ranks_of(seed) == size]
@@ -1049,6 +1058,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from tests.harness import programs  # under the name by which the ranks know it
+    from tests.harness import programs  # the ranks import the module by this name
 
     programs.main()

@@ -1,13 +1,13 @@
-"""A race between streams shows once in a thousand runs on a GPU, and never on a CPU: a detector on the stand-in for streams, by which every
-two accesses to memory, and every reuse of it, must be ordered.
+"""Detects races between streams, on the host: every two accesses to memory, and every reuse of memory, must be ordered.
 
-Everything runs on the host, in program order. What a device might do instead is computed: each operation that torch dispatches is
-noted with the stream that is current, the storages that it reads and those that it writes; an event carries the vector clock of its
-stream (`streams`), and whoever waits for it comes after. So does ``torch.cuda._sanitizer``, which says nothing of freed memory.
+On a GPU, a race shows once in a thousand runs; on a CPU, never. Here everything runs on the host in program order, with the
+stand-in for streams (`streams`). For each operation that torch dispatches, the detector notes the current stream, the storages
+that the operation reads and the storages that it writes. An event carries the vector clock of its stream, and orders the streams
+that wait for the event. ``torch.cuda._sanitizer`` works in the same way, but does not check freed memory.
 
-    a race     two accesses to one storage, one of them a write, and neither stream has waited for the other
-    a reuse    a storage that is freed while an access to it is not known to come before what its stream does next: a caching
-               allocator gives it away at once, in the order of the stream that allocated it
+    a race     two accesses to one storage, one of them a write, on two streams of which neither has waited for the other
+    a reuse    a storage is freed, and the stream that allocated it has not waited for all accesses: a caching allocator gives the
+               memory away at once, in the order of that stream
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """A storage; of those reads that came after the last write the last one on each stream."""
+    """A storage, with its last write, and the last read on each stream since that write."""
 
     def __init__(self, owner, made_by):
         self.owner, self.made_by = owner, made_by
@@ -46,13 +46,13 @@ class Memory:
 
 
 class Races(TorchDispatchMode):
-    """Notes what is done while it is on; ``faults`` are the races and reuses that it found."""
+    """Notes all operations of the body; ``faults`` are the races and reuses found."""
 
     def __init__(self, backend):
         super().__init__()
         self.backend, self.faults = backend, []
         self.memory: dict[int, Memory] = {}
-        self.seen: Counter = Counter()  # operations by stream, and what was freed
+        self.seen: Counter = Counter()  # the number of operations on each stream, and of freed storages
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -63,7 +63,7 @@ class Races(TorchDispatchMode):
         written = _storages([value for argument, value in _arguments(func, args, kwargs) if _is_written(argument)])
         if name.startswith("set_") or not written and given.keys() & made.keys():  # a view
             return returned
-        fills = "empty" not in name  # not so: new_empty
+        fills = "empty" not in name  # new_empty writes nothing
         reads = {} if name.startswith("new_") or name.endswith("_like") or not fills else given
         for storage in made.keys() - given.keys():
             self._allocated(made[storage], name)
@@ -71,7 +71,7 @@ class Races(TorchDispatchMode):
         return returned
 
     def operate(self, what, reads, writes):
-        """Note an operation on the current stream, on storages."""
+        """Note an operation on the current stream that reads and writes these storages."""
         stream = self.backend.current
         self.seen[stream.name] += 1
         access = Access(what, stream, stream.tick())
@@ -90,7 +90,7 @@ class Races(TorchDispatchMode):
                 self._found(f"race: {access} {how} what {other} may still use, made by {memory.made_by}")
 
     def _of(self, storage):
-        if storage._cdata not in self.memory:  # it was there before
+        if storage._cdata not in self.memory:  # allocated before the detector was on
             self._allocated(storage, "the caller", self.backend.compute)
         return self.memory[storage._cdata]
 
@@ -113,7 +113,7 @@ class Races(TorchDispatchMode):
 
 
 def _storages(values):
-    """Return the storages of all tensors in ``values`` that hold anything, by address."""
+    """Return the storages of all tensors in ``values``, by address; leave out empty storages."""
     found = (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return {storage._cdata: storage for storage in found if storage.nbytes()}
 
@@ -128,9 +128,9 @@ def _is_written(argument):
 
 
 class Wire:
-    """A transport that moves nothing: it reads what is sent and writes what is received, on the stream that is current.
+    """A transport that moves no data: it only reads the send buffer and writes the receive buffer, on the current stream.
 
-    asynchronous   on a stream of its own, as c10d does if asked for it; what its handle's wait is called on comes after
+    asynchronous   use a separate stream, as c10d does on request; ``wait`` orders the current stream after the transfer
     """
 
     def __init__(self, races, asynchronous):
@@ -153,7 +153,7 @@ class Wire:
 
 @contextlib.contextmanager
 def watched(asynchronous):
-    """Yields the detector and a transport; AssertionError, BLIND, if they saw less than there must be."""
+    """Yield the detector and a transport; raise AssertionError (BLIND) if they saw too few operations."""
     races = Races(Backend())
     wire = Wire(races, asynchronous)
     with races, device_thread(races.backend, races):

@@ -1,8 +1,8 @@
-"""Starting ranks takes seconds, and a test that hangs takes everybody along: run functions on gloo ranks that are kept between tests.
+"""Runs functions on gloo ranks, which are kept between tests, since starting ranks takes seconds.
 
-The workers are started once a P and kept: each holds a process group and runs what it is sent. A worker that fails or
-does not answer in time takes its pool with it, and the next test gets a new one. So does one with many threads: engines of
-DeepSpeed that outlive their test hold process groups, and the threads of these wake up all the time.
+The workers for each number of ranks are started once, as a pool. Each worker holds a process group, and runs the functions that it
+is sent. If a worker fails or does not answer in time, its pool is closed, and the next test gets a new pool. A pool whose workers
+have many threads is closed as well: engines of DeepSpeed that outlive their test hold process groups, whose threads wake up often.
 """
 
 import atexit
@@ -24,14 +24,14 @@ from torch.distributed.distributed_c10d import _world
 _context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([
     "torch", "deepspeed", "ds_sp_overlap", "tests.harness.models",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",  # which take a rank seconds to import
+    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",  # these take a rank seconds to import
 ])  # fmt: skip
 _pools: dict[int, "Pool"] = {}
 MOST_THREADS = 60
 
 
 class RankError(AssertionError):
-    """Says what the ranks raised, rank by rank; ``kinds`` and ``messages`` in rank order, None for a rank that was fine."""
+    """Lists the errors of the ranks; ``kinds`` and ``messages`` are in rank order, None for a rank without an error."""
 
     def __init__(self, failures):
         self.kinds = [None if failure is None else failure[0] for failure in failures]
@@ -44,34 +44,34 @@ def _work(rank, size, store, tasks, results):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size), OMP_NUM_THREADS="1",
         DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", CROSS_RANK="0", CROSS_SIZE="1",
     )  # fmt: skip
-    stacks = open(f"{store}.stacks{rank}", "w")  # kept for as long as the worker lives
+    stacks = open(f"{store}.stacks{rank}", "w")  # open as long as the worker lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
-    install_importhook(get_config())  # a failed assert of a test says what it compared
+    install_importhook(get_config())  # a failed assert shows the values that it compared
     import deepspeed
 
     from ds_sp_overlap.attention import layer
     from ds_sp_overlap.exchange.calls import Calls
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build it, behind a file lock
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each pool would build this op, behind a file lock
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    gc.freeze()  # libraries stay; a collection, of which tests ask for many, looks at what came after them
+    gc.freeze()  # tests collect garbage often: leave libraries out
     linear, of_deepspeed = torch.nn.functional.linear, dict(vars(deepspeed.utils.groups))
     while True:
         try:
             if (task := tasks.get()) is None:
                 return
-            function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # for `mutants`, which asks who reaches a line
+            function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # `mutants` records which test reaches a line
             torch.manual_seed(0)
-            torch.nn.functional.linear = linear  # ZeRO-3 puts its own there for the rest of the process
-            layer._policies.clear(), layer._told.clear()  # layers of another task, if they are still there, choose alone
-            Calls._of_groups.clear()  # each task's first call is call 1, so that none is compared with another task's
+            torch.nn.functional.linear = linear  # ZeRO-3 replaces it for the rest of the process
+            layer._policies.clear(), layer._told.clear()  # layers left over from another task must choose alone
+            Calls._of_groups.clear()  # count calls anew, so that none is compared with another task's
             results.put((rank, None, function(rank, *args)))
-        except BaseException as error:  # sent to the test, which decides
+        except BaseException as error:  # sent to the test
             results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
         made = [group for group in _world.pg_map if group is not torch.distributed.group.WORLD]
-        for group in made:  # each has threads, which never sleep for long
+        for group in made:  # each group has threads that wake up often
             torch.distributed.destroy_process_group(group)
         if made:
             vars(deepspeed.utils.groups).update(of_deepspeed)
@@ -110,11 +110,11 @@ class Pool:
         return returned
 
     def threads(self):
-        """Count those of the first worker."""
+        """Return the number of threads of the first worker."""
         return len(os.listdir(f"/proc/{self.workers[0].pid}/task"))
 
     def stacks(self):
-        """Return where each worker is."""
+        """Return the stack of each worker."""
         for worker in self.workers:
             if worker.is_alive():
                 os.kill(worker.pid, signal.SIGUSR1)
@@ -130,7 +130,7 @@ class Pool:
 
 
 def refusal(function, *args, **kwargs):
-    """Return ``(kind, message)`` of what ``function`` raises, None if it raises nothing; keeps a rank, and its pool, alive."""
+    """Return ``(kind, message)`` of the error that ``function`` raises, or None; so the error does not end the rank."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -139,7 +139,7 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, *args, timeout_s=180):
-    """``[function(rank, *args) for rank in range(size)]``, each on its own rank. ``function`` must be importable."""
+    """Return ``[function(rank, *args) for rank in range(size)]``, each from its own rank; ``function`` must be importable."""
     pool = _pools.get(size)
     if pool is not None and pool.threads() > MOST_THREADS:
         pool.close()
@@ -150,12 +150,15 @@ def on_ranks(size, function, *args, timeout_s=180):
 
 
 def run_test(rank, test, arguments):
-    """Run a test of pytest's that takes ``rank``, on this one: see `pytest_pyfunc_call` in conftest.py."""
+    """Run a test of pytest that takes ``rank`` on this rank; see `pytest_pyfunc_call` in conftest.py."""
     test(**arguments, rank=rank)
 
 
 def soon(happened):
-    """Return whether ``happened()`` within a few seconds: a thread of gloo's may tell late, or hold for a moment what it sent."""
+    """Return whether ``happened()`` becomes true within a few seconds.
+
+    A thread of gloo may report late, or may hold a sent tensor for a moment.
+    """
     until = time.monotonic() + 5
     while not (has := happened()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -163,25 +166,28 @@ def soon(happened):
 
 
 def leaves(found):
-    """Return what stands in dicts, lists and tuples, at any depth."""
+    """Return the values in nested dicts, lists and tuples."""
     if isinstance(found, dict):
         return leaves(list(found.values()))
     return [leaf for each in found for leaf in leaves(each)] if isinstance(found, (list, tuple)) else [found]
 
 
 def assert_small(errors, limit):
-    """Assert that all ``errors``, which stand in dicts, lists and tuples, are below ``limit``, and that there are any."""
+    """Assert that ``errors``, in nested dicts, lists and tuples, are not empty and all below ``limit``."""
     every = leaves(errors)
     assert every and all(error < limit for error in every), f"errors should be below {limit:g}: {errors}"
 
 
 def assert_error(said, words, kind="ValueError"):
-    """Assert that ``said``, of `refusal`, is an error of ``kind`` that says these words."""
+    """Assert that ``said``, a result of `refusal`, is an error of ``kind`` whose message contains ``words``."""
     assert isinstance(said, tuple) and said[0] == kind and words in said[1], f"expected {kind} with {words!r}, got {said}"
 
 
 def assert_refused(said, messages, kind="ValueError"):
-    """Assert that ``said``, of `refusal` by name, are errors of ``kind`` with the words of ``messages``, and None by all other names."""
+    """Assert that the cases in ``messages`` raised an error of ``kind`` with these words, and the other cases raised none.
+
+    ``said`` holds the result of `refusal` for each case, by name.
+    """
     assert messages.keys() <= said.keys(), f"{messages.keys() - said.keys()} were not tried"
     for name, error in said.items():
         if name in messages:

@@ -1,4 +1,4 @@
-"""Attention and its layer on the whole sequence in one process: the oracle. torch only, nothing of the package."""
+"""Computes attention on the whole sequence in one process, as the oracle; uses torch, but not the package."""
 
 import math
 
@@ -6,10 +6,10 @@ import torch
 
 
 def attention(q, k, v, causal=True, queries=None, window=None, starts=()):
-    """q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax written out.
+    """Attend with q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax is written out.
 
-    With ``queries=(a, b)``, q holds the tokens from a to b of the sequence alone. With ``window``, a token sees so many tokens at most,
-    up to itself; with ``starts``, documents begin at these tokens, and none sees another.
+    With ``queries=(a, b)``, q holds only the tokens from a to b. With ``window``, a token sees at most that many tokens,
+    including itself. With ``starts``, documents begin at these tokens, and no document sees another.
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
@@ -30,7 +30,7 @@ def sequence_first_attention(q, k, v, causal=True, queries=None, **options):
 
 
 def fused(q, k, v, dropout=0.0):
-    """Attend as `attention`, causal, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
+    """Attend as causal `attention`, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -47,7 +47,7 @@ def rope_tables(positions, dims, dtype):
 
 
 def rope(x, cos, sin):
-    """Rotate x [b, s, h, d] by cos, sin [s, dims]; the dims past them pass through."""
+    """Rotate x [b, s, h, d] by cos, sin [s, dims]; further dims of x stay as they are."""
     dims = cos.shape[-1]
     turned, rest = x[..., :dims], x[..., dims:]
     half = dims // 2

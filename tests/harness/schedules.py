@@ -1,4 +1,4 @@
-"""A schedule of one's own, what must hold of a window, and steps in words."""
+"""Makes schedules for tests, checks the schedules of windows, and turns words into steps."""
 
 from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts, needs_of
 from ds_sp_overlap.schedule.checked import check_program, check_starts
@@ -6,7 +6,7 @@ from ds_sp_overlap.schedule.steps import Q
 
 
 def merged_last(kinds, wgrad_last=True):
-    """Finish all exchanges of o before the first merge."""
+    """Make a schedule that finishes all exchanges of o before the first merge."""
     groups, base = range(len(kinds)), by_head_groups(kinds, wgrad_last)
     finishes = [Step(Op.FINISH, O, False, group) for group in groups]
     merges = [Step(Op.MERGE, O, False, group) for group in groups]
@@ -15,12 +15,12 @@ def merged_last(kinds, wgrad_last=True):
 
 
 def travelling(*sent):
-    """Make a schedule in which those of ``sent`` travel together in every group, as far as they travel with it."""
+    """Make schedules that send the tensors of each string of ``sent`` together, in every group that sends them."""
 
     def schedule(kinds, wgrad_last=True):
         starts = (("".join(kind for kind in of if kind in here) for of in sent) for here in kinds)
         made = by_starts(tuple(tuple(of for of in here if of) for here in starts), wgrad_last)
-        # The wgrad of q, k and v in front of their dgrad: either may be.
+        # Compute the wgrad of q, k and v before their dgrad: both orders are valid.
         other = {Op.DGRAD: Op.WGRAD, Op.WGRAD: Op.DGRAD}
         return Schedule(
             made.forward,
@@ -31,7 +31,7 @@ def travelling(*sent):
 
 
 def step_of(words):
-    """Return the step that messages call so: "start dqkv 1", "finish odo 2"."""
+    """Return the step of these words, as in error messages: "start dqkv 1", "finish odo 2"."""
     op, what, group = words.split()
     tensors, beside = tuple(what), ()
     grad = op in ("dgrad", "wgrad") or "d" in tensors
@@ -41,9 +41,10 @@ def step_of(words):
 
 
 def check_window(schedule, kinds, last_use, window):
-    """Raise ValueError for the first fault of what `by_window` made, as `check` does for another schedule; return it.
+    """Check a schedule of `by_window`, as `check` does for other schedules; return the schedule.
 
-    It attends to its groups in order, in backward in reverse, and has no more groups in memory than its window.
+    The schedule must attend to its groups in order, in backward in reverse, and must not have more groups in memory than its
+    window. Raises ValueError for the first fault.
     """
     check_starts(schedule, kinds)
     forward, backward = needs_of(kinds, schedule.starts)
@@ -74,13 +75,13 @@ def check_window(schedule, kinds, last_use, window):
                 attend_needs.append(start._replace(op=Op.FINISH))
 
     def with_o(step):
-        """Let o travel beside do, in all groups or in none."""
+        """Return the step with o beside do, if o travels beside do in this schedule."""
         return step._replace(beside=beside) if step.on_wire and step.tensors == O and step.grad else step
 
     backward = {with_o(step): [with_o(need) for need in needs] for step, needs in backward.items()}
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         check_program(name, program, needs)
-        # The groups between their projection of q and the end of their attention.
+        # The groups whose q is projected, and whose attention has not ended.
         live = set()
         for step in program:
             if step.op is Op.PROJECT and step.tensors == Q:

@@ -1,9 +1,11 @@
-"""Streams need an accelerator, their order does not: a stand-in for its stream interface writes down who waits for whom, on the host.
+"""Stands in for the stream interface of an accelerator, on the host, and writes down which stream waits for which.
 
-Each stream has a vector clock: how far along every stream is what it does next is known to come after. `races` asks it.
+Each stream has a vector clock. For every stream, the clock holds the time of the last operation that is known to come before the
+next operation of the clock's own stream. `races` asks the clock.
 
-The current stream is one of each thread, as in CUDA. `device_thread` runs backward in a thread of its own, as autograd does for a
-GPU: what is current there is the stream on which forward ran, whoever calls backward, and the two are ordered before and after.
+Each thread has a current stream, as in CUDA. `device_thread` runs backward in a separate thread, as autograd does for a GPU. The
+current stream of that thread is the stream on which forward ran. If backward is called on another stream, backward waits for that
+stream first, and that stream waits for backward.
 """
 
 import contextlib
@@ -17,23 +19,23 @@ from ds_sp_overlap.exchange.streams import SideStream
 
 
 class Event:
-    """Remembers what it stands for when it is recorded."""
+    """Remembers the clock and the queue of its stream from when it was last recorded."""
 
     says = "nothing"
-    clock: dict = {}  # one that was never recorded is waited for by nobody, as in CUDA
-    capture = None  # in which it was recorded last
+    clock: dict = {}  # to wait for an event that was never recorded does nothing, as in CUDA
+    capture = None  # the capture in which the event was last recorded
 
     def synchronize(self):
         assert self.capture is None, "the host waits for an event of a capture"
 
 
 class Stream:
-    """Remembers what was queued on it, so that an event can say what it stands for."""
+    """Remembers the operations that were queued on it, so that an event can name them."""
 
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
         self.clock = {self: 0}
-        self.capture = None  # that it takes part in
+        self.capture = None  # the capture that the stream takes part in
 
     def record_event(self, event):
         self.backend.recorded += 1
@@ -47,12 +49,12 @@ class Stream:
             self.clock[stream] = max(self.clock.get(stream, 0), time)
 
     def _take_part(self, capture):
-        """A stream that waits for an event of a capture takes part in it, and waits for no other events from then on."""
+        """Take part in ``capture``, the capture of an event that this stream waits for; refuse events of other captures."""
         assert capture is None or capture == self.backend.capture, f"{self.name} waits for an event of a capture that is over"
         assert self.capture in (None, capture), f"{self.name} is captured, and waits for an event that is not"
         if capture is not None:
             self.capture = capture
-            self.tick()  # so that it must be joined, whether or not it does anything
+            self.tick()  # so that the stream must be joined, even if it does nothing
             self.backend.forked.add(self)
 
     def tick(self):
@@ -61,21 +63,21 @@ class Stream:
         return self.clock[self]
 
     def is_after(self, stream, time):
-        """Return whether what it does next comes after what ``stream`` did at ``time``."""
+        """Return whether the next operation of this stream comes after the operation of ``stream`` at ``time``."""
         return self.clock.get(stream, 0) >= time
 
 
 class Backend:
-    """Stands for the part of `Accelerator` that `SideStream` uses; `stream` for tests."""
+    """Stands in for the part of `Accelerator` that `SideStream` uses; tests use `stream`."""
 
     def __init__(self):
         self.log = []
-        self.streams = []  # that were asked for
+        self.streams = []  # all streams that `Stream` made
         self.events = self.recorded = 0
         self._of_thread = threading.local()
         self.current = self.compute = Stream(self, "compute")
-        self.nodes_run_on = self.compute  # where forward ran
-        self.backwards = 0  # that ran in the device's thread
+        self.nodes_run_on = self.compute  # the stream on which forward ran
+        self.backwards = 0  # the number of backwards that ran in a separate thread
         self.capture, self.forked, self._captures = None, set(), itertools.count()
 
     @property
@@ -103,7 +105,10 @@ class Backend:
 
     @contextlib.contextmanager
     def captured(self):
-        """Capture a graph from the current stream; AssertionError where CUDA would refuse it, or a fork is not joined."""
+        """Capture a graph from the current stream while the body runs; yield the streams that take part.
+
+        Raises AssertionError where CUDA would refuse the capture, or if a stream that takes part is not joined.
+        """
         origin, self.capture, self.forked = self.current, next(self._captures), set()
         origin.capture = self.capture
         with (
@@ -127,14 +132,14 @@ class Backend:
 
 
 def on_streams(sp_group, backend=None):
-    """Have the exchanges of ``sp_group`` carried by streams, as on an accelerator; their stand-in."""
+    """Run the exchanges of ``sp_group`` on streams, as on an accelerator; return the stand-in."""
     backend, cpu = backend or Backend(), torch.device("cpu")
     sp_group.sides[cpu] = SideStream(backend, cpu)
     return backend
 
 
 def order(later, earlier):
-    """Have what ``later`` does next come after what ``earlier`` holds now."""
+    """Order the next operation of ``later`` after all operations that are queued on ``earlier`` now."""
     event = Event()
     earlier.record_event(event)
     later.wait_event(event)
@@ -142,11 +147,11 @@ def order(later, earlier):
 
 @contextlib.contextmanager
 def device_thread(backend, *modes):
-    """Run backward in a thread of its own, under ``modes``, which are of one thread each as well."""
+    """Run each backward in a separate thread, and enter ``modes`` there, since a mode holds for one thread."""
     original, here = torch.autograd.backward, threading.current_thread()
 
     def backward(*args, **kwargs):
-        if threading.current_thread() is not here:  # within a backward, as a reentrant checkpoint's
+        if threading.current_thread() is not here:  # a backward inside another, as that of a reentrant checkpoint
             return original(*args, **kwargs)
         caller, nodes, raised = backend.current, backend.nodes_run_on, []
 

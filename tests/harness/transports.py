@@ -1,7 +1,7 @@
-"""On one machine bytes arrive at once, and a missing wait goes unseen: transports that are as late as the contract of
-`ds_sp_overlap.exchange.transport.Transport` allows, and one that writes down what it is asked.
+"""Provides transports that reveal a missing wait, which goes unseen on one machine, where bytes arrive at once.
 
-All fill the receive buffer with NaN at launch: whoever reads before waiting computes NaN.
+`Late` and `Delayed` deliver as late as the contract of `ds_sp_overlap.exchange.transport.Transport` allows. They fill the receive
+buffer with NaN at launch, so that a read before the wait gives NaN. Other transports log, fail, or change the data.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from ds_sp_overlap.relayout import ops
 
 
 class Armed:
-    """Counts what `spoiled_buffers` did, and what it had to do by the layouts of the exchanges that it saw.
+    """Counts the acts of `spoiled_buffers` (``acted``), and the acts that the layouts of the exchanges demand (``due``).
 
     delayed    exchanges that `Late` or `Delayed` delivered
-    owned      those whose send buffer is the package's own: nobody else has a right to read it
-    spoiled    owned send buffers filled with NaN the moment they were delivered
-    poisoned   received buffers filled with NaN once they were unpacked
-    filled     buffers that were NaN before something was packed or unpacked into them
+    owned      exchanges whose send buffer the package made, so that nobody else may read the buffer
+    spoiled    owned send buffers that were filled with NaN on delivery
+    poisoned   received buffers that were filled with NaN once they were unpacked
+    filled     buffers that held NaN before a pack or unpack wrote to them
     """
 
     def __init__(self):
@@ -43,14 +43,14 @@ class Armed:
         """Return whether the package made the memory ``send``, by a copy or by its own GEMM."""
         if self.launching is None:
             raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
-        for source in getattr(self.launching, "sources", ()):  # none where they were packed and let go
+        for source in getattr(self.launching, "sources", ()):  # no sources if they were packed and dropped
             if source.untyped_storage().data_ptr() == send.untyped_storage().data_ptr():
-                # Only what the package computes has a dimension for ranks, and there is no graph inside its nodes.
+                # Only tensors that the package computes have a dimension for ranks, and no graph inside its autograd nodes.
                 return source.dim() == 5 and source.grad_fn is None
         return True
 
     def blind(self):
-        """Say what it failed to do, in a line; empty if nothing."""
+        """Return a line that names the missing acts; empty if none is missing."""
         lacking = sorted(what for what, due in self.due.items() if self.acted[what] < due)
         if self.due and not lacking:
             return ""
@@ -58,12 +58,12 @@ class Armed:
 
 
 def _packs(in_flight):
-    """Return whether what is sent is copied first."""
+    """Return whether the exchange copies its tensors before it sends them."""
     return in_flight.layout.sources.elements > 0 and (in_flight.rope is not None or in_flight.copies.flat is None)
 
 
 def _makes_memory(in_flight, copies, sides, rope):
-    """Return whether a copy makes the memory of what it packs, or unpacks, so that there is none to fill before."""
+    """Return whether a copy allocates the result of pack or unpack, so that no buffer can be filled before."""
     relayout = ops.implementation(in_flight.sp_group.kernels)
     by_kernel = relayout.pack is not None and sides.cut is not None
     return rope is None and copies and in_flight.dtypes is None and not by_kernel
@@ -73,15 +73,15 @@ def _unpacks(in_flight):
     return in_flight.layout.targets.elements > 0 and (in_flight.rope_back is not None or in_flight.copies_back.flat is None)
 
 
-armed: Armed | None = None  # the one in force
+armed: Armed | None = None  # the `Armed` of the `spoiled_buffers` that is active
 
 
 @contextlib.contextmanager
 def spoiled_buffers():
-    """Spoil what the package must not read again: its send buffers once delivered, received ones once unpacked.
+    """Fill buffers with NaN that the package must not read again: send buffers once delivered, received ones once unpacked.
 
-    Uninitialised memory is NaN too. All of it hangs on `InFlight`, which every exchange is, whatever implementation packs it.
-    Yields the `Armed` that counts; AssertionError, BLIND, if it did less than the layouts of the exchanges let it.
+    Fill uninitialised memory with NaN, too. The methods of `InFlight` do all this: every exchange is one, whatever kernel packs it.
+    Yields the `Armed` that counts; raises AssertionError (BLIND) if there are fewer acts than the layouts of the exchanges demand.
     """
     global armed
     before, armed = armed, Armed()
@@ -132,7 +132,7 @@ def spoiled_buffers():
         return out
 
     wrapped = {"__init__": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    torch.use_deterministic_algorithms(True)  # then torch.empty returns NaN
     try:
         with mock.patch.multiple(InFlight, **wrapped):
             yield here
@@ -144,7 +144,7 @@ def spoiled_buffers():
 
 def spoil(buffer):
     """Fill ``buffer`` with NaN; return whether it has any elements."""
-    with torch.inference_mode(buffer.is_inference()):  # also from another thread
+    with torch.inference_mode(buffer.is_inference()):  # may run in another thread, without inference mode
         buffer.fill_(math.nan)
     return buffer.numel() > 0
 
@@ -166,7 +166,7 @@ def move(send, recv, send_sizes, recv_sizes, group):
 
 
 class Transfer:
-    """Holds one exchange: what is watched on it while it is under way."""
+    """An exchange in flight, with the state that `deliver` checks."""
 
     def __init__(self, faults, send, recv, send_sizes, recv_sizes, group, name):
         self.faults, self.name = faults, name
@@ -181,20 +181,20 @@ class Transfer:
         recv.fill_(math.nan)
 
     def deliver(self):
-        if not torch.equal(self.send.view(torch.uint8), self.before.view(torch.uint8)):  # bit by bit: NaN may travel
+        if not torch.equal(self.send.view(torch.uint8), self.before.view(torch.uint8)):  # compare bits, since NaN may be sent
             self.faults.append(f"{self.name}: the send buffer was written while it was being read")
         if self.held() is None:
             self.faults.append(f"{self.name}: nobody keeps the send buffer alive")
-            self.send.fill_(math.nan)  # as whoever is given the memory next would
+            self.send.fill_(math.nan)  # as the next owner of the memory might
         move(self.send, self.recv, *self.arguments)
         spoiled = self.owned and spoil(self.send)
         if self.armed is not None:
-            with self.armed.counting:  # each transport has a thread of its own
+            with self.armed.counting:  # each `Delayed` has its own thread
                 self.armed.acted.update(delayed=1, spoiled=spoiled)
 
 
 class Late:
-    """Moves nothing before it is waited for. Spoils send buffers nobody holds on to, and owned ones after delivery."""
+    """Moves an exchange only in its wait. Spoils send buffers that nobody keeps alive, and owned ones after delivery."""
 
     def __init__(self):
         self.faults: list[str] = []
@@ -217,9 +217,10 @@ class Late:
 
 
 class Delayed:
-    """Moves each exchange after a random time of its own, in a thread, in the order of launches.
+    """Moves each exchange after a random delay, in a thread, in the order of launches.
 
-    Over a group of its own, so that the thread can't overtake what the ranks compare. Made by all ranks of the world.
+    Uses a separate process group, so that the thread can't overtake the comparisons of the ranks. All ranks of the world must make
+    this object together.
     """
 
     def __init__(self, seed=0, longest_s=0.003):
@@ -227,7 +228,7 @@ class Delayed:
         self.queue: queue.Queue = queue.Queue()
         self.group = dist.new_group() if dist.is_initialized() else None
         rank = 0 if self.group is None else dist.get_rank()
-        self.last = threading.Event()  # of the latest exchange
+        self.last = threading.Event()  # set once the latest exchange is delivered
         self.last.set()
         self.random, self.longest_s = random.Random(1000 * seed + rank), longest_s
         threading.Thread(target=self._work, daemon=True).start()
@@ -248,12 +249,12 @@ class Delayed:
         return SimpleNamespace(wait=done.wait)
 
     def settle(self):
-        """Wait for what was abandoned, too."""
+        """Wait for all exchanges, even abandoned ones."""
         self.last.wait()
 
 
 class Recording:
-    """Writes down ``>q0`` when an exchange is launched and ``<q0`` when it has been waited for."""
+    """Logs ``>q0`` when the exchange q0 is launched, and ``<q0`` in its wait."""
 
     def __init__(self):
         self.log: list[str] = []
@@ -266,7 +267,7 @@ class Recording:
 
 
 class Failing:
-    """Raises in its wait for one exchange, on the ranks given, as a collective that is aborted does."""
+    """Raises in the wait of the exchange ``what``, on ``ranks``, as an aborted collective does."""
 
     def __init__(self, what, ranks=(0, 1)):
         self.what, self.ranks = what, ranks
@@ -286,9 +287,9 @@ FAULT = 1e-6
 
 
 class Corrupting:
-    """Changes one element that rank 1 receives in one exchange, "q0", or in that of every head group, "q", by `FAULT`.
+    """Adds `FAULT` to one element that rank 1 receives, in one exchange ("q0") or in that of every head group ("q").
 
-    times   how often
+    times   the number of changes so far
     """
 
     def __init__(self, what):

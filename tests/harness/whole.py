@@ -1,4 +1,4 @@
-"""A batch on the whole sequence, and on ranks that each have a part of it: losses, gradients, training."""
+"""Compares losses, gradients and training on ranks, which each have a part of a batch, with the whole sequence."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from tests.harness.ranks import on_ranks
 from tests.harness.sweep import Double, gradients, in_double, transport
 
 RATE = 1e-3
-FP32 = 1e-3  # of trainings: sums of a thousand terms in fp32 (6e-8), in gradients that nearly cancel
+FP32 = 1e-3  # tolerance of trainings: some gradients are sums of a thousand fp32 terms (6e-8) that nearly cancel
 
 
 def tokens_of(seq, rows=2):
@@ -40,7 +40,10 @@ def share(model, inputs, labels):
 
 
 def found(model, losses, group=None):
-    """Return loss and every gradient, summed over the group; zero where a rank has none, as of an expert without tokens."""
+    """Return the loss and every gradient, summed over the group.
+
+    If a rank has no gradient, as of an expert without tokens, the rank adds zero.
+    """
     model.zero_grad()
     loss = sum(losses)
     loss.backward()
@@ -59,7 +62,7 @@ def on_all_ranks(rank, model, lengths=(16, 16)):
 
 
 def each_alone(model, tokens, lengths_of_rows):
-    """Yield the losses of every document of the rows run alone, whose labels run on into the next."""
+    """Yield the loss of each document run alone; its last label is the first token of the next document."""
     labels = tokens.roll(-1, 1)
     for row, lengths in enumerate(lengths_of_rows):
         for piece, of in zip(tokens[row].split(lengths), labels[row].split(lengths)):
@@ -67,7 +70,7 @@ def each_alone(model, tokens, lengths_of_rows):
 
 
 def again_in_double(checkpoint):
-    """Checkpoint so that backward recomputes in fp64, where PyTorch has no modes."""
+    """Wrap a checkpoint function: backward recomputes in fp64, though it runs without PyTorch's modes."""
 
     def in_both(run, *args):
         with Double():
@@ -77,9 +80,9 @@ def again_in_double(checkpoint):
 
 
 def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
-    """Return losses and gradients of each step, and parameters at the end; section None: of the whole sequence, without DeepSpeed.
+    """Train; return the losses and gradients of each step, and the parameters at the end.
 
-    The steps are small, so that rounding isn't amplified.
+    With ``section`` None, train on the whole sequence, without DeepSpeed. The steps are small, so that rounding isn't amplified.
     """
     config = tiny_config(kind)
     config._attn_implementation, config._experts_implementation = "sdpa", "eager"
@@ -111,8 +114,10 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
 
 
 def trained(rank, kind, stages, section, steps=3):
-    """Return for each stage, with checkpoints or without, the largest relative difference of losses, gradients and parameters from the
-    whole sequence's."""
+    """Return the largest relative difference from training on the whole sequence, for each stage with or without checkpoints.
+
+    Compares losses, gradients and parameters.
+    """
     off, expected = {}, training(rank, kind, 0, None, steps)
     for stage, checkpoints in stages:
         losses, *tensors = training(rank, kind, stage, section, steps, checkpoints=checkpoints)
@@ -121,13 +126,13 @@ def trained(rank, kind, stages, section, steps=3):
     return off
 
 
-# Of models in fp64, made by ``make(kind)``.
+# Checks of models in fp64, made by ``make(kind)``.
 
 
 def split_error(rank, model, expected, section, lengths, positions=None, mask=None, says="", evaluated=False):
-    """Return the error of an overlapped model's loss and gradients from ``expected``, those of the whole sequence; evaluated before, if asked for.
+    """Return the error of an overlapped model's loss and gradients against ``expected``, those of the whole sequence.
 
-    The report holds the pattern ``says``.
+    The report must match the pattern ``says``. With ``evaluated``, the model first runs in inference mode.
     """
     report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
     assert re.search(says, " ".join(str(report).split())), report
@@ -157,7 +162,7 @@ def against_whole(rank, make, cases, says, evaluated=False):
 
 
 def documents(rank, make, kind, lengths, rows, section):
-    """Return the errors of packed documents from those of each alone, by their lengths."""
+    """Return the errors of packed documents against each document run alone, by the lengths of the documents."""
     errors = {}
     with in_double():
         model = make(kind)
@@ -168,7 +173,7 @@ def documents(rank, make, kind, lengths, rows, section):
 
 
 def padding(rank, make, kind, lengths, section):
-    """Return the errors of rows with padding in front or behind from those of their tokens alone."""
+    """Return the errors of rows with padding in front or behind, against their real tokens run alone."""
     errors, tokens = [], tokens_of(32)
     labels = tokens.roll(-1, 1)
     with in_double():
@@ -215,7 +220,7 @@ def against_itself(rank, model):
 
 
 def partly_trained(rank, make, kind, words, section):
-    """Return the error where no more learns than parameters with one of ``words`` in their names."""
+    """Return the error if only the parameters with one of ``words`` in their names are trained."""
     with in_double():
         model = make(kind)
         for name, p in model.named_parameters():
@@ -225,7 +230,7 @@ def partly_trained(rank, make, kind, words, section):
 
 
 def adapted(model, *targets):
-    """Return the model with adapters, none of them zero, on the projections of these names."""
+    """Return the model with nonzero adapters on the projections named ``targets``."""
     return get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)).double()
 
 
@@ -264,7 +269,10 @@ def on_and_off(rank, model, section, meanwhile):
 
 
 def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext(), given=lambda x, positions: ()):  # noqa: B008
-    """Return the exchanges of a layer, and what ``watching`` notes in the log of ``mover`` meanwhile, in their order, forward and backward."""
+    """Return the exchanges of a layer that ``mover`` logged, in order, in forward and in backward.
+
+    ``watching`` is a context of the forward, and may add lines to the log.
+    """
     with transport(mover):
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
     x = torch.randn(2, 16, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
@@ -280,7 +288,10 @@ def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext
 
 
 def rounding(rank, make, kind, section, taps, factor, autocast):
-    """Return the errors of all gradients on one rank, and overlapped by ``section``, where parameters named ``taps`` are off by ``factor``."""
+    """Return the errors of all gradients on one rank, and of the overlapped model.
+
+    In the overlapped model, the parameters named ``taps`` are multiplied by ``factor``.
+    """
     with in_double():
         exact = on_one_rank(make(kind), 64)
     model = make(kind).to(torch.float32 if autocast else torch.bfloat16)
@@ -298,7 +309,10 @@ def rounding(rank, make, kind, section, taps, factor, autocast):
 
 
 def assert_rounds_as_one_rank(make, kinds, section, taps, factor, autocasts=(False,)):
-    """Assert that two ranks round bf16 by as much as one does, and taps that are off by ``factor`` are seen in one kind at least."""
+    """Assert that two ranks round bf16 at most 1.5 times as much as one rank.
+
+    As a control, ``taps`` that are multiplied by ``factor`` must exceed this limit in at least one kind.
+    """
     seen = []
     for kind in kinds:
         for autocast in autocasts:

@@ -1,16 +1,17 @@
-"""A forward that nearly is a known one must not be taken for it: forwards of attention and its norms, each a line or two off a known one.
+"""Checks that a forward is not taken for a known forward if a line or two differ.
 
-A reader of forwards that looks at what they make of some numbers takes a clamp, a temperature of one or a gate of zeros for nothing,
-and the layer is wrong in silence once they act. So every program here is made twice: as it is at first, where its line does nothing,
-and *active*, as after some steps of training, or with larger numbers, longer sequences, other flags. `judge` says what became of it:
+Such a forward, of attention or of a norm of its heads, is a program. A look at its results on some numbers would miss a clamp, a
+temperature of 1 or a gate of 0, and the layer would be silently wrong once the clamp acts. So every program is tried twice: at
+first, when the changed lines do nothing; and *active*, as after some steps of training, or with larger numbers, longer sequences
+or other flags. `judge` returns a verdict:
 
-    whole      the layer is driven, and what the driver makes of it is what its own forward makes, at first and active
-    own        its own forward runs, for a reason
-    refused    an error by name, at the latest once it is active
-    probe      an error by name, which the comparison on real numbers raised and the reading should have
-    silent     the layer is driven, and is wrong: the one thing that may not be
+    whole      the layer is driven (the overlap replaces its forward) and agrees with its own forward, at first and active
+    own        the layer's own forward runs, for a reason
+    refused    an error that names the layer, once the program is active
+    probe      an error that the comparison on random numbers found, and that the reading should have found
+    silent     the layer is driven, and is wrong: the only verdict that must not occur
 
-`PROGRAMS` are written by hand. `random_program` inserts an operation at a random place. By command, so many of them:
+`PROGRAMS` are written by hand. `random_program` inserts an operation at a random place. To judge many random programs:
 
     python -m tests.harness.zoo --programs 2000 --seed 0
 """
@@ -64,7 +65,7 @@ def forward(self, x):
     y = self.weight * y
     return y
 """
-MADE_UP = "transformers.models.zoo"  # code of one's own is not read
+MADE_UP = "transformers.models.zoo"  # only transformers' code is read
 SOURCES = {"attention": ATTENTION, "q norm": NORM}
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
@@ -73,12 +74,12 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 class Program:
     """Describes a known forward with some lines changed.
 
-    changes    pairs of what stands in its source, and what stands there instead
-    setup      statements that give the module what the lines need, so that they do nothing; see `change`
-    activate   statements that have them do something
-    of         whose forward: a key of `SOURCES`
-    given      further arguments, once it is active
-    expected   what `judge` is to say, where that is certain
+    changes    pairs of a text in the source, and the text that replaces it
+    setup      statements that set the attributes that the changed lines use, so that the lines do nothing; see `change`
+    activate   statements that give the changed lines an effect
+    of         the forward that is changed: a key of `SOURCES`
+    given      further arguments of the active forward
+    expected   the verdict of `judge`, where it is certain
     """
 
     changes: tuple[tuple[str, str], ...] = ()
@@ -90,7 +91,7 @@ class Program:
 
 
 class Scale(torch.autograd.Function):
-    """Does nothing in forward; a factor in backward."""
+    """Returns its input; multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -103,7 +104,7 @@ class Scale(torch.autograd.Function):
 
 
 class Times(nn.Module):
-    """Scales a layer."""
+    """Multiplies its input by a parameter."""
 
     def __init__(self, size=()):
         super().__init__()
@@ -124,7 +125,7 @@ class OwnCall(nn.Linear):
 
 
 def scaling(forward):
-    """Decorate a forward; `functools.wraps` hides it."""
+    """Decorate a forward to multiply its output; `functools.wraps` hides the decorator."""
 
     @functools.wraps(forward)
     def wrapped(self, *args, **kwargs):
@@ -156,7 +157,7 @@ def compiled(source, changes, names):
 
 
 def change(module, statements):
-    """Run statements on a module, ``self``, and on the names that its forward sees, ``names``."""
+    """Run statements, in which ``self`` is the module and ``names`` are the globals of its forward."""
     exec(statements, globals(), {"self": module, "names": type(module).forward.__globals__})
 
 
@@ -170,7 +171,7 @@ def config():
 
 
 def build(program, own_config=None):
-    """Make a decoder layer with the program in it, in fp64, and the module whose forward it is."""
+    """Return a decoder layer in fp64 that contains the program, and the module whose forward is the program."""
     cfg = own_config or config()
 
     def kind(of, base):
@@ -191,7 +192,7 @@ def build(program, own_config=None):
 
 
 def judge(program):
-    """Return what becomes of a program, and why."""
+    """Return the verdict on a program, and the reason."""
     layer, module = build(program)
     attention = layer.self_attn
     try:
@@ -226,7 +227,7 @@ def parameter(value):
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
 
-# Operations that do nothing at first: a line that is inserted, where {x} is what they are applied to, its setup, and what activates it.
+# Operations, most of which do nothing at first: the line to insert, where {x} is the operand; the setup; the activation.
 OPERATIONS = {
     "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", "self.bound = 1e6", "self.bound = 0.5"),
     "abs": ("{x} = {x}.abs()", "", ""),
@@ -266,7 +267,7 @@ OPERATIONS = {
     "sorted by a global": ("{x} = {x}.sort(1).values if FLAG else {x}", "names['FLAG'] = False", "names['FLAG'] = True"),
 }  # fmt: skip
 
-# Where a line may be inserted: behind which line of a source, for which names.
+# For each source, the lines behind which an operation may be inserted, and its possible operands (a letter each).
 PLACES = {
     "attention": {
         "x = hidden_states": "x",
@@ -290,7 +291,7 @@ def inserted(of, place, x, operation):
 
 
 def random_program(seed):
-    """Insert an operation of `OPERATIONS` at a random place; return its name, too."""
+    """Insert a random operation of `OPERATIONS` at a random place; return a description and the program."""
     draw = random.Random(seed)
     of = draw.choice(("attention", "attention", "attention", "q norm"))
     place = draw.choice(list(PLACES[of]))
@@ -298,7 +299,7 @@ def random_program(seed):
     return f"{operation}, of {x} in {of} behind {place}", inserted(of, place, x, operation)
 
 
-# Programs that no inserted line makes.
+# Programs written by hand.
 
 
 def before(place, line):
@@ -306,7 +307,7 @@ def before(place, line):
 
 
 def fusing(line):
-    """Make q, k and v of one projection."""
+    """Replace the three projections by ``line``, which computes q, k and v with one projection."""
     return (
         ("q = self.q_proj(x).view(shape)", line),
         ("    k = self.k_proj(x).view(shape)\n", ""),
@@ -331,7 +332,7 @@ ROTATES_IF_GIVEN = (
 
 
 def rotating(q):
-    """Have apply_rotary_pos_emb return another ``q``, a line of code."""
+    """Make apply_rotary_pos_emb return another q: ``q`` is an expression in the rotated q."""
     named = "rotated_as_ever = apply_rotary_pos_emb\ndef apply_rotary_pos_emb(q, k, cos, sin):\n"
     return (("def forward", f"{named}    q, k = rotated_as_ever(q, k, cos, sin)\n    return {q}, k\n\ndef forward"),)
 

@@ -8,9 +8,9 @@ Note [Operations, not numbers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 To run a forward on some numbers and look at the results proves little: a clamp at 8, a temperature
 of 1 and a gate of 0 don't change small numbers. So operations are judged by their names. One
-operation that is not allowed makes the code unknown. So does a comparison of sizes or dtypes, since
-the code could then compute something else in another call. Third-party code, whose result could
-depend on anything, and which could write anywhere, is never run.
+operation that is not allowed makes the code unknown. A comparison of sizes or dtypes does as well,
+since the code could then compute something else in another call. Third-party code never runs: its
+result could depend on anything, and it could write anywhere.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOVES = frozenset(
 )
 
 
-# The modules that code may use; the prefixes of torch's functions that return torch's state; and
-# names with which code can reach objects that it doesn't name.
+# In order: modules that code may use; prefixes of torch's functions that return torch's state;
+# names by which code reaches objects without naming them; opcodes that import or set a global.
 _MODULES = {math, torch, torch.functional, nn, nn.functional}
 _QUESTIONS = "is_", "are_", "get_"
 _INDIRECT = frozenset("super __class__ globals vars eval exec __import__".split())
@@ -81,7 +81,7 @@ class LoadedGlobal(NamedTuple):
 class Size(int):
     """A size of a tensor that varies between calls: the batch, the sequence, or a multiple of one.
 
-    Code may only use it as the size of another tensor. Every other use fails.
+    Code may only use a `Size` as the size of another tensor. Every other use fails.
     """
 
     accounting: Accounting

@@ -133,15 +133,15 @@ class Read:
 
 
 class Reader:
-    """Determines the `Reading` of a layer, once more if something that it depends on has changed.
+    """Determines the `Reading` of a layer, and again after a change that may affect the reading.
 
-    `transformers.layers` makes one for each attention layer, in `enable`.
+    In `enable`, `transformers.layers` makes one `Reader` for each attention layer.
 
     Args:
         where: The layer's name.
         module: The layer.
-        known: The readers of other layers. If the reading of one of them also describes this layer,
-            it is shared; otherwise this reader is added to the list.
+        known: The readers of other layers. If one of their readings also describes this layer, this
+            reader shares that reading. Otherwise, this reader is added to the list.
 
     Attributes:
         read: The reading, with the attributes and globals that it depends on.
@@ -172,7 +172,7 @@ class Reader:
         """Return the current keywords of the attention function; called in each call of the layer.
 
         Raises:
-            RuntimeError: on this rank, if the layer no longer computes what it did in `enable`.
+            RuntimeError: on this rank, if the layer's computation has changed since `enable`.
         """
         if changes := self.read.changed(module):  # guard: read again where something changed
             now, reason = None, ""
@@ -200,8 +200,8 @@ def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
             module = getattr(module, step, MISSING)
     if module is value:
         return False
-    # A different tensor counts as changed, whatever its values, and so does a parameter instead of
-    # a constant, since it is trained. (``!=`` with a tensor would return a tensor.)
+    # Another tensor counts as changed, whatever its values. So does a parameter in place of a
+    # constant, since training changes a parameter. (``!=`` with a tensor would return a tensor.)
     return isinstance(module, Tensor) or isinstance(value, Tensor) or module != value
 
 
@@ -243,8 +243,8 @@ def _read_cases(module: Any) -> Read:
     lookups: dict[Any, Lookup] = {}
     rotary = functools.cache(rotary_of)  # All cases call it with the same arguments.
     first, options, is_optional = None, dict[bool, dict[str, Any]](), False
-    # In a last case without tables, the forward may omit the rotation (`is_optional`). It is given
-    # position_ids, so that a forward which would compute tables from them raises Unknown.
+    # The last case has no tables, so the forward may omit the rotation (`is_optional`). The case
+    # has position_ids, so that a forward that computes tables from position_ids raises Unknown.
     for case in [*CASES, Case(True, True, True, gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
@@ -278,7 +278,7 @@ def _read_cases(module: Any) -> Read:
 
 
 class _Interpreted(Trace):
-    """A trace whose labels are followed backwards, from the results to the inputs.
+    """Follows the labels of a trace backwards, from the results to the inputs.
 
     `reading` returns the computation. All other methods are its helpers, and raise Unknown for
     anything that a `Reading` can't express.
@@ -347,7 +347,9 @@ class _Interpreted(Trace):
         return reading, constants
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
-        """Raise Unknown unless `SelfAttention` would call each child as often, for all its rows.
+        """Raise Unknown if the forward calls its children otherwise than `SelfAttention` does.
+
+        `SelfAttention` calls each projection and norm once, and uses all rows of a projection.
 
         Args:
             chains: The different chains of q, k and v (`Source.chain`).

@@ -114,7 +114,7 @@ def defined_in(function: Any) -> str:
 
 
 def _packages_of(function: Any) -> list[str]:
-    """Return the packages that define a function's decorators, outermost first, and itself."""
+    """Return the packages of a function's decorators, outermost first, then of the function."""
     packages = [defined_in(function).split(".")[0]]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

@@ -1,7 +1,7 @@
 """Schedules probes, and describes what differs in a probe.
 
-A probe (`transformers.probe`) compares a layer's own forward with its replacement, which verifies
-the reading of the forward by its results.
+A probe (`transformers.probe`) runs a layer's own forward and its replacement on the same input, and
+compares the results, to verify the reading of the forward.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class ProbeSchedule:
 
 
 def first_difference(named: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """Describe the first difference between pairs of tensors (own, driven), by name.
+    """Describe the first pair of tensors that differ, by name.
 
+    A pair holds a result of the layer's own forward, and the same result of its replacement.
     Returns "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
     """
     is_seen = True
@@ -76,8 +77,8 @@ def _describe_difference(own: Tensor, driven: Tensor) -> str:
         return "" if torch.equal(own, driven) else " differs"
     # Detach, so that autograd saves nothing: a checkpoint around the module counts saved tensors.
     own, driven = own.detach(), driven.detach()
-    # If a number overflows in one tensor, the other must have at least half of the largest number
-    # there, with the same sign.
+    # Where a number overflows in one tensor, the number in the other must be at least half of the
+    # dtype's largest number, with the same sign.
     limit, finite = torch.finfo(own.dtype).max / 2, own.isfinite() & driven.isfinite()
     unlike = (own.abs() < limit) | (driven.abs() < limit) | (own.sign() * driven.sign() < 0)
     if bool(unlike[~finite].any()):

@@ -134,8 +134,8 @@ class _Call:
         """Return whether the function and ``rotary`` agree bit for bit on random q and k.
 
         Args:
-            rotary: The rotary embedding to compare with. If it is partial, both get narrower
-                tables, which rotate all dims except the last two.
+            rotary: The rotary embedding to compare with. If ``rotary`` is partial, the tables are
+                narrower, and rotate all dims except the last two.
 
         Raises:
             Unknown: if the function uses an operation that is not allowed.

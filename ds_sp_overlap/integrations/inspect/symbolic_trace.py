@@ -62,7 +62,7 @@ class TracedOutput:
     Attributes:
         name: The name of the child that the stand-in replaces; empty for a rotary function.
         input: The labels that the stand-in was given.
-        labels: The labels that it returned, which are new.
+        labels: The new labels that the stand-in returned.
     """
 
     name: str
@@ -82,7 +82,7 @@ class TracedOutput:
         return rows if is_equal and self.labels.numel() == self.input.numel() else None
 
     def before(self, heads: Tensor, rows: Tensor) -> Tensor:
-        """Return ``heads`` as they were before these ``rows`` of the output were computed."""
+        """Return ``heads`` with these ``rows`` of the output replaced by rows of the input."""
         # Input and output have the same order of rows.
         width = self.labels.shape[-1]
         return torch.cat((self.input.reshape(-1, width)[rows], heads[..., width:]), -1)
@@ -217,7 +217,7 @@ class ChildProxy(Proxy):
     def _is_identity(self) -> bool:
         """Return whether the child is ``nn.Identity``, or a dropout that drops nothing.
 
-        Records the attributes that this depends on as lookups. Fails for a dropout that drops.
+        Records as lookups the attributes that decide this. Fails for a dropout that drops.
         """
         trace, (name,), module = self._trace, self._path, self._value
         if has_own_call(module):
@@ -264,7 +264,7 @@ class Trace(Accounting):
         mask: The `Opaque` that replaces the mask; None without a mask.
         tables: The position embeddings (cos, sin), each labels [b, s, 2].
         position_ids: The `Opaque` that replaces the positions.
-        further_keywords: The values of these keywords; empty if the forward doesn't accept any.
+        further_keywords: The values of the further keywords that are passed, by name.
         widths: The number of output features of each child; None if the child doesn't have one.
         outputs: The outputs of the children, in the order of their calls.
         rotations: The calls of rotary functions: the function, its arguments in the form that
@@ -294,7 +294,7 @@ class Trace(Accounting):
         self._label_count = 0
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
-        # Do this before `Accounting` begins: ZeRO-3 runs its own code when a weight is looked up.
+        # Read widths before `Accounting` begins: ZeRO-3 runs code of its own for every weight read.
         children = module._modules.items()
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
@@ -373,7 +373,7 @@ class Trace(Accounting):
     def _rotate(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a rotary function, for `rotary_function.rotary_of`.
 
-        Returns labels for each positional argument that is a tensor, but no table.
+        Returns labels for each tensor among the positional arguments, except the tables.
         """
         tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
         sizes = {self.batch: "batch", self.seq: "seq"}

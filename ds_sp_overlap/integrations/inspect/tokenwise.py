@@ -1,7 +1,7 @@
 """Checks that a norm or an MLP computes each token independently of the other tokens.
 
-Its code must be torch's, transformers' or PEFT's. A copy of the module with random weights runs on
-all tokens at once, then on the tokens in parts. Outputs and gradients must agree. See Note [Alike
+The module's code must be torch's, transformers' or PEFT's. A copy with random weights runs on all
+tokens at once, then on the tokens in parts. Outputs and gradients must agree. See Note [Alike
 tokens].
 
 Note [Alike tokens]
@@ -49,7 +49,7 @@ class _RankOneLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        # Computed only for code that reads it, since it may be large.
+        # Compute the weight only for code that reads it, since the weight may be large.
         with torch._C.DisableTorchFunction():
             return torch.outer(self.out, self.into)
 
@@ -104,7 +104,7 @@ def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
 
     Called in `enable`, and again if the layer has changed. A random copy runs on the CPU; the
     module itself doesn't run. A module without children is a norm, which has parameters, but no
-    buffers. Others may consist of linear layers, of modules without parameters, and of
+    buffers. Other modules may consist of linear layers, of modules without parameters, and of
     transformers' modules.
 
     Args:

@@ -40,16 +40,16 @@ from .registration import refusal_of
 # transformers' own flash attention separates documents by their edges (``cu_seq_lens_q``) or by
 # position_ids. With position_ids, the host would wait for the device in every call, for the number
 # of documents. So this package passes the edges, which the host knows. A third-party flash
-# attention may accept only position_ids, and reads them only for a batch of one row. So a batch of
-# several rows with several documents is one call for each row.
+# attention may accept only position_ids, and may read them only for a batch of one row. For such a
+# function, a batch of several rows with several documents becomes one call for each row.
 
 # Note [Queries of a share]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 # If ranks share heads, a call has the queries of a range of tokens only, and the keys end where the
 # queries end. Without a mask, transformers' sdpa would align the first query with the first key:
 # a wrong result without an error. So sdpa is given a mask that aligns the last query with the last
-# key. ``causal_lower_right`` holds no values: it tells CUDA's fused kernels to align so. Flash
-# attention aligns so by default, from flash-attn 2.1 on.
+# key. ``causal_lower_right`` holds no values; it makes CUDA's fused kernels use this alignment.
+# Flash attention uses this alignment by default, from flash-attn 2.1 on.
 
 
 _FLASH = AttentionFunction(
@@ -87,7 +87,7 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
 def why_no_share(module: Any) -> str:
     """Explain why a layer's attention can't attend with a range of the queries; empty if it can.
 
-    It needs to do so only if ranks share query heads. See Note [Queries of a share].
+    Attention gets a range of the queries only if ranks share heads. See Note [Queries of a share].
     """
     name, (_, known) = module.config._attn_implementation, function_of(module)
     if not known.takes_queries:
@@ -110,7 +110,7 @@ def attention_of(name: str, module: Any) -> Callable | str:
 
 
 def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``attend``; without its parameter ``queries`` if the layer needs all queries at once.
+    """Return ``attend``, but hide its parameter ``queries`` if the layer needs all queries at once.
 
     `shares_of` looks for this parameter.
     """
@@ -121,7 +121,7 @@ def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callabl
 def _aligns_top_left() -> bool:
     """Return whether transformers' flash attention aligns queries with the first keys."""
     library = sys.modules["transformers.modeling_flash_attention_utils"]
-    # Without this function, transformers supports no flash-attn that does so; ``bool()`` is False.
+    # A transformers without this function supports no such flash-attn; ``bool()`` returns False.
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
@@ -164,10 +164,10 @@ def local_attention(
         v: [b, s, h_kv', d].
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
-        options: Further keywords of the attention function. In one dict, a tensor such as the
-            labels [b, s/P] of Trainer is not mistaken for one with a slice for each head.
+        options: Further keywords of the attention function. They come in a dict, so that a tensor
+            such as Trainer's labels [b, s/P] is not mistaken for a tensor with slices for heads.
         queries: The range of tokens whose queries ``q`` holds; None for all tokens.
-        **per_head: The keywords with a slice for each head, those of the heads of ``q``.
+        **per_head: Keywords that have a slice for each head; here, the slices of the heads of q.
 
     Returns:
         o [b, n, h', d].
@@ -233,9 +233,9 @@ def _with_mask(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Attend within documents [n, length, h, d]; the queries belong to the last tokens of each.
+    """Attend within documents [n, length, h, d], with a mask if the attention function needs one.
 
-    Gives the attention function a mask where it needs one.
+    The queries belong to the last tokens of each document.
     """
     length, keys, mask = q.shape[1], k.shape[1], None
     if window is not None and window < keys:
@@ -283,8 +283,8 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     """Correct q [b, s/P, h, d] for Llama 4's ``attn_temperature_tuning``.
 
     In a layer without RoPE, `Llama4TextAttention.forward` multiplies q by a factor that depends on
-    the position, which it counts from the first token of this rank. This function replaces these
-    factors by those of the positions in the global sequence. It returns q of other layers as it is.
+    the position, and counts positions from the first token of this rank. This function replaces the
+    factors by those of the positions in the global sequence. q of other layers stays as it is.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -298,7 +298,7 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
 
 
 class Layer:
-    """An overlapped attention layer: its whole forward is replaced, or its attention function.
+    """An overlapped attention layer, with either its whole forward or its attention replaced.
 
     Args:
         name: The layer's name.
@@ -417,7 +417,7 @@ class FunctionLayer(Layer):
         """Attend over the global sequence. Collective.
 
         Args:
-            stock: The attention function that the table had before; stock Ulysses may be in it.
+            stock: The attention function that the `Dispatch` replaced, maybe with stock Ulysses.
             mask: The attention mask that the layer is given.
             options: The keywords of the attention function.
             *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. If latents are exchanged, k holds the
@@ -479,15 +479,15 @@ class FunctionLayer(Layer):
 class Dispatch:
     """An attention function that overlaps some layers, and passes on the calls of all others.
 
-    transformers calls it in every forward of every layer of its implementation, in all models of
-    the process. It is in transformers' table from `FunctionLayer.bind` until its last layer is
-    restored.
+    transformers calls this object in every forward of every layer of an attention implementation,
+    in all models of the process. The object is in transformers' table from `FunctionLayer.bind`
+    until its last layer is restored.
 
     Args:
-        before: The attention function that it replaces.
+        before: The attention function that this object replaces.
 
     Attributes:
-        layers: The layers that it overlaps. A weak dictionary, which keeps no model alive.
+        layers: The overlapped layers. A weak dictionary, which keeps no model alive.
     """
 
     def __init__(self, before: Callable):

@@ -41,8 +41,8 @@ class Checkpoints:
         config: The ``sp_overlap`` section.
 
     Attributes:
-        around: By name, the modules that can be checkpointed and that are or contain one of
-            ``layers``, as they were in `enable`.
+        around: The modules at the time of `enable` that can be checkpointed, and that are or
+            contain one of ``layers``; by name.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Checkpoints:
                         '{"use_reentrant": False} it is kept'
                     )
                     continue
-                # All of transformers' functions except torch's checkpoint offload the inputs.
+                # transformers uses torch's checkpoint, and functions that offload the inputs.
                 moves = getattr(function, "func", function) is not checkpoint
                 offloads = self.config.keeps_where_possible and moves
                 saving = functools.partial(keep_attention, offloads)

@@ -1,8 +1,8 @@
 """Replaces the forward of a transformers model around its overlapped attention layers.
 
-A layer needs the positions and masks of all ranks before it attends. To gather them in every layer,
-as stock Ulysses gathers positions, costs a collective per layer. Here the forward of the model
-itself is rebound (`Host`): it gathers them once, and the layers look them up in `Forwards`.
+A layer needs the positions and masks of all ranks before it attends. Stock Ulysses gathers
+positions in every layer, which costs a collective per layer. Here the forward of the model itself
+is rebound (`Host`): it gathers positions and masks once; the layers look them up in `Forwards`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Forwards:
         masks: The placeholders that layers are given instead of masks.
         running: The forward that is running, the innermost if they are nested; None between
             forwards.
-        fallible: By name, the layers that fall back to a simpler method if a hook or an adapter on
-            some rank requires it. They then exchange other tensors, so all ranks must fall back
-            together. ``must_fall_back()`` of a layer returns whether this rank requires it. Each
-            forward of the model sets the layer's attribute ``falls_back``: whether any rank does.
+        fallible: The layers, by name, that may fall back to a simpler method because of a hook or
+            an adapter. A layer that falls back exchanges other tensors, so if one rank must fall
+            back, all ranks do. ``must_fall_back()`` of a layer returns whether this rank must. Each
+            forward of the model sets the layer's attribute ``falls_back``: whether any rank must.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
@@ -56,7 +56,7 @@ class Forwards:
         self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def fallbacks(self) -> list[str]:
-        """Return the names of the layers that fall back on this rank, in ascending order."""
+        """Return the names of the layers that must fall back on this rank, in ascending order."""
         names = []
         for name, layer in self.fallible.items():
             # True also if a module is missing; the layer's own call will raise the error.
@@ -160,7 +160,7 @@ class Host:
     """A model that contains overlapped layers, with the forward that replaces its own.
 
     Each of several nested models has a host. Only the outermost model that is called gathers. A
-    model that is called meanwhile, but is not nested in it, gathers separately.
+    model that this model calls, but that is not a submodule of it, gathers separately.
 
     Attributes:
         name: The model's name, for errors.
@@ -186,7 +186,7 @@ class Host:
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gather positions and masks of all ranks, and run the model's own forward.
 
-        Collective. Returns what the model's own forward returns.
+        Collective. Returns the result of the model's own forward.
         """
         outer, masks = self.forwards.running, self.forwards.masks
         # Don't gather if an outer model has done so, or if stock Ulysses is off in evaluation.
@@ -221,7 +221,7 @@ class Host:
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
 
-        That code fails without tokens: only this rank would raise, and the others would wait.
+        transformers' code fails without tokens: only that rank would raise; the others would wait.
         """
         if self.own_code and 0 in lengths:
             raise ValueError(
@@ -304,9 +304,8 @@ def run_with_largest_position(
             f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
             "of the whole sequence, which is known in the model's forward only; call the model"
         )
-    # From the positions of one rank, the embedding would choose wrong frequencies. So it is given
-    # the largest position of the global sequence as an additional token, whose row in the tables is
-    # removed afterwards.
+    # From the positions of one rank, the embedding would choose wrong frequencies. So add a token
+    # at the largest position of the global sequence, and remove its row from the tables afterwards.
     token, most = position_ids[..., :1], sequence.largest_position
     largest = torch.full_like(token, most)  # guard: the longest of all ranks
     tables = own(x, torch.cat([position_ids, largest], -1), *args, **kwargs)

@@ -111,8 +111,8 @@ class _Search:
         named: The modules of the model by name.
         mixers: The recurrent and convolutional layers by name.
         layers: The layers found so far.
-        hosted: By the name of each model around overlapped layers: its first attention layer, or
-            the model itself if all its layers are mixers.
+        hosted: The first attention layer of each model around overlapped layers, by the name of
+            the model; the model itself if all its layers are mixers.
         own_code: The names of layers that run transformers' code on this rank's tokens.
         saving: The layers whose attention is saved over checkpoints.
         known: The readers of forwards so far; layers that are alike share a reading.

@@ -1,9 +1,9 @@
 """Finds mixers (recurrent and convolutional layers) in transformers models, and rebinds them.
 
-A mixer is recognised by the source of its forward. `MixerLayer` replaces the forward. It calls the
+A mixer is recognised by the source of its forward. `MixerLayer` replaces the forward, and calls the
 same functions for convolution and scan: those of transformers, or the kernels that replace them in
 transformers. Functions that fuse the scan with the gate or the output projection can't be used,
-since states or heads are exchanged between the two.
+since states or heads are exchanged after the scan.
 
 Each document begins with an empty state, and the convolution does not read tokens before its
 document, so padding in front of a document has no effect. transformers zeroes padding instead, and

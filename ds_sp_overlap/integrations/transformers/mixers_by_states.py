@@ -26,7 +26,7 @@ def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor]
     biases: Sequence[Tensor | None] = [None] * len(sizes)
     if projection.bias is not None:
         biases = projection.bias.split(sizes)
-    # ``split``, since its backward concatenates the gradients of the parts in one pass.
+    # Use ``split``: its backward concatenates the gradients of the parts in one pass.
     pairs = zip(projection.weight.split(sizes), biases)
     return [functools.partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
 

@@ -244,9 +244,9 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def hides_arguments(model: nn.Module) -> bool:
-    """Return whether the forward of a model's class takes ``*args``, as a wrapper around it does.
+    """Return whether the forward of a model's class takes ``*args``, as a wrapped forward may.
 
-    Its parameters then don't show whether the model takes tokens.
+    The parameters then don't show whether the model takes tokens.
     """
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
@@ -291,7 +291,7 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
         ValueError: if another module mixes tokens.
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
-    # The innermost models around attention layers. Convolutions elsewhere, of images, are harmless.
+    # The innermost models around attention layers. Convolutions in other models are harmless.
     around = (models_around(name, modules) for name in attention)
     decoders = {models[0][1] for models in around if models}
     # Decoder layers and whole models take masks and caches only to pass them to their children.

@@ -1,15 +1,15 @@
 """Compares the own forward of a transformers attention layer with its replacement (a probe).
 
-From the hidden states and rotary tables of the call, both compute q, k, v and the output, and both
-are differentiated. See `inspect.probe`, and Note [Nobody sees a probe].
+From the hidden states and rotary tables of the call, both compute q, k, v, the output, and the
+gradient of the hidden states. See `inspect.probe`, and Note [Nobody sees a probe].
 
 Note [Nobody sees a probe]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module of the user may count its calls: in an attribute of its class, in a global, in a log, by a
 hook. So a probe calls no module of the layer. The own forward and the replacement both call a
-`_StandIn` instead of each projection and each norm. The comparison loses nothing by this: both
-would call the same module, and the probe compares the computation before and after it. The code of
-the layer's own forward is transformers' own, or else it would not be known (`inspect.accounting`).
+`_StandIn` instead of each projection and each norm. Both would call the same modules, so the probe
+only needs to compare the computation around these modules. The code of the layer's own forward is
+transformers' own: the forward of other code is never known (`inspect.accounting`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def refuse_difference(
 ) -> None:
     """Compare a layer's own forward with its block. Collective; see `difference` for arguments.
 
-    `Driven` does so in the first call of one layer of each kind, before any exchange.
+    `Driven` calls this in the first call of one layer of each kind, before any exchange.
 
     Raises:
         RuntimeError: on all ranks, if there is a difference on any rank.

@@ -2,8 +2,8 @@
 
 ``UlyssesSPAttentionHF.register_with_transformers``, which Accelerate, Trainer and TRL call, raises
 an error for head counts that don't divide by the sp size, before there is a model to overlap.
-`install` makes it return its mpu anyway. DeepSpeed's error is then raised by the first attention of
-a layer that is not overlapped.
+`install` makes the registration return its mpu anyway. The first attention of a layer that is not
+overlapped then raises DeepSpeed's error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def install() -> None:
     """
     try:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    except ImportError:  # einops is missing, without which nobody can register it
+    except ImportError:  # einops is missing, so nobody can register stock Ulysses
         return
     original_init, original_forward = UlyssesSPAttentionHF.__init__, UlyssesSPAttentionHF.forward
     signature = inspect.signature(original_init)
@@ -65,8 +65,8 @@ def install() -> None:
             if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
                 raise
             reason = str(error)
-        # Run the constructor again with counts that it supports, which sets everything except what
-        # stock's own exchange needs; then set the true counts.
+        # Run the constructor again, with counts that it supports. Only stock's own exchange needs
+        # the attributes that are now wrong. Then set the true counts.
         arguments["attn_head_count"] = arguments["kv_head_count"] = size
         original_init(*bound.args, **bound.kwargs)
         stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads

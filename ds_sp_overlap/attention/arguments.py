@@ -1,4 +1,4 @@
-"""Binds the extra arguments of a local attention, and finds the modules and tensors it holds.
+"""Binds a local attention to its extra arguments, and finds the modules and tensors it holds.
 
 An extra argument is any argument beside q, k and v.
 """
@@ -21,9 +21,9 @@ from .runtime.execution import Call
 
 @dataclass(frozen=True)
 class PerHead:
-    """An argument of local attention that has a slice for each query head: slopes, biases, sinks.
+    """Wraps an argument of local attention that has a slice for each query head (slopes, sinks).
 
-    `bind_arguments` gives each call of the local attention the slices of that call's heads.
+    `bind_arguments` gives each call of the local attention the slices of the call's heads.
 
     Attributes:
         tensor: [h, ..]. The slices of all query heads.
@@ -46,11 +46,11 @@ class PerHead:
 
 @dataclass(frozen=True)
 class ForAllHeads:
-    """An argument of local attention that applies to all heads, whatever its shape.
+    """Wraps an argument of local attention that applies to all heads, whatever its shape.
 
-    A bare tensor with a dimension as long as a rank's number of heads may have a slice for each
-    head, so it costs the layer its head groups (`call_geometry`). This wrapper rules that out. The
-    local attention receives the wrapper and reads ``tensor`` from it.
+    If a dimension of a bare tensor is as long as a rank's number of heads, the tensor may have a
+    slice for each head, so the layer runs in one head group (`call_geometry`). A wrapped tensor
+    does not have this effect. The local attention receives the wrapper and reads its ``tensor``.
 
     Attributes:
         tensor: A tensor of any shape, or None.
@@ -65,8 +65,8 @@ def bind_arguments(
     """Bind the arguments of a local attention beside q, k and v.
 
     Returns:
-        An `execution.Attend`. It passes the bound arguments to the local attention; of each
-        `PerHead`, it passes the slices of the group's heads.
+        An `execution.Attend`, which passes the bound arguments to the local attention. In place of
+        a `PerHead`, the local attention gets the slices of the group's heads.
     """
     geometry = call.geometry
     has_slices = any(isinstance(x, PerHead) for x in (*args, *kwargs.values()))
@@ -114,7 +114,7 @@ def modules_of(attend: Any) -> list[nn.Module]:
 
 
 def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
-    """Return the tensors that an attention may read beside its arguments, as far as found.
+    """Return the tensors that an attention may read beside its arguments, if they can be found.
 
     These are: parameters, buffers and attributes of its modules (`modules_of`); tensors in its
     partials and closures; attributes of the objects in its partials and closures, and of the
@@ -122,8 +122,8 @@ def tensors_of(attend: Any, without: Iterable[nn.Module] = ()) -> list[Tensor]:
 
     Args:
         attend: The local attention.
-        without: Modules whose parameters are left out, such as the layer's projections and norms:
-            attention does not read them, even if a closure of it reaches the whole layer.
+        without: Modules whose parameters are left out: the layer's projections and norms. Local
+            attention does not read these, even if one of its closures holds the whole layer.
     """
     held: list[Any] = []
     for x in _made_of(attend):
@@ -148,5 +148,5 @@ def _made_of(attend: Any) -> Iterator[Any]:
     yield attend
     yield getattr(attend, "__self__", None)
     for cell in getattr(attend, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # the variable has no value now
+        with contextlib.suppress(ValueError):  # a closure's variable may have no value yet
             yield cell.cell_contents

@@ -17,8 +17,8 @@ from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
 make_geometry = lru_cache(maxsize=4096)(Geometry)
-# Why copy engines exclude shares: where ranks share query heads, the parts of an exchange may be
-# equal on one rank and unequal on another.
+# Tells users why copy engines can't run where ranks share query heads: the parts of an exchange may
+# then be equal on one rank and unequal on another.
 EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
@@ -28,7 +28,8 @@ class Tokens(NamedTuple):
     Attributes:
         batch_first: Whether tensors are [b, s/P, ..] instead of [s/P, b, ..].
         lengths: Local sequence length of every rank, in tokens; None where all are the same.
-        query_chunks: As for `Geometry`; ignored where no ranks share query heads.
+        query_chunks: For each share of the queries, its ranges of tokens; None for the default of
+            `Geometry`. Ignored where no ranks share query heads.
     """
 
     batch_first: bool
@@ -55,11 +56,11 @@ def geometry_of(
         tokens: The tokens of the call.
         extra: Arguments of the local attention beside q, k and v. A tensor that may have a slice
             for each head of a rank makes the layer run in one head group.
-        attend: As for `shares_of`.
+        attend: The local attention; or, if all queries are needed at once, a text that says why.
 
     Raises:
-        ValueError: for a `PerHead` without a slice for each head, for ``tokens`` that don't fit,
-            and as `Geometry` and `shares_of` do.
+        ValueError: for a `PerHead` that lacks slices, for ``tokens`` that don't fit ``x``, or for
+            values that `Geometry` or `shares_of` refuses.
     """
     sp_group, (heads, kv_heads) = layer.sp_group, all_heads
     batch, local_seq = x.shape[:2] if tokens.batch_first else (x.shape[1], x.shape[0])
@@ -69,7 +70,7 @@ def geometry_of(
     # Cached, so that the signature of the attention is read once a layer and not in every call.
     chosen = layer.shares_and_groups.get(all_heads)
     if chosen is None:
-        # The layer may have been given this transport as an object, which the config doesn't name.
+        # The config does not name the transport if the caller passed a `CopyEngine` object.
         if isinstance(sp_group.transport, CopyEngine):
             attend = EQUAL_PARTS
         shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
@@ -80,7 +81,8 @@ def geometry_of(
     for argument in extra:
         if isinstance(argument, PerHead):
             argument.check(heads)
-    # Without shares the chunks have no effect. Leaving them out lets more calls share one object.
+    # Without shares, query chunks have no effect. Leave them out, so that more calls share one
+    # cached `Geometry`.
     query_chunks = tokens.query_chunks if shares > 1 else None
     nodes = sp_group.nodes if layer.config.kv_once_per_node else None
     counts, how = (batch, heads, kv_heads, groups), (tokens.batch_first, shares)
@@ -109,18 +111,18 @@ def shares_of(
     kv_heads: int,
     attend: Callable[..., Any] | str,
 ) -> int:
-    """Return r, the number of ranks that share query heads; see Note [Shares] in `shares`.
+    """Return r, the number of ranks that share the same heads; see Note [Shares] in `shares`.
 
     Args:
         config: The ``sp_overlap`` section.
         sp_size: ``P``.
         heads: ``h``.
         kv_heads: ``h_kv``.
-        attend: The local attention; or a text that says why it needs all queries at once.
+        attend: The local attention; or, if all queries are needed at once, a text that says why.
 
     Raises:
-        ValueError: if the config asks for r > 1, or there are fewer heads than ranks, but the layer
-            can't attend with a share of the queries.
+        ValueError: if the layer can't attend with a share of the queries, but the config asks for
+            r > 1, or there are fewer heads than ranks.
     """
     asked = config.shares
     shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
@@ -137,7 +139,7 @@ def shares_of(
         )
     else:
         return shares
-    # The config does not ask for shares, and every rank has a head without shares.
+    # The config does not ask for shares, and there are enough heads for all ranks.
     if asked == "auto" and heads >= sp_size:
         return 1
     why = f"sp_overlap.shares is {asked}"
@@ -152,7 +154,7 @@ def shares_of(
 def _may_be_per_head(geometry: Geometry, extra: Iterable) -> bool:
     """Return whether some tensor may have a slice for each head of a rank (a bias, slopes).
 
-    With head groups, every group would wrongly get the slices of the rank's first heads.
+    Such a tensor allows no head groups: every group would get the slices of the first heads.
     """
     # Ranks differ by at most one head. Check for both numbers of heads on every rank, so that all
     # ranks return the same. A tensor with such a dimension by chance only costs head groups.

@@ -2,12 +2,12 @@
 
 Note [Heads alike]
 ~~~~~~~~~~~~~~~~~~
-Head groups call an attention function with some of a rank's heads at a time, and with other heads
-than without groups (`Geometry.groups_first`). If the function has a value for each head (ALiBi
-slopes, a scale of each KV head, a sink), every group silently gets the values of the first heads.
-Nothing outside the function shows this. Its name does not, and a trial run does not, since the
-values may start equal for all heads. So a function that nobody has declared gets all of a rank's
-heads at once, in one head group.
+With head groups, each call of an attention function gets only some of a rank's heads. The rank may
+also have other heads than without groups (`Geometry.groups_first`). If the function has a value for
+each head (ALiBi slopes, a scale of each KV head, a sink), every group silently gets the values of
+the first heads. Nothing outside the function shows this: neither its name, nor a trial run, since
+the values may start equal for all heads. So a function that nobody has declared gets all of a
+rank's heads at once, in one head group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Function = TypeVar("_Function", bound=Callable)
 class AttentionFunction:
     """Holds the properties of an attention function.
 
-    The other fields are described as arguments of `attention_function`.
+    `attention_function` has an argument for each other field, and describes it.
 
     Attributes:
         takes_masks: Whether the function takes a mask [1, 1, n, s]; transformers' sdpa gets a
@@ -44,7 +44,7 @@ class AttentionFunction:
 # The properties of a function that nobody has declared. The function is called as under DeepSpeed's
 # class: with all of a rank's heads, all tokens, their positions and no mask.
 UNKNOWN = AttentionFunction(documents="positions", takes_sinks=True)
-# The declared properties of each function or module, which this dict keeps alive.
+# The declared properties by function or module. The dict keeps the functions and modules alive.
 _declared: dict[Any, AttentionFunction] = {}
 
 
@@ -128,9 +128,9 @@ def in_one_group(config: SpOverlapConfig) -> SpOverlapConfig:
 
 
 def config_for(function: Any, config: SpOverlapConfig, heads_alike: bool) -> SpOverlapConfig:
-    """Return the config of a layer whose local attention is the caller's.
+    """Return the config of a layer that runs a local attention of the caller.
 
-    Unless that attention is known to treat all heads alike, the layer gets one head group, and a
+    If the attention isn't known to treat all heads alike, the layer gets one head group, and a
     warning says so once.
 
     Args:

@@ -20,7 +20,8 @@ class DistributedAttention(nn.Module):
 
     Any number of heads works. Where there are fewer query heads than ranks, ranks share heads
     (Note [Shares] in `shares`); the local attention must then accept ``queries=``. A layer that was
-    made without ``config`` takes the model's ``sp_overlap`` section when `enable` is called.
+    made without ``config`` and ``transport`` takes the model's ``sp_overlap`` section when `enable`
+    is called.
 
     Args:
         local_attention: Attention over the global sequence with this rank's heads. Where ranks
@@ -35,9 +36,9 @@ class DistributedAttention(nn.Module):
         config: An ``sp_overlap`` section.
         transport: The mover of bytes; None for the transport that ``config`` names.
         name: Name of the layer, for errors and logs.
-        heads_alike: Whether the local attention treats all heads alike on all ranks. If False, and
-            `attention_function` does not declare it either, the layer runs in one head group. An
-            attention that has a value for each head only in a `PerHead` counts as alike.
+        heads_alike: Whether the local attention treats all heads alike on all ranks; values for
+            each head in a `PerHead` don't matter. If neither this argument nor
+            `attention_function` declares that heads are alike, the layer runs in one head group.
 
     Raises:
         ValueError: for an unsupported ``scatter_idx``, ``gather_idx`` or ``config``.
@@ -67,7 +68,7 @@ class DistributedAttention(nn.Module):
         self.local_attn, self.num_kv_heads = local_attention, num_kv_heads
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
         self.heads_alike = heads_alike
-        # Whether the layer keeps the config it was made with when `enable` gives the model's.
+        # Whether `enable` leaves the layer's config alone, instead of setting the model's.
         self.has_own_config = config is not None or transport is not None
         parsed = SpOverlapConfig.parse(config or {}).of_own_layer()
         group = sequence_process_group or dist.group.WORLD
@@ -104,16 +105,17 @@ class DistributedAttention(nn.Module):
             rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot], d_rot <= d; applied to q and k after
                 their exchange. None without RoPE.
             *args: More arguments for the local attention, which is called once per head group. A
-                tensor must have the same shape on every rank, except for a dimension of heads.
+                tensor among them must have the same shape on every rank, except for a dimension of
+                heads.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
             **kwargs: More keyword arguments for the local attention.
 
         Returns:
-            As ``query``; 3-D if the local attention returns 3-D.
+            o in the layout of ``query``; 3-D if the local attention returns 3-D.
 
         Raises:
-            ValueError: for tensors or lengths that don't fit together; on all ranks alike in the
-                first call.
+            ValueError: for tensors or lengths that don't fit together. In the layer's first call,
+                all ranks raise.
         """
         tokens, arrive = self._attend.translate(
             query, batch_dim_idx, rotary_pos_emb, sequence_lengths

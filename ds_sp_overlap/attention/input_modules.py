@@ -27,13 +27,15 @@ ROPE = (
 
 @dataclass(eq=False)
 class InputModules:
-    """Makes q, k and v from hidden states, with the modules that `use` gives.
+    """Makes q, k and v from hidden states, with the modules that `use` sets.
 
-    A linear layer projects q, k and v; for q and k, a norm and a rotation follow. The projections
-    are computed in one of two ways (Note [Called whole] in `self_attention`): part by part, by rows
-    of the weights, inside nodes of autograd (`of_call`); or whole, by calling the modules
-    (`whole`). The arguments are those of `SelfAttention`; ``heads`` and ``kv_heads`` are ``h`` and
-    ``h_kv``.
+    Linear layers project q, k and v; for q and k, a norm and a rotation follow. The projections
+    are computed in one of two ways (Note [Called whole] in `self_attention`). Part by part: each
+    part, q, k or v of one head group, is computed from its rows of the weights, inside nodes of
+    autograd (`of_call`). Or whole, by calling the modules (`whole`).
+
+    ``where`` is the layer's name, ``heads`` is ``h`` and ``kv_heads`` is ``h_kv``. `SelfAttention`
+    describes the other arguments.
 
     Attributes:
         projections: The projections of q, k and v, or the fused projection.
@@ -109,7 +111,7 @@ class InputModules:
         return own
 
     def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
-        """Return the rotation for the kernels that pack q and k to apply; None if they can't."""
+        """Return the rotation for the kernels that pack q and k; None if they can't rotate."""
         rope = self.rope
         # A norm after the rotation needs the rotated heads in memory before they are packed.
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
@@ -166,8 +168,8 @@ class InputModules:
     def parameters(self) -> list[Tensor | None]:
         """Return weight and bias of each linear layer, then the parameters of the norms.
 
-        Weights and biases are cast as autocast would cast them. Each linear layer has two places in
-        the list, also without a bias (`products_of`).
+        Weights and biases are cast as autocast would cast them. A missing bias is None in the list
+        (`products_of`).
         """
         parameters = products_of(self.projections, self.plain)
         for norm in self.norms.values():
@@ -175,11 +177,11 @@ class InputModules:
         return parameters
 
     def is_needed(self, part: Part, needs: dict[tuple[Any, ...], bool]) -> bool:
-        """Return whether the gradient of a part is needed: for x, its projection or its norm.
+        """Return whether x, or the projection or norm of a part, needs the gradient of the part.
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
-            needs: For the names of x and of each parameter, whether it needs a gradient.
+            needs: By the name of x or of a parameter, whether this tensor needs a gradient.
         """
         module, norm = self.cuts.rows[part].module, self.cuts.norms.get(part[0], ())
         return any(map(needs.get, [("x",), ("weight", module), ("bias", module), *norm]))
@@ -191,25 +193,26 @@ class InputModules:
         tables: tuple[Tensor, ...],
         saved: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Apply the norm and the rotation to a projected part, and keep its order in memory.
+        """Apply norm and rotation to a projected part; the result has the memory order of the part.
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
             heads: [.., .., h_g, d]. The output of the linear layer, by heads.
             tables: (cos, sin), [.., 1, d_rot] each, without a gradient. Empty for no rotation.
-            saved: In backward, the saved parameters of the norm. None in forward, where the norm
-                uses its own.
+            saved: In backward, the saved parameters of the norm. None in forward: the norm then
+                uses its own parameters.
 
         Returns:
             A tensor of the shape of ``heads``.
         """
         module = self.norms.get(part[0])
-        # Not `__call__`, whose hooks would run for each part: they run once, around all parts.
+        # `__call__` would run the norm's hooks for each part. They run once, around all parts.
         norm: Callable[..., Tensor] | None = None if module is None else module.forward
         if module is not None and saved is not None:
             norm = _with(module, saved)
         ranks = self.cuts.rows[part].ranks
-        # In memory the ranks are the first dimension. Moved there, heads and result are contiguous.
+        # The ranks are the first dimension in memory. Move their dimension to the front, so that
+        # heads and result are contiguous.
         heads = heads.movedim(2, 0) if ranks else heads
         heads = heads if norm is None or self.norm_last else norm(heads)
         heads = self.rope.rotate(heads, *tables) if tables else heads
@@ -222,10 +225,10 @@ class InputModules:
         x: Tensor,
         rotate: Callable[[Tensor], Tensor] | None,
     ) -> Callable[[str, int], Tensor]:
-        """Return a function that gives q, k or v of a head group; it calls projections whole.
+        """Return a function that returns q, k or v of a head group, from projections called whole.
 
-        The function calls a projection when the first part of its output is asked for, and cuts
-        the output into parts. Each part can be asked for once.
+        The first request for a part of a projection's output calls the projection, and cuts its
+        output into parts. Each part can be requested once.
 
         Args:
             call: The call.
@@ -242,7 +245,7 @@ class InputModules:
             if (kind, group) not in pieces:
                 y = self.projections[module](x)
                 # Some linear layers return (y, bias) and leave the bias for their caller to add.
-                # Models drop that bias for q, k and v.
+                # For q, k and v, the callers in models ignore this bias.
                 y = y[0] if isinstance(y, tuple) else y
                 of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
                 pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
@@ -262,8 +265,8 @@ class InputModules:
     def learns(self) -> list[bool]:
         """Return for each of q, k and v whether its projection or its norm requires a gradient.
 
-        The ranks compare this in the layer's first call. `is_needed` decides which gradients
-        backward computes.
+        The ranks compare the result in the layer's first call. It does not decide which gradients
+        backward computes; `is_needed` does.
         """
         learning = []
         for kind, (index, _) in self.of_kinds:
@@ -283,8 +286,8 @@ def _parameters(*modules: Any) -> list[nn.Parameter]:
 def _with(norm: nn.Module, saved: Sequence[Tensor]) -> Callable[..., Tensor]:
     """Return a function that applies ``norm`` with ``saved`` in place of its parameters."""
     own = dict(norm.named_parameters())
-    # Mostly the saved tensors are the norm's own parameters, and `functional_call` would only cost
-    # the host time.
+    # Usually the saved tensors are the norm's own parameters. Then `functional_call` would only
+    # cost the host time.
     if all(parameter is tensor for parameter, tensor in zip(own.values(), saved)):
         return norm
     # The saved tensors differ from the parameters if the caller ran forward by `functional_call`,

@@ -1,19 +1,19 @@
 """Exchanges the latent of latent attention instead of the heads that are expanded from it.
 
-In latent attention k and v of all heads are made of one latent per token, and of one rotated key
-that all heads share. Where these two have fewer numbers per token than the heads that a rank would
-receive (`latents_pay`), they travel in place of the heads, as one KV head that every rank needs:
+In latent attention, k and v of all heads are made from one latent per token, and from one rotated
+key that all heads share. If latent and rotated key have fewer elements per token than the heads for
+one rank (`latents_pay`), they travel in place of the heads, as one KV head that every rank needs:
 
     travels as    q    k         v              o
     tensor        q    latent    rotated key    o
 
-They travel once, with the first head group. On arrival each group expands the latent of the global
-sequence, with those rows of the projection that make its heads on this rank.
+Latent and rotated key travel once, with the first head group. Each group expands the latent of the
+global sequence to the group's heads on this rank, with the projection's rows for these heads.
 
 Note [Gradients of parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank expands the latent for its own heads only, so the gradient of the projection is zero on that
-rank in the rows of all other heads. The gradients of all parameters are summed over the sp group,
+A rank expands the latent for its own heads only. So on this rank, the gradient of the projection is
+zero in the rows of all other heads. The gradients of all parameters are summed over the sp group,
 and this sum is the whole gradient of the projection. The gradient of the latent is summed over the
 ranks by its exchange.
 """
@@ -53,9 +53,9 @@ def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: i
 
 
 def can_expand_rows(projection: nn.Module) -> bool:
-    """Return whether the projection of a latent can be computed for some of its rows alone.
+    """Return whether the projection of a latent can be computed for some rows of its weight alone.
 
-    This holds for a plain linear layer without bias, see `linear.can_split`.
+    True for a plain linear layer without bias, see `linear.can_split`.
     """
     return can_split(projection) and projection.bias is None
 
@@ -67,7 +67,7 @@ class LatentAttention(ProjectedAttention):
         layer: The runtime of the layer.
         projection: Returns the linear layer that expands the latent to k and v of all heads;
             `can_expand_rows` must be true for the layer.
-        nope_dim: The part of the head dim of k that is expanded from the latent, d - d_rot.
+        nope_dim: d - d_rot, the size of the part of k that is expanded from the latent.
     """
 
     def __init__(self, layer: LayerRuntime, projection: Callable[[], nn.Module], nope_dim: int):
@@ -87,8 +87,8 @@ class LatentAttention(ProjectedAttention):
     ) -> Tensor:
         """Attend over the global sequence.
 
-        Collective. The caller may pass k and v of all heads instead of latent and rotated key, for
-        instance where an adapter changes the expansion; these are exchanged as they are.
+        Collective. Instead of latent and rotated key, the caller may pass k and v of all heads, for
+        instance where an adapter changes the expansion; k and v are then exchanged as they are.
 
         Args:
             local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
@@ -97,13 +97,14 @@ class LatentAttention(ProjectedAttention):
             value: The rotated key: as ``query``, with one head of d_rot.
             args: More arguments for ``local_attention``.
             kwargs: More keyword arguments for ``local_attention``.
-            **how: As for `ProjectedAttention`; latents use ``tokens`` alone.
+            **how: ``tokens``; and for k and v of all heads, the other keyword arguments of
+                `ProjectedAttention`.
 
         Returns:
             o in the layout of ``query``, with the head dim of v.
 
         Raises:
-            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
+            ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
         if key.shape[2] == query.shape[2]:
             whole = ProjectedAttention.__call__

@@ -1,12 +1,12 @@
-"""Runs the calls of attention layers of all kinds, once the ranks have agreed on them.
+"""Runs the calls of all kinds of attention layers, after the ranks have compared these calls.
 
 Note [Agreement of the ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
 are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
-all ranks. The comparison costs a collective that the host waits for, so only the first call of a
-layer makes it, or the first call of a kind (`agree_on_o`); later calls use its outcome. All ranks
-must enter this collective together, so whatever decides to enter it is the same on every rank.
+all ranks. The comparison costs a collective that the host waits for. So a layer compares in its
+first call, and `agree_on_o` in the first call of each kind; later calls use the outcome. All ranks
+must enter the collective together, so each condition for entering is the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ..schedule import Schedule, by_head_groups, check
 from ..warn import inform, warn_once
 from .runtime.execution import Call
 
-# Makes a schedule from the kinds that travel with each head group (`Geometry.kinds`), and from
-# whether the wgrads of the output projection come last.
+# (kinds, wgrad_last) -> Schedule. The arguments are the kinds that travel with each head group
+# (`Geometry.kinds`), and whether the wgrads of the output projection come last.
 MakeSchedule = Callable[[tuple[str, ...], bool], Schedule]
 # Returns the geometry of a call, or raises ValueError for its arguments.
 FindGeometry = Callable[[], Geometry]
-# Returns what else must be the same on all ranks: dtypes, head dims, which gradients are needed.
+# Returns further values that must be equal on all ranks: dtypes, head dims, needed gradients.
 FindTypes = Callable[[], tuple]
 
 
@@ -55,12 +55,12 @@ def _checked(make_schedule: MakeSchedule, kinds: tuple[str, ...], wgrad_last: bo
 # the same config share a policy. The policies outlive the layers: ranks free layers at different
 # times, and a later layer must join the same policy on all ranks.
 _policies: dict[tuple, Policy] = {}
-# The lines that were logged for such layers.
+# The lines that were logged for layers that the caller makes.
 _told: set[str] = set()
 
 
 def _policy_of(config: SpOverlapConfig, sp_group: SPGroup) -> Policy | None:
-    """Return the policy of a layer that `enable` did not build; None if there is no choice."""
+    """Return the policy of a layer that the caller makes; None if the config leaves no choice."""
     key = sp_group.group, config.model_dump_json()
     policy = _policies.get(key) or Policy.of(config, sp_group)
     if policy is not None:
@@ -81,11 +81,11 @@ class LayerRuntime:
 
     Attributes:
         agreed: Whether the ranks have agreed on a call, see Note [Agreement of the ranks].
-        windowed: Whether the layer could run by a window when it was made. This decides G where
-            the config sets the window but not G.
+        windowed: Whether the layer could run with a window (`schedule.window`) when it was made. If
+            the config sets a window but no number of head groups G, this decides G.
     """
 
-    # Whether the first call logs G. `enable` logs this for the layers that it builds.
+    # Whether the first call logs G. For the layers that `enable` builds, `enable` logs G.
     tells = False
 
     def __init__(
@@ -102,9 +102,9 @@ class LayerRuntime:
         self.index = self.policy.join() if self.policy else 0
         Timeline.of(config, sp_group)
         self.agreed = self.windowed = False
-        # The name by which the ranks compare calls; it counts the layers that were called.
+        # The name by which the ranks compare calls. The first call adds a number to this name.
         self._name_of_calls = where
-        # (h, h_kv) -> (r, default G), so that the attention's signature is read once.
+        # (h, h_kv) -> (r, default G). A cache, so that the attention's signature is read once.
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}
@@ -139,29 +139,29 @@ class LayerRuntime:
     ) -> Any:
         """Run a call, with the number of head groups that the policy chooses.
 
-        Collective in those calls in which `call` or `Calls.count` is.
+        Collective whenever `call`, `Calls.count` or `Policy.trial` is collective.
 
         Args:
             geometry_of_call: Returns the geometry.
-            types: Returns what else the ranks compare; called only where they compare.
+            types: Returns the other values that the ranks compare; called only when they compare.
             inputs: The input tensors of the layer.
             body: Takes the `Call` and ``inputs``; returns the output of the layer.
-            baseline: Computes the same of ``inputs`` without overlap, as a candidate of the policy;
-                None for no such candidate.
+            baseline: Computes the layer's output from ``inputs`` without overlap; the policy may
+                choose to run the baseline. None for no baseline.
 
         Returns:
             The output of the layer.
 
         Raises:
-            RuntimeError: if a CUDA graph that can't hold the call is being captured; and as
-                `Calls.count` does.
-            ValueError: as `call` does.
+            RuntimeError: if a CUDA graph is being captured that can't hold the call; or if
+                `Calls.count` finds that the ranks called different layers.
+            ValueError: if the arguments don't fit or the ranks differ, see `call`.
         """
         if self._no_graph:
             self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
         call = self.call(geometry_of_call, types)
-        # Not before `call`: where one rank's input is no tensor, `call` raises on all ranks.
+        # Read the device after `call`: if a rank's input is no tensor, `call` raises on all ranks.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
             self.refuse_graph("exchanges by gloo")
@@ -171,8 +171,8 @@ class LayerRuntime:
         has_baseline = baseline is not None and geometry.heads >= geometry.sp_size
         least = 1
         if self.windowed and self.config.window is not None:
-            # The baseline would need more memory than the window that was asked for, and so would
-            # fewer groups, since the window holds a fixed number of groups.
+            # The baseline would need more memory than the window. Fewer groups would too: they are
+            # larger, and the window holds a fixed number of groups.
             has_baseline, least = False, geometry.groups
         # The number of head groups; or "off" for the baseline.
         candidate: Candidate = geometry.groups
@@ -216,7 +216,7 @@ class LayerRuntime:
 
         Args:
             kind: The kind of the call, which is the same on every rank: the dtype, and whether
-                autocast is on. Calls of one kind need one comparison of the ranks.
+                autocast is on. The ranks compare once for each kind.
             reads_o: Whether the backward of attention reads o on this rank.
             foreign: A description of a tensor that needs a gradient through attention but is not an
                 argument of the attention; empty for none.
@@ -242,14 +242,14 @@ class LayerRuntime:
         return self._reads_o.setdefault(kind, any(reads for reads, _ in answers))
 
     def call(self, geometry_of_call: FindGeometry, types: FindTypes) -> Call:
-        """Make a call; the arguments are those of `run`.
+        """Compare the ranks if needed, and make the `Call`; the arguments are those of `run`.
 
         Collective in the layer's first call, and with ``sp_overlap.check`` in every call. See
         Note [Agreement of the ranks].
 
         Raises:
-            ValueError: on all ranks, where this is collective, if ``geometry_of_call`` or ``types``
-                raises on any rank, or if the ranks differ. In other calls, on this rank, if
+            ValueError: in a collective call, on all ranks, if ``geometry_of_call`` or ``types``
+                raises on any rank, or if the ranks differ; in another call, on this rank, if
                 ``geometry_of_call`` raises.
         """
         is_first = not self.agreed
@@ -269,7 +269,7 @@ class LayerRuntime:
         return self._call_of(geometry, is_first and self.config.check)
 
     def _tell(self, geometry: Geometry) -> None:
-        """Log the start-up line, once in a process for layers of the same shape."""
+        """Log heads and head groups of the layer, once in a process for layers of one shape."""
         got = f"G = {geometry.groups}"
         if self.policy is not None:
             got = f"G by timing in the first {self.policy.warmup_steps} steps"
@@ -282,7 +282,7 @@ class LayerRuntime:
             inform(f"sp_overlap: {self.where}, and layers of one's own like it: {what}")
 
     def _call_of(self, geometry: Geometry, checked: bool) -> Call:
-        """Make a call with this geometry and the schedule for it; ``checked`` as for `Call`."""
+        """Make a `Call` with this geometry and its schedule; ``checked`` to check all exchanges."""
         schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
         return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
 
@@ -303,7 +303,7 @@ class LayerRuntime:
 
         Args:
             geometry: The geometry of the call.
-            types: As for `run`; may raise ValueError.
+            types: Returns the other values that the ranks compare; may raise ValueError.
 
         Raises:
             ValueError: if this rank can't run the layer; `SPGroup.agree` raises it on all ranks.
@@ -316,7 +316,7 @@ class LayerRuntime:
                 "torch.distributed is initialised (torch.distributed.group.WORLD for all of them, "
                 "a group of this rank alone for no sequence parallelism)"
             )
-        # Checked where the ranks compare, so that all ranks raise if one can't use the kernels.
+        # Check here, so that all ranks raise if one rank can't use the kernels.
         ops.check_usable(sp_group.kernels)
         lengths = geometry.seq_lens if len(set(geometry.seq_lens)) > 1 else geometry.seq_lens[0]
         return (  # guard: same layer, same call

@@ -13,8 +13,8 @@ class Documents(Protocol):
     """The interface to packed documents, which ``integrations.sequence.documents`` implements.
 
     Attributes:
-        long: (row, start, stop) of each document for which `attend` makes a call of its own; these
-            are its first calls, in this order.
+        long: (row, start, stop) of each document for which `attend` makes a call of its own.
+            `attend` makes these calls first, in this order.
     """
 
     long: list[tuple[int, int, int]]
@@ -25,7 +25,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Holds where documents lie in the sequence; a piece is a document's part on this rank.
+    """Holds the places of documents in the sequence; a piece is a document's part on this rank.
 
     Attributes:
         lengths: Local sequence length of every rank, in tokens.
@@ -33,11 +33,12 @@ class Pieces:
             each row is one piece.
         own: The pieces of this rank's tokens alone; None if each row is one piece.
         whole: The documents of the global sequence; None if each row is one document.
-        last_starts: [b]. The local index at which the last piece of each row starts; empty if it is
-            0 in all rows.
-        reached: [b, s/P]. Whether the token's document began on an earlier rank; None if all did.
-        reaches: [b, earlier rank]. Whether the document of this rank's first token began on that
-            rank or before it; None if all did.
+        last_starts: [b]. The local index at which the last piece of each row starts; empty if this
+            index is 0 in all rows.
+        reached: [b, s/P]. For each token, whether its document began on an earlier rank; None if
+            all documents did.
+        reaches: [b, earlier rank]. For each earlier rank, whether the document of this rank's first
+            token began on that rank or before; None if true for all.
     """
 
     lengths: list[int]
@@ -75,7 +76,7 @@ class Projected:
         self._results: dict[str, Tensor] = {}
 
     def __call__(self, name: str) -> Tensor:
-        """Return the result called ``name`` and drop the reference; ask for each result once."""
+        """Return the result called ``name``, and keep no reference; ask once for each result."""
         if name not in self._results:
             source = next(source for source in self.sources if name in source.names)
             results = source.project(self.x)
@@ -96,28 +97,30 @@ class Mixer:
     Attributes:
         layer: The layer.
         split: The name of the projection that is computed in parts where possible; may be empty.
-        beside: The names of the results that are projected while the tokens before this rank's
+        beside: The names of the results that are projected while the last tokens of earlier ranks
             travel.
         late: The names of the results that are projected while states, or q, k and v, travel.
         by_positions: Whether the recurrence also reads position_ids.
         by_states: Whether the mixer has a recurrence that exchanges states, see Note [States] in
             `mixer_layer`.
         by_heads: The operation that needs whole sequences of some heads, in words; empty for none.
-            Channels count as heads. If ``by_states`` is set too, the heads are used only where the
+            Channels count as heads. If ``by_states`` is set too, heads are exchanged only if the
             kernel gives no state.
-        sources: Takes whether ``split`` may be computed in parts; returns the projections. Their
-            results are "x" [b, s/P, width], the input of the convolution or the scan, or "q", "k"
-            and "v" of ``mix``; and the results that ``beside`` and ``late`` name.
+        sources: Takes a bool, whether ``split`` may be computed in parts; returns the projections.
+            Together they give "x" [b, s/P, width], the input of the convolution or the scan, or
+            they give "q", "k" and "v" of ``mix``. They also give the results that ``beside`` and
+            ``late`` name.
         merge: Takes y, and the results of ``beside`` and ``late`` by name; returns the output.
         convolve: Takes x [b, n, width] of one document; returns y [b, n, ..]. None for no
             convolution.
-        scan: Scans one document from a zero state. Takes, as ``log_decay`` does, tensors
-            [b, s/P, ..]: the convolved x, then position_ids if given, then the results of
-            ``beside``. Returns y [b, s/P, h, ..] and the final state [b, h, ..], or None for the
-            state if the kernel doesn't give it.
-        log_decay: Returns the logarithm of each token's decay [b, s/P, h], in fp32.
-        read: Takes H, in the shape of a state, and the tensors of ``scan``; returns the term of y
-            that each token reads from H, in a shape that broadcasts to that of y.
+        scan: Scans one document from a zero state. Takes tensors [b, s/P, ..]: the convolved x,
+            then position_ids if given, then the results of ``beside``. Returns y [b, s/P, h, ..],
+            and the final state [b, h, ..] or None if the kernel doesn't give the state.
+        log_decay: Takes the tensors of ``scan``; returns the logarithm of each token's decay
+            [b, s/P, h], in fp32.
+        read: Takes H of Note [States] in `mixer_layer`, in the shape of a state, and the tensors of
+            ``scan``. Returns the term that H adds to y of each token, before its decay; the shape
+            broadcasts to the shape of y.
         widths: Returns the last dim of each tensor that ``scan`` takes. Needed where a mixer has
             both ``by_states`` and ``by_heads``.
         counts: Returns ``h``, the heads of q and o, and ``h_kv``, the heads of k and v; ``h_kv``
@@ -151,5 +154,5 @@ class Mixer:
         self.layer = layer
 
     def reach(self) -> int:
-        """Return how many tokens before its first token a rank needs."""
+        """Return the number of tokens that a rank needs from before its own tokens."""
         return 0

@@ -1,8 +1,8 @@
 """Runs the part of a mixer that needs whole sequences of some heads.
 
-The exchanges have the geometry and the schedule of attention: q has h heads; k and v have fewer,
-each for several heads of q. The `Mixer` decides which tensors travel as q, k and v. A gated delta
-net, for instance, has the most heads on v, so its v travels as q:
+The exchanges have the geometry and the schedule of attention: q has h heads; k and v may have fewer
+heads, each for several heads of q. The `Mixer` decides which tensors travel as q, k and v. A gated
+delta net, for instance, has the most heads on v, so its v travels as q:
 
     travels as    q          k    v    o      started and finished in the order of `schedule`
     delta rule    v, b, a    k    q    o
@@ -40,7 +40,7 @@ def mix_by_heads(
     Args:
         call: The call.
         mixer: The mixer.
-        projected: Returns q, k and v of all heads.
+        projected: Returns all heads of "q", "k" or "v".
         documents: The documents of the global sequence; None if each row is one document.
         meanwhile: Called while the first exchanges are in flight.
 
@@ -80,7 +80,7 @@ def mix_by_heads(
 
 
 def in_documents(documents: Documents | None, mix: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """Apply ``mix`` to each document of tensors [b, s, ..]; None means one document a row."""
+    """Apply ``mix`` to each document of tensors [b, s, ..]; one document per row if None."""
     return mix(*xs) if documents is None else documents.attend(mix, *xs)
 
 

@@ -3,12 +3,12 @@
 Attention needs all tokens of some heads. Many mixers need less. A convolution needs a few tokens
 before this rank's first token (`Mixer.reach`). A recurrence with one decay for each head and token
 needs the final state of the earlier ranks. So each rank runs the mixer's own kernels on its own
-tokens. The bytes that it receives don't depend on the number of tokens:
+tokens. The bytes that a rank receives don't depend on the number of tokens:
 
-    start x    the last tokens before the convolution     | what else the scan needs is projected
+    start x    the last tokens before the convolution     | project the other inputs of the scan
     finish x   convolve; scan from a zero state
-    start s    the state and the decay of this rank       | the gate is projected
-    finish s   add what the earlier ranks left behind; norm, gate, output projection
+    start s    the state and the decay of this rank       | project the gate
+    finish s   add the contribution of the earlier ranks; norm, gate, output projection
 
 In backward the projection of the gate hides the exchange of the states' gradients. A mixer with
 other decays, or with a kernel that returns no state, exchanges heads after the convolution, as
@@ -51,8 +51,8 @@ class MixerLayer:
 
     Args:
         runtime: The runtime of the layer.
-        mixer: The description of the layer. If it sets both ``by_states`` and ``by_heads``, the
-            first call clears the one that is not used.
+        mixer: The description of the layer. If both ``by_states`` and ``by_heads`` are set, the
+            first call uses one of the two and clears the other.
     """
 
     def __init__(self, runtime: LayerRuntime, mixer: Mixer):
@@ -75,7 +75,7 @@ class MixerLayer:
             The result of `Mixer.merge`.
 
         Raises:
-            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
+            ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
         projection: Any = getattr(self.mixer.layer, self.mixer.split, None)
         splits = projection is not None and can_split(projection)
@@ -111,7 +111,7 @@ class MixerLayer:
         )
 
     def _types(self, hidden_states: Tensor) -> tuple:
-        """Return what else must be the same on all ranks; called after `_geometry`."""
+        """Return further values that must be equal on all ranks; called after `_geometry`."""
         trained = [hidden_states, *self.mixer.layer.parameters()]
         learns = [torch.is_grad_enabled() and x.requires_grad for x in trained]
         words = "gradients of hidden states and parameters"
@@ -145,7 +145,7 @@ class MixerLayer:
     def _mix(
         self, call: Call, splits: bool, pieces: Pieces, positions: Tensor | None, x: Tensor
     ) -> Any:
-        """Convolve, exchange and scan or mix, and return the layer's output."""
+        """Convolve, then exchange states and scan, or exchange heads and mix; return the output."""
         mixer = self.mixer
         projected = of_heads = Projected(mixer.sources(splits), x)
         given = {} if positions is None else {"positions": positions}
@@ -169,7 +169,10 @@ class MixerLayer:
     def _convolved(
         self, projected: Projected, pieces: Pieces, checked: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Convolve x; return y and the results of ``beside``, which hide the exchange of tokens."""
+        """Convolve x; return y and the results of ``beside``.
+
+        The projections of ``beside`` hide the exchange of tokens.
+        """
         mixer, group, y = self.mixer, self.runtime.sp_group, projected("x")
         assert mixer.convolve is not None
         (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)

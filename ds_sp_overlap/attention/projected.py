@@ -23,9 +23,10 @@ from .runtime.walk import Arrive, Walk
 class ProjectedAttention:
     """Runs Ulysses attention of q, k and v that the caller has projected.
 
-    The exchanges overlap with one another and, by head groups, with attention, but not with the
-    backward of the caller's projections: autograd finishes the exchanges of dq, dk and dv first,
-    since they were recorded after the projections. The object holds no module and no parameter.
+    The exchanges overlap with one another and, by head groups, with attention. They don't overlap
+    with the backward of the caller's projections: autograd first finishes the exchanges of dq, dk
+    and dv, since forward recorded the exchanges after the projections. The object holds no module
+    and no parameter.
 
     Args:
         layer: The runtime of the layer.
@@ -41,7 +42,7 @@ class ProjectedAttention:
         rotary_pos_emb: tuple[Tensor, Tensor] | None,
         sequence_lengths: list[int] | None,
     ) -> tuple[Tokens, Arrive | None]:
-        """Translate the arguments of DeepSpeed's class, so that its indices are used only here.
+        """Translate the arguments of DeepSpeed's class, so that only this method sees its indices.
 
         Args:
             query: [s/P, b, h, d] or [b, s/P, h, d].
@@ -53,8 +54,8 @@ class ProjectedAttention:
             The arguments ``tokens`` and ``arrive`` of `__call__`.
 
         Raises:
-            ValueError: for another ``batch_dim_idx``, or tables of a wrong shape; on all ranks
-                alike in the layer's first call.
+            ValueError: for another ``batch_dim_idx``, or tables of a wrong shape. In the layer's
+                first call, all ranks raise.
         """
         if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
             got = repr(batch_dim_idx)
@@ -104,15 +105,15 @@ class ProjectedAttention:
             tokens: The layout of the tokens.
             num_kv_heads: The h_kv that ``key`` must have; None for no check.
             arrive: Transforms q, k or v after its exchange (RoPE); None for no change.
-            baseline: Computes the same of q, k and v without overlap, as a candidate of the policy;
-                None for no such candidate.
+            baseline: Computes o from q, k and v without overlap; the policy may choose to run the
+                baseline. None for no baseline.
 
         Returns:
             o in the layout of ``query``, with the head dim of the local attention's output; 3-D if
             ``local_attention`` returns 3-D.
 
         Raises:
-            ValueError: for tensors that don't fit; on all ranks alike in the layer's first call.
+            ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
         kwargs = kwargs or {}
 
@@ -133,15 +134,15 @@ class ProjectedAttention:
         """Run the forward in the order of the schedule; autograd runs the mirrored backward.
 
         Args:
-            bind: Returns the local attention of a head group; o may be 3-D, with its heads
-                flattened.
-            arrive: As for `__call__`.
+            bind: Takes the call; returns the local attention. Its o may be 3-D, with heads and head
+                dim flattened.
+            arrive: Transforms q, k or v after its exchange (RoPE); None for no change.
             call: The call.
             *inputs: The tensors that travel as q, k and v, each with its own number of heads and
                 head dim.
 
         Returns:
-            As for `__call__`.
+            o in the layout of the first input; 3-D if the local attention returns 3-D.
         """
         self.layer.warn_if_window_is_ignored()
         walk = Walk(call, bind(call), arrive=arrive)
@@ -156,7 +157,10 @@ class ProjectedAttention:
 def _rotated(
     cos: Tensor, sin: Tensor, batch_first: bool, kind: str, x: Tensor, queries: tuple[Range, ...]
 ) -> Tensor:
-    """Rotate q or k on arrival; q holds the ranges ``queries`` of the sequence, or all if empty."""
+    """Rotate q or k on arrival; return v unchanged.
+
+    q holds the ranges ``queries`` of the sequence, or the whole sequence if ``queries`` is empty.
+    """
     if kind == "v":
         return x
     if kind == "q" and queries:  # guard: rotated by its own positions

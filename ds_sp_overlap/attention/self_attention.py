@@ -2,12 +2,17 @@
 
 Note [Called whole]
 ~~~~~~~~~~~~~~~~~~~
-A projection is computed part by part only if this has no visible side effect. The output projection
-is called whole if it is not a plain linear layer (LoRA, quantised, hooked). The projections of q, k
-and v are all called whole if one of them is not a plain linear layer, if a norm is not known to be
-a function of its input and its parameters alone, or if RoPE is not a `Rotary` or its tables need a
-gradient. Exchanges overlap in either case. Every call checks the modules again, since hooks and
-adapters come and go.
+A projection is computed part by part, one head group at a time, only if this has no visible side
+effect. Otherwise the module is called whole. The output projection is called whole if it is not a
+plain linear layer (LoRA, quantised, hooked). The projections of q, k and v are all called whole in
+each of these cases:
+
+- One of them is not a plain linear layer.
+- A norm is not known to be a function of its input and its parameters alone.
+- RoPE is not a `Rotary`, or its tables need a gradient.
+
+Exchanges overlap in either case. Every call checks the modules again, since hooks and adapters come
+and go.
 """
 
 from __future__ import annotations
@@ -51,13 +56,13 @@ class SelfAttention:
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
-            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, it is called as
-            described for `DistributedAttention`.
+            ``batch_first``, else [s, b, h/P, d]. Where ranks share query heads, each call also gets
+            ``queries=``, as described for `DistributedAttention`.
         o_proj: The output projection, [h d] -> [m].
         num_heads: ``h``.
         head_dim: ``d``.
         num_kv_heads: ``h_kv``; None for ``h``.
-        q_proj: The projection of q; give either these three or ``qkv_proj``.
+        q_proj: The projection of q; give either q_proj, k_proj and v_proj, or qkv_proj.
         k_proj: The projection of k.
         v_proj: The projection of v.
         qkv_proj: A fused projection of q, k and v. Its rows are in the order
@@ -67,23 +72,24 @@ class SelfAttention:
         q_norm: Per-head norm of q, applied over d; None for no norm.
         k_norm: Per-head norm of k, applied over d; None for no norm.
         norm_last: Whether the norms come after ``rope``.
-        rope: ``rope(x, position_embeddings)`` for x [b, s/P, h_g, d], applied before the exchange.
-            Only with a `Rotary` can q, k and v be computed part by part. None without RoPE.
+        rope: ``rope(x, position_embeddings)`` rotates x [b, s/P, h_g, d], before the exchange; None
+            without RoPE. If it is a function other than a `Rotary`, projections are called whole.
         sequence_process_group: The sp group; None only in a world of one rank.
         batch_first: Whether hidden states are [b, s/P, m]; otherwise they are [s/P, b, m].
         config: An ``sp_overlap`` section.
-        transport: The mover of bytes, used without `Named.prepare`; None for the transport that
-            ``config`` names.
+        transport: The mover of bytes, ready for use (`Named.prepare` is not called); None for the
+            transport that ``config`` names.
         name: Name of the layer, for errors and logs.
         policy: The policy that the model's layers share for "head_groups": "auto"; None for the
             policy that layers with this group and config share.
         plain: Forwards of linear layers that may be split, see `linear.can_split`.
         pure: Forwards of norms that backward may recompute, see `linear.can_recompute`.
-        heads_alike: Whether the local attention treats all heads alike on all ranks. If False, and
-            `attention_function` does not declare it either, the layer runs in one head group. An
-            attention that has a value for each head only in a `PerHead` counts as alike.
-        schedule: Makes a `Schedule`, as `schedule.by_head_groups` does; the same on every rank, and
-            not beside "window" or "checkpointing" of ``config``.
+        heads_alike: Whether the local attention treats all heads alike on all ranks; values for
+            each head in a `PerHead` don't matter. If neither this argument nor
+            `attention_function` declares that heads are alike, the layer runs in one head group.
+        schedule: Makes a `Schedule`, as `schedule.by_head_groups` does; must be the same function
+            on every rank. Another function than the default excludes "window" and "checkpointing"
+            in ``config``.
 
     Raises:
         ValueError: for modules or numbers of heads that don't fit together, or a wrong ``config``.
@@ -180,7 +186,7 @@ class SelfAttention:
 
         Args:
             o_proj: The output projection.
-            **inputs: As for `InputModules.use`.
+            **inputs: The projections and norms of q, k and v, see `InputModules.use`.
         """
         self.o_proj = o_proj
         self.inputs.use(**inputs)
@@ -196,18 +202,18 @@ class SelfAttention:
         return split + [self.o_proj] if can_split(self.o_proj, self.plain) else split
 
     def can_window(self) -> bool:
-        """Return whether the layer, with its current modules, can run by a window."""
+        """Return whether the layer, with its current modules, can run with a window."""
         # All projections must be split, since the backward of a window recomputes q, k and v.
         split = self.split_projections()
         return not self.falls_back and self.inputs.projections[0] in split and self.o_proj in split
 
     def saves_over_checkpoints(self) -> bool:
-        """Return whether the layer, with its current modules, saves attention in a checkpoint."""
+        """Return whether the layer, with its current modules, saves attention over checkpoints."""
         config = self.layer.config
         is_asked = config.checkpointing != "recompute" or config.keeps_where_possible
         return is_asked and self.can_window()
 
-    # As `torch.compiler.disable`, but that would import torch._dynamo here, which takes a second.
+    # Not `torch.compiler.disable`, which would import torch._dynamo here and take a second.
     @torch._disable_dynamo
     def __call__(
         self,
@@ -228,10 +234,10 @@ class SelfAttention:
             *args: More arguments for ``local_attention``, which is called once per head group.
             position_embeddings: The second argument of ``rope``, for this rank's positions.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
-            query_chunks: Where ranks share query heads, the tokens that each share attends with;
-                None for two chunks each (`Geometry`).
-            baseline: Computes the same of ``hidden_states`` without overlap, as a candidate of the
-                policy; None for no such candidate.
+            query_chunks: Where ranks share query heads, the ranges of queries of each share; None
+                for two chunks of the sequence per share (`Geometry`).
+            baseline: Computes the layer's output from ``hidden_states`` without overlap; the policy
+                may choose to run the baseline. None for no baseline.
             **kwargs: More keyword arguments for ``local_attention``.
 
         Returns:
@@ -239,7 +245,7 @@ class SelfAttention:
             ``o_proj`` returns such a pair.
 
         Raises:
-            ValueError: for arguments that don't fit; on all ranks alike in the layer's first call.
+            ValueError: for arguments that don't fit. In the layer's first call, all ranks raise.
         """
         tokens = Tokens(self.batch_first, sequence_lengths, query_chunks)
         return self.layer.run(
@@ -255,13 +261,13 @@ class SelfAttention:
     ) -> Tensor:
         """Run the layer in the order of its schedule; the arguments are those of `__call__`.
 
-        With a window, the layer is one node of autograd (`_windowed`). Otherwise the projections of
-        q, k and v, and that of o, are each either one node that computes part by part, or called
-        whole.
+        With a window, the layer is one node of autograd (`_windowed`). Otherwise one node computes
+        the projections of q, k and v part by part, or they are called whole. The output projection
+        likewise has a node of its own or is called whole.
         """
         split, tables = self.split_projections(), self.inputs.tables(position_embeddings)
-        # None if a table needs a gradient: call projections whole, so that autograd sees the
-        # rotation.
+        # If a table needs a gradient, ``tables`` is None: call projections whole, so that autograd
+        # sees the rotation.
         windowed = call.window is not None and tables is not None and self.can_window()
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
@@ -296,21 +302,21 @@ class SelfAttention:
         call.by_rank = self._by_rank(call, x, split)
 
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
-        """Return the projections of q, k and v as an end; ``tables`` rotate q and k."""
+        """Return the projections of q, k and v as an `End`; ``tables`` rotate q and k."""
         projections = call.projections = self.inputs.of_call(call)
         names = projections.cuts.names(len(tables))
         return End(projections.modules, names, lambda: projections.parameters() + list(tables))
 
     def _output(self) -> End:
-        """Return the output projection as an end."""
+        """Return the output projection as an `End`."""
         tensors = partial(products_of, [self.o_proj], self.plain)
         return End([self.o_proj], (("weight", "o"), ("bias", "o")), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
-        """Set up a call that runs by a window; return all projections as one end.
+        """Set up a call that runs with a window; return all projections as one `End`.
 
-        `_fold` is not used here: a part may be exchanged alone in one of the two programs, and
-        together with others in the other program.
+        Such a call does not use `_fold`: forward may exchange a tensor alone where backward
+        exchanges the recomputed tensor together with others, or the reverse.
         """
         config = self.layer.config
         call.schedule = schedule_of(call.geometry, call.window, config.wgrad)
@@ -376,14 +382,14 @@ class SelfAttention:
         return [project(kind, 0) for kind in "qkv"]
 
     def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
-        """Return those of q, k, v and o whose GEMM writes in the send buffer's order (`by_rank`).
+        """Return those of q, k, v and o that a batched GEMM writes in the send buffer's order.
 
-        No kernel packs these tensors. For o, the GEMM is that of do. The GEMM is batched, which
-        needs no copy of the weight where a group's rows lie apart; elsewhere a plain GEMM runs.
-        ``split`` are the projections that are computed part by part.
+        No kernel needs to pack these tensors (`slices.by_rank`). For o, the GEMM computes do. A
+        tensor qualifies only if the slices of the weight for a group lie apart: a batched GEMM need
+        not copy the slices. ``split`` are the projections that are computed part by part.
         """
         inputs, sliced, by_rank = self.inputs, call.geometry.in_slices, set()
-        # With ``first_rows``, no single strided view need hold the rows of a group.
+        # With ``first_rows``, a single strided view may not be able to hold the rows of a group.
         if not sliced or inputs.first_rows is not None or batched_is_slow(x):
             return frozenset()
         for kind, (index, _) in inputs.of_kinds:
@@ -411,7 +417,7 @@ class SelfAttention:
         return geometry_of(self.layer, hidden, heads, tokens, extra, attend=attend)
 
     def _types(self, hidden: Tensor, position_embeddings: Any) -> tuple:
-        """Return what else must be the same on all ranks.
+        """Return further values that must be equal on all ranks.
 
         Raises:
             ValueError: if ``position_embeddings`` don't fit ``rope``.
@@ -421,7 +427,8 @@ class SelfAttention:
             torch.is_grad_enabled() and (hidden.requires_grad or trained)
             for trained in self.inputs.learns()
         ]
-        # A window makes other exchanges in backward, and a hook on one rank could prevent it there.
+        # With a window, backward makes other exchanges, and a hook could prevent the window on one
+        # rank alone. So the ranks compare.
         windowed = self.may_window and self.can_window()
         words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
         return str(hidden.dtype), self.head_dim, *words

@@ -14,10 +14,11 @@ from .runtime.linear import EVERYWHERE
 
 @contextlib.contextmanager
 def unobserved(device: torch.device, backward: bool = False) -> Iterator[None]:
-    """Run the body without visible side effects; it may compute forward and backward.
+    """Run the body, which may compute forward and backward, without visible side effects.
 
-    Afterwards the random generators have their states from before. In the body, modes, hooks on
-    every module's call and hooks for saved tensors are off. The body must not call the user's code.
+    Afterwards the random generators have their states from before the body. In the body, torch's
+    modes, hooks on every module's call and the user's hooks for saved tensors are off. The body
+    must not call the user's code.
 
     Args:
         device: The device of the tensors.
@@ -27,9 +28,9 @@ def unobserved(device: torch.device, backward: bool = False) -> Iterator[None]:
         for hooks in EVERYWHERE:
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()
-        # A checkpoint around the layer counts saved tensors. Hooks on top of the checkpoint's hooks
-        # hide the tensors of the body. They detach: a node whose own output was saved with its
-        # graph would never be freed.
+        # A checkpoint around the layer counts saved tensors. The hooks here, on top of the
+        # checkpoint's hooks, hide the body's tensors. They detach each tensor, since a node that
+        # saves its own output with the graph would never be freed.
         unhooked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
         stack.enter_context(outside_modes())
         stack.enter_context(unhooked)

@@ -8,8 +8,8 @@ Note [Order of offloaded checkpoints]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Backward reaches checkpoints in the reverse order of forward. So a checkpoint that is offloaded
 links to the checkpoint that was offloaded before it. The recompute of a checkpoint prefetches its
-own tensors, most of which are on the device already, and those of the linked checkpoint, which
-backward reaches next.
+own tensors, most of which are on the device already, and the tensors of the linked checkpoint,
+which backward reaches next.
 
 The device memory of a layer's tensors is freed when the next layer offloads, in this checkpoint or
 in the next one. By then the copy to the host has overlapped with a whole layer. The tensors of the
@@ -37,16 +37,16 @@ _current: ContextVar[CheckpointPass | None] = ContextVar("checkpoint_pass", defa
 
 
 class CheckpointCache:
-    """Holds the tensors that one checkpoint saves, in the order of the calls in it.
+    """Holds the tensors that layers in one checkpoint save, in the order of the layers' calls.
 
     Args:
         offloads: Whether the checkpoint offloads its inputs; layers whose config leaves the choice
-            then offload too.
+            open then offload too.
 
     Attributes:
-        entries: For each call of a layer, the layer's name and the tree that the call saved, in
-            which an `OffloadedTensor` may stand for a tensor. For each nested checkpoint, an empty
-            name and its cache.
+        entries: For each call of a layer, the layer's name and the tree that the call saved; an
+            `OffloadedTensor` in the tree stands for a tensor. For each nested checkpoint, an empty
+            name and the `CheckpointCache` of the nested checkpoint.
         previous: Returns the checkpoint that was offloaded before this one, or None; see
             Note [Order of offloaded checkpoints].
     """
@@ -92,9 +92,9 @@ class CheckpointCache:
 class CheckpointPass:
     """Saves or loads during one pass through the function of a checkpoint: forward or a recompute.
 
-    This is a context manager around that function. Every backward through the checkpoint
-    recomputes, and torch enters the same object for each. A backward inside of the function starts
-    a recompute in the middle of a forward, so the object may be entered while it is active.
+    This is a context manager around the function. Every backward through the checkpoint recomputes,
+    and torch enters the same object for each recompute. A backward inside of the function starts a
+    recompute in the middle of another pass, so an active object may be entered again.
 
     Args:
         cache: The cache of the checkpoint.
@@ -105,7 +105,7 @@ class CheckpointPass:
         self.cache, self.is_recompute = cache, is_recompute
         # The index of the entry that the next `take` returns.
         self._next_entry = 0
-        # For each time that this object is entered: the outer pass, and `_next_entry` until then.
+        # A stack: for each `__enter__`, the pass that was current and the `_next_entry` until then.
         self._outer: list[tuple[CheckpointPass | None, int]] = []
 
     def __enter__(self) -> None:
@@ -120,7 +120,7 @@ class CheckpointPass:
     def put(
         self, where: str, what: Any, offload: bool = False, shared: list[Tensor] | None = None
     ) -> None:
-        """Save what the recompute of a call needs; called in forward.
+        """Save a tree for the recompute of a call; called in forward.
 
         Args:
             where: Name of the layer; empty for a nested checkpoint.
@@ -138,7 +138,7 @@ class CheckpointPass:
         self.cache.entries.append((where, what))
 
     def take(self, where: str) -> Any:
-        """Load what the next call saved in forward; called in recompute, in the order of forward.
+        """Load the tree that a call saved in forward; called in recompute, in the order of forward.
 
         Args:
             where: Name of the layer that loads; empty for a nested checkpoint.
@@ -172,7 +172,8 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
     neither their attention nor its exchanges.
 
     Args:
-        offloads: As for `CheckpointCache`.
+        offloads: Whether the checkpoint offloads its inputs; layers whose config leaves the choice
+            open then offload too.
 
     Returns:
         A context manager for the forward, and one for recompute.
@@ -183,7 +184,7 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
         cache = outer.take("")
         return CheckpointPass(cache, True), CheckpointPass(cache, True)
     cache = CheckpointCache(offloads)
-    # The recompute of the outer checkpoint calls this function again, and takes the cache then.
+    # Save the cache for the next call of this function, in the recompute of the outer checkpoint.
     if outer is not None:
         outer.put("", cache)
     return CheckpointPass(cache, False), CheckpointPass(cache, True)

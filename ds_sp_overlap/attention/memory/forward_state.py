@@ -17,7 +17,8 @@ class Random:
 
     Attributes:
         device: The device of attention.
-        states: The state of the host's generator and, for another device, that of its generator.
+        states: The state of the host's generator; then, for another device, the state of the
+            device's generator.
     """
 
     device: torch.device
@@ -41,16 +42,16 @@ class Random:
         return isinstance(other, Random) and self._bytes() == other._bytes()
 
     def _bytes(self) -> list[bytes]:
-        # States are in host memory, also those of a device's generator.
+        # The states of all generators are in host memory, also of a device's generator.
         return [state.numpy().tobytes() for state in self.states]
 
 
 @contextlib.contextmanager
 def drawing_again(before: Random | None) -> Iterator[None]:
-    """Run the body with the generators in the states ``before``, so that it draws the same numbers.
+    """Run the body with the generators in the states ``before``, to draw the same numbers again.
 
-    Afterwards the generators have the states from before the body. If ``before`` is None, because
-    the first run drew no random numbers, the generators are left alone.
+    Afterwards the generators have the states from before the body. If ``before`` is None, since the
+    first run drew no random numbers, this leaves the generators alone.
     """
     if before is None:
         yield

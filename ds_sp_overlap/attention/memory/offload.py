@@ -1,4 +1,4 @@
-"""Offloads a tensor to host memory until backward; both copies overlap with compute."""
+"""Offloads a tensor to host memory until backward; copies there and back overlap with compute."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...exchange.streams import HostStream, SideStream, accelerator
 
 @functools.cache
 def copy_stream(device: torch.device) -> HostStream | SideStream:
-    """Return the stream for copies between ``device`` and the host; not that of the exchanges."""
+    """Return the stream for copies between ``device`` and the host; exchanges use another one."""
     if device.type == "cpu":
         return HostStream()
     backend = accelerator(device.type)
-    # The lower the number, the sooner the device serves the stream.
+    # A lower number is a higher priority; the default is 0.
     return SideStream(backend, device, backend.Stream(device, priority=-1))
 
 
@@ -42,7 +42,7 @@ class OffloadedTensor:
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Begin a copy that waits for the work that is on the compute stream now."""
+        """Begin a copy, which waits for all earlier work on the compute stream."""
         self.copied = self.side.begin()  # guard: copies what is ready
         try:
             target.copy_(source, non_blocking=True)
@@ -50,7 +50,7 @@ class OffloadedTensor:
             self.side.end(self.copied)
 
     def free(self) -> None:
-        """Free the device memory, to be used again after the last copy; the host does not wait."""
+        """Free the device memory for use after the last copy; the host does not wait."""
         if self.on_device is not None:
             self.side.before_compute(self.copied)  # guard: copied, then given back
             self.on_device = None

@@ -1,21 +1,22 @@
-"""Runs local attention without saving q, k and v; its backward gets recomputed ones.
+"""Runs local attention without saving q, k and v, which are recomputed for its backward.
 
 Note [Saved tensors by name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The backward of attention mostly reads q, k, v and o; flash kernels save a log-sum-exp beside them
-and nothing else. So attention runs with autograd recording, under hooks for saved tensors. In place
-of a saved tensor that is a view of q, k, v or o, the graph holds the name of that tensor and the
-shape and strides of the view; other tensors are saved as they are. Before backward, each name gets
-its tensor: q, k and v recomputed, o received again. This works for every attention that saves no
-more than this: PyTorch's fused kernels, flash-attn 2 and 3.
+The backward of attention mostly reads q, k, v and o; beside these, flash kernels save only a
+log-sum-exp. So attention runs with autograd recording, under hooks for saved tensors. If a saved
+tensor is a view of q, k, v or o, the graph does not hold the view but a name ("q") and the view's
+shape and strides; other tensors are saved as they are. Before backward, each name gets its tensor:
+q, k and v are recomputed, o is received again. This works for every attention that saves no more
+than views of q, k, v and o and a log-sum-exp: PyTorch's fused kernels, flash-attn 2 and 3.
 
-Nothing is saved if attention saves more than a log-sum-exp beside q, k, v and o (scores, k repeated
-for GQA, a mask that attention made), or if it changes q, k or v in place. Backward then recomputes
-attention, with the same random numbers.
+If attention saves more (scores, k repeated for GQA, a mask that attention made), or changes q, k or
+v in place, its saved tensors are dropped. Backward then recomputes attention, with the same random
+numbers.
 
-The graph holds both hooks. They must not refer back to the graph, since such a cycle would keep
-tensors alive until the garbage collector runs. So both are methods of a `SavedViews`, which, unlike
-the `Attended`, does not refer to the graph; and the list that `pack` fills is emptied.
+The graph holds both hooks. The hooks must not refer back to the graph, since such a cycle would
+keep tensors alive until the garbage collector runs. So both hooks are methods of a `SavedViews`,
+which does not refer to the graph (the `Attended` does), and forward empties the list that `pack`
+fills.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from .forward_state import Random, drawing_again, in_modes
 from .saved_views import SavedViews
 
-# q, k, v -> o, in pieces for successive ranges of tokens.
+# q, k, v -> pieces of o, for successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 
 
@@ -51,7 +52,8 @@ class LocalAttention:
         tensors: ``arguments`` and the result of ``held`` at the start of the call. Their memory
             stays in use anyhow.
         training: For each of ``modules``, whether it was in training mode at the start of the call.
-        learned: Those arguments and parameters of ``modules`` that require a gradient.
+        learned: All tensors of ``arguments``, and all parameters of ``modules``, that require a
+            gradient.
     """
 
     attend: Callable[..., Any]
@@ -74,7 +76,7 @@ class LocalAttention:
         self.learned = list(learned.values())
 
     def is_as_begun(self) -> bool:
-        """Return whether attention holds the tensors of the start of the call, unchanged."""
+        """Return whether attention holds the tensors that it held at the start, all unchanged."""
         # ``tensors`` keeps the first tensors alive, so no newer tensor has the id of one of them.
         return _versions([*self.arguments, *self.held()]) == self._begun
 
@@ -88,14 +90,15 @@ def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
 
 
 class _Source(torch.autograd.Function):
-    """Gives ``x`` a gradient edge without the graph holding ``x``.
+    """Returns ``x`` with a gradient edge, although the graph does not hold ``x``.
 
-    ``x`` needs no gradient, so an empty ``anchor`` that needs one makes the result need one.
+    ``x`` itself requires no gradient. The result requires one because ``anchor``, an empty tensor,
+    requires one.
     """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
-        # Attention may change q, k or v in place, which autograd would forbid if this were a view.
+        # Attention may change q, k or v in place. Autograd would forbid this for a view of ``x``.
         return x.new_empty(0).set_(  # guard: no view, which nobody may change
             x.untyped_storage(), x.storage_offset(), x.size(), x.stride()
         )
@@ -108,13 +111,13 @@ class _Source(torch.autograd.Function):
 
 @dataclass
 class Attended:
-    """Holds what the backward of one head group's attention needs, except for tensors.
+    """Holds the state that the backward of one head group's attention needs, except for tensors.
 
     Attributes:
         needs: For each of q, k and v, whether it needs a gradient.
         edges: The gradient edge of o; and for each of q, k and v its gradient edge, or None if it
             needs no gradient. ``edges`` is None if backward recomputes attention.
-        views: The hooks of the graph; they return q, k, v and o where the graph holds names.
+        views: The hooks of the graph; in backward, they replace each name by its tensor.
         foreign: A description of a tensor that needs a gradient through attention but is not in
             `LocalAttention.learned`; empty for none.
         before: The states of the generators before attention; None if it drew no random numbers.
@@ -149,12 +152,12 @@ class Attended:
         the tensors don't fit the graph (`SavedViews.put`).
 
         Args:
-            attend: As for `attend_once`.
+            attend: The attention of the head group.
             heads: q, k and v, recomputed.
             o: The output, received again; None if backward does not read o.
             do: The gradient of o.
             saved: The tensors that `attend_once` returned.
-            local: As for `attend_once`.
+            local: The local attention of the call.
 
         Returns:
             The gradients of q, k and v, then those of ``local.learned``; None for no gradient.
@@ -197,7 +200,7 @@ class Attended:
             o = join_pieces(attend(*sources), local.seq_dim)
         del sources, heads
         if not o.requires_grad:
-            # No input of attention that needs a gradient went into o.
+            # o depends on no tensor that needs a gradient.
             return [None] * (len(edges) + len(local.learned))
         return _gradients(o, edges, do, learned=local.learned)
 
@@ -262,14 +265,14 @@ def attend_once(
     """Run the attention of a head group, see Note [Saved tensors by name].
 
     Args:
-        attend: The attention.
+        attend: The attention of the head group.
         heads: q, k and v.
         needs_grad: For each of q, k and v, whether it needs a gradient.
         local: The local attention of the call.
 
     Returns:
         o, detached; the `Attended` for backward; and the tensors to save for backward beside q, k,
-        v and o, which are none if backward will recompute attention.
+        v and o. If backward will recompute attention, there are no such tensors.
     """
     device, views = heads[0].device, SavedViews(heads, local.tensors, local.seq_dim)
     sources, edges = _sources(heads, needs_grad)
@@ -306,7 +309,7 @@ def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[
     """
     if o.grad_fn is None:
         return ""
-    # Walk the graph of o. The nodes of known tensors count as visited, so any leaf is foreign.
+    # Walk the graph of o. Known tensors count as visited, so each leaf that is found is foreign.
     todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
     visited |= {edge.node for edge in edges if edge is not None}
     while todo:

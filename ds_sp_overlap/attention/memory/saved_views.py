@@ -1,4 +1,4 @@
-"""Finds which tensors that autograd saves are views of q, k, v or o, and replaces them by names.
+"""Replaces the tensors that autograd saves by names, if they are views of q, k, v or o.
 
 See Note [Saved tensors by name] in `recompute`.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The limit on bytes saved beside q, k, v and o, as a share of the bytes of o; above it, nothing is
-# saved. A log-sum-exp has 4 bytes per head and token.
+# The limit on bytes saved beside q, k, v and o, as a share of the bytes of o. Above the limit,
+# nothing is saved. A log-sum-exp has 4 bytes per head and token.
 MAX_SAVED = 0.5
 
 
@@ -24,11 +24,11 @@ class _View(NamedTuple):
     """Describes a tensor that autograd saves, as a view of its source.
 
     Attributes:
-        source: The name of the source: "q", "k" or "v"; "o0" for the first range of o, and so on;
-            or, for a tensor that is none of these, its index in the result of `settle`.
+        source: The name of the source: "q", "k" or "v"; "o0" for the first range of o, "o1" for the
+            second and so on. For any other tensor, its index in the result of `settle`.
         size: The shape of the view.
         strides: The strides of the view, in elements.
-        offset: The first element of the view, from the first element of the source.
+        offset: The distance from the first element of the source to that of the view, in elements.
     """
 
     source: str | int
@@ -53,7 +53,7 @@ class SavedViews:
 
     def __init__(self, heads: Sequence[Tensor], free: Sequence[Tensor], seq_dim: int):
         self._seq_dim = seq_dim
-        # By storage: the name of q, k or v, and where it starts.
+        # By the address of its storage: the name of q, k or v, and the tensor's storage offset.
         self._sources: dict[int, tuple[str, int]] = {}
         for kind, x in zip("qkv", heads):
             self._sources[storage_of(x)] = kind, int(x.storage_offset())
@@ -131,8 +131,9 @@ class SavedViews:
             do: The gradient of o.
 
         Returns:
-            Whether the tensors fit. They don't fit if q, k or v has other strides than in forward,
-            since the graph holds views; nor if o is read but missing, or of another dtype than do.
+            Whether the tensors fit the graph. False if q, k or v has other strides than in forward,
+            since the graph holds views. False if backward reads o, but ``o`` is None or has another
+            dtype than ``do``.
         """
         if self._strides != [x.stride() for x in heads]:
             return False

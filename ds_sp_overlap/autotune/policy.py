@@ -1,9 +1,9 @@
 """Chooses the number of head groups by timing candidates in the first steps of training.
 
-The candidates are: "off", the layer's own forward, if it computes the same; and G = 1, 2, 4, as far
-as there are heads. A layer runs one candidate for a whole optimizer step. Within a step, the layers
-of a model run different candidates, so that disturbances of the machine affect all candidates
-alike. With C = 4 candidates, warmup_steps = 16 and none pruned yet:
+The candidates are: "off", the layer's own forward, if this forward computes the same output; and
+G = 1, 2, 4, if there are enough heads. A layer runs one candidate for a whole optimizer step.
+Within a step, the layers of a model run different candidates, so that disturbances of the machine
+affect all candidates alike. With C = 4 candidates, warmup_steps = 16 and none pruned yet:
 
     step    | 0       | 1   2   3   4    | 5   6   7   8   9  10  11  12  13 .. 16 | 17 ...
     layer 0 | default | off G=1 G=2 G=4  | off G=1 G=2 G=4 off ...                 | the fastest
@@ -38,11 +38,11 @@ Note [Replicas]
 ~~~~~~~~~~~~~~~
 With data parallelism the sp groups are replicas, each with its own batches. Ranks that reduce
 gradients together must run the same candidate for the same layer in the same step, and choose the
-same. ZeRO gathers weights and reduces gradients in the order in which they arrive: replicas with
-different orders would silently sum gradients of different parameters. (A test checks that every G
-delivers gradients in the same order.) Replicas have no layer calls in common, since one replica may
-evaluate alone. So each rank posts its measurements when its optimizer steps (`Board`), without
-waiting for other ranks, and the first layer call after that uses what all ranks have posted.
+same candidate. ZeRO gathers weights and reduces gradients in the order of their arrival: replicas
+with different orders would silently sum gradients of different parameters. (A test checks that
+every G delivers gradients in the same order.) Replicas have no layer calls in common, since one
+replica may evaluate alone. So each rank posts its measurements when its optimizer steps (`Board`),
+without waiting for other ranks. The next layer call waits for the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Board:
     """Collects the reports of all ranks of the world in a store, see Note [Replicas].
 
     The last rank that posts its report for a step merges all reports. A rank that waits longer than
-    `WAIT_S` for the merged report gives up for all ranks. Only one of the two is written: the
-    first.
+    `WAIT_S` for the merged report gives up for all ranks. The store keeps only one entry for a
+    step, the first: the merged report, or the list of ranks that were late.
     """
 
     # Counts policies; equal on every rank, since replicas make their policies in the same order.
@@ -127,8 +127,8 @@ class Policy:
     Layers of the same shape share a trial. The shape is heads, sizes, dtype and candidates; without
     replicas also the batch, and the length rounded to a power of two.
 
-    A layer's call asks for its `trial`, runs the candidate that the trial returns, and passes the
-    call to `follow`, which times it.
+    A layer's call asks for its `trial`, runs the candidate that the trial returns, and passes its
+    `TimedCall` to `follow`, which times the call.
 
     Args:
         sp_group: The sp group, whose ranks choose together.
@@ -137,7 +137,7 @@ class Policy:
             groups, each with its own batches.
     """
 
-    # Log the line about each choice, and the warning of `_give_up`.
+    # The functions that log the line about each choice, and the warning of `_give_up`.
     inform, warn = staticmethod(inform), staticmethod(say)
 
     def __init__(self, sp_group: SPGroup, warmup_steps: int, replicas: bool = False):
@@ -169,8 +169,8 @@ class Policy:
             gradient_group: The ranks that reduce gradients together; None if unknown.
 
         Returns:
-            The policy. None if the config leaves no choice, or if not all ranks of the world are
-            known to reduce gradients together, so that they can't choose together.
+            The policy. None if the config leaves no choice. None also if there are replicas that
+            can't choose together, since not all ranks are known to reduce gradients together.
         """
         if not config.times_groups or sp_group.size == 1:
             return None
@@ -188,7 +188,7 @@ class Policy:
     def trial(self, geometry: Geometry, x: Tensor, off: bool, least: int = 1) -> Trial | None:
         """Return the trial for a call.
 
-        Collective where `_look` is.
+        Collective in the first call after a backward (`_look`).
 
         Args:
             geometry: Geometry of the call, with the default G.
@@ -206,8 +206,8 @@ class Policy:
         most = geometry.max_groups if geometry.groups > 1 else 1
         # Some batches don't allow "off", and replicas have different batches.
         candidates = candidates_for(most, off and not self.replicas, least)  # guard: no stock
-        # With replicas, calls must be followed even without a choice: the other ranks wait for this
-        # rank's steps.
+        # With replicas, follow calls even if there is no choice, since the other ranks wait for
+        # this rank's steps.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         batch: tuple[int, ...] = ()
@@ -245,8 +245,8 @@ class Policy:
     def note_step(self) -> None:
         """Note that an optimizer of this process has stepped.
 
-        Takes effect in the first optimizer step after a backward of a layer: from then on the rank
-        counts as stepped, which `_look` compares, and its report is posted for the replicas.
+        Only the first optimizer step after a layer's backward has an effect: it marks this rank as
+        stepped, which `_look` compares, and posts this rank's report for the replicas.
         """
         if self._back_since and not self._stepped:
             self._stepped = True
@@ -256,7 +256,7 @@ class Policy:
     def _report(self) -> Report:
         """Return this rank's times of the trials that are not over.
 
-        Without replicas, only of those whose shape had a backward in this step.
+        Without replicas, the report has only trials whose shape had a backward in this step.
         """
         report: Report = {}
         for key, trial in self.trials.items():
@@ -268,8 +268,8 @@ class Policy:
     def _look(self) -> None:
         """Go on to the next step if the optimizer of every rank of the sp group has stepped.
 
-        `trial` calls this first, so each call of a layer does. Collective in the first call after a
-        backward; further calls do nothing.
+        `trial` calls this method first, so each call of a layer calls it. Collective in the first
+        call after a backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.
@@ -281,7 +281,7 @@ class Policy:
         own_report = self._report() if self._stepped and self.board is None else {}
         stepped, reports = zip(*self.sp_group.gather((self._stepped, own_report)))
         if not all(stepped):
-            # In an evaluation the step may still be to come, so the next call compares again.
+            # During an evaluation the step may still come, so the next call compares again.
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
@@ -319,7 +319,7 @@ class Policy:
         )
 
     def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Arrange that the backward of a call is noted, and the call timed if its trial needs it.
+        """Let the call's backward run `_back`, and time the call if its trial needs times.
 
         Args:
             run: The call.

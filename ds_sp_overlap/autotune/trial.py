@@ -38,7 +38,7 @@ def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidat
 def merged(reports: Sequence[Report]) -> MergedReport:
     """Merge the reports of several ranks: for each candidate, take the time of the slowest rank.
 
-    A rank that has not timed all candidates that are left (`Trial.left`) does not count.
+    Only ranks that have timed all remaining candidates (`Trial.left`) count.
 
     Returns:
         For the key of each trial: the shape in words, and the time of each candidate that is left,
@@ -109,8 +109,8 @@ class Trial:
     def milliseconds(self, clock: Any) -> list[float]:
         """Return the time of a layer, forward and backward, on this rank for each candidate left.
 
-        The time is the median per token, times the mean number of tokens of all calls. So a
-        candidate does not win by short batches in its steps, and a rank with long batches is slow.
+        The time is the median per token, times the mean number of tokens of all calls. So short
+        batches in a candidate's steps give it no advantage, and a rank with long batches is slow.
 
         Returns:
             Times in ms; inf for a candidate that was not timed.
@@ -123,8 +123,8 @@ class Trial:
             if not (own_forwards and own_backwards):
                 times.append(float("inf"))
                 continue
-            # Recomputes and evaluations add forwards without a backward. Use the ratio over all
-            # candidates, so that no candidate loses by an evaluation in its steps.
+            # Recomputes and evaluations add forwards without a backward. Use the ratio of forwards
+            # to backwards over all candidates, so that an evaluation puts no candidate at a loss.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
             forward = _per_token(clock, own_forwards) * calls / gradients
             tokens = mean(tokens for *_, tokens in forwards)
@@ -136,7 +136,7 @@ class Trial:
 
         Args:
             slowest: For each candidate left, the slowest rank's time in ms, see `merged`; None if
-                no rank has timed all of them.
+                no rank has timed all candidates.
         """
         if not self.started:
             self.started = True

@@ -14,8 +14,9 @@ is_profiled = torch.autograd._profiler_enabled
 
 
 def named(*words: str) -> Any:
-    """Return a context manager that names its body for a running profiler; else does nothing.
+    """Return a context manager that names its body for a running profiler.
 
-    The profiler is torch.profiler, or NVTX by ``emit_nvtx``.
+    The profiler is torch.profiler, or NVTX by ``emit_nvtx``. Without a profiler, the context
+    manager does nothing.
     """
     return record_function(" ".join(words)) if is_profiled() else NOTHING

@@ -10,14 +10,14 @@ import torch
 import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# The objects whose ``note_step`` is called. The set is weak, so that it keeps none alive.
+# The objects whose ``note_step`` is called. The set is weak, so that it keeps no object alive.
 listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: Any) -> None:
     """Call ``listener.note_step()`` after each optimizer step of this process.
 
-    This ends when the listener is freed, or by ``listeners.discard(listener)``.
+    The calls end when the listener is freed, or by ``listeners.discard(listener)``.
     """
     _hook_optimizers()
     listeners.add(listener)

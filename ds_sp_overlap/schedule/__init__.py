@@ -1,8 +1,8 @@
-"""The order of work in an attention layer, as plain data. This room does not import torch.
+"""Describes the order of work in an attention layer as plain data. Does not import torch.
 
 An exchange is one all-to-all. Before attention it turns all heads of the local sequence into some
 heads of the global sequence; after attention it goes the other way. Each rank attends with some of
-the heads, and a head group is a part of these.
+the heads, and a head group is a part of a rank's heads.
 
 A schedule has two programs, forward and backward. A program is a tuple of steps:
 
@@ -20,12 +20,12 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
     start q 0      launch an exchange, which proceeds beside the compute row
     finish q 0     the compute row waits for the exchange
 
-The compute row is the stream on which everything is computed; exchanges run on another one.
+The compute row is the stream on which everything is computed; exchanges run on another stream.
 ``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
-part, ``finish dq`` also computes the backward of RoPE and of the norm. For this it recomputes the
-norm from its input, which forward saved or a window recomputes. Elsewhere autograd differentiates
-both. Where the packing kernel also rotates, ``start`` rotates q and k, and ``finish`` rotates dq
-and dk back.
+part, ``finish dq`` also computes the backward of RoPE and of the norm. For this, ``finish``
+recomputes the norm from the norm's input, which forward saved or a window recomputed. Where
+projections are called whole, autograd differentiates RoPE and norm. Where the packing kernel also
+rotates, ``start`` rotates q and k, and ``finish`` rotates dq and dk back.
 
 The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
 length of its name, not a duration. Dots mean that the compute row waits. The wire carries one
@@ -40,8 +40,8 @@ product per group, and ``Wq0`` in backward for dgrad and wgrad.
     compute | Wo1 dgrad Wo0 dgrad Wo wgrad attention 1 attention 0 Wv1 Wk1 Wq1 Wv0 Wk0 Wq0
     wire    |           do1       do0                  dqkv1       dv0 dk0 dq0
 
-o of the last group travels under the output projection of the groups before it, do of the last
-group under their dgrad: with two groups every exchange has work to hide it.
+The output projection of the earlier groups hides o of the last group. The dgrad of the earlier
+groups hides do of the last group. So with two groups, there is work to hide every exchange.
 
 With one head group nothing hides the exchanges of v, o and dv. A rank that attends with one query
 head has no other choice:
@@ -67,21 +67,22 @@ Which code reads a schedule:
   each step into operations, once for each form of a call. ``attention.runtime.nodes`` runs a piece
   as one node of autograd. ``attention.runtime.walk`` runs all pieces in order.
 - The ends of a layer are the projections of q, k and v, and the output projection. An end that is
-  computed part by part is one piece, whose backward is that section of the backward program.
+  computed part by part is one piece. Its backward is the end's section of the backward program.
 - A layer that runs by a windowed schedule is one piece. In the recompute of a checkpoint that saved
   attention, ``recompute`` runs instead of forward.
 - Tests compare the order that a layer recorded with its schedule.
 
-`by_window` has few groups in memory at a time: its backward recomputes q, k and v.
+`by_window` makes schedules with few groups in memory at a time: backward recomputes q, k and v.
 
-A projection may have to be called whole, or the caller may have called it (the drop-in). Then the
-first ``project`` of a module calls it; in the drop-in it slices the caller's tensor. The output
-projection comes after the last ``merge``, and autograd orders the backward of that end. The drop-in
-applies RoPE after the exchange. A step whose result is not needed is left out.
+If a projection must be called whole, its first ``project`` step calls the module. In the drop-in,
+the caller has projected q, k and v, so the layer only cuts these tensors into head groups. An
+output projection that is called whole comes after the last ``merge``, and autograd orders its
+backward. The drop-in applies RoPE after the exchange. A step whose result is not needed is left
+out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
-calls it for each number of head groups that it tries, and checks every schedule that it returns.
+calls the function for each number of head groups to try, and checks every schedule it returns.
 The config must then leave out ``window`` and ``checkpointing``, and without ``heads_alike=True`` the
 layer has one head group.
 """

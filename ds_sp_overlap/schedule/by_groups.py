@@ -15,7 +15,7 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     Args:
         kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
             KV head (`Geometry.kinds`).
-        wgrad_last: Whether to compute dWo after the exchange of every do has started; otherwise
+        wgrad_last: Whether to compute all of dWo after the last exchange of do has started. If not,
             each group's part of dWo is computed before the group's dgrad.
     """
     # q, k and v of the first group travel one by one, each hidden by the next projection. q, k and
@@ -29,7 +29,8 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
 
     Args:
         starts: The exchanges of each group: ``("q", "kv")`` sends q alone, and k and v together.
-        wgrad_last: As for `by_head_groups`.
+        wgrad_last: Whether to compute all of dWo after the last exchange of do has started. If not,
+            each group's part of dWo is computed before the group's dgrad.
     """
     inputs: list[Step] = []
     attended: list[Step] = []
@@ -76,7 +77,8 @@ def merge(group: int) -> list[Step]:
 def gradients(steps: Sequence[Step], wgrad_first: bool = False) -> list[Step]:
     """Return the steps of backward: the mirror image of ``steps``, with the wgrads.
 
-    A wgrad comes directly before the dgrad of the same product if ``wgrad_first``, else behind it.
+    If ``wgrad_first``, a wgrad comes directly before the dgrad of the same product, else directly
+    after this dgrad.
     """
     mirrored = []
     for step in reversed(steps):

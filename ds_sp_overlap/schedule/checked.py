@@ -14,8 +14,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
     Each step of the layer must occur once, after the steps that it needs. The three sections of
     `Schedule` must be contiguous and in order. The attention section of backward must be the mirror
-    image of that of forward. Windowed schedules are refused, since only the config can ask for a
-    window.
+    image of the attention section of forward. Windowed schedules are refused, since only the config
+    can ask for a window.
 
     A layer checks the schedule that its ``schedule=`` returns, by default `by_head_groups`. It does
     not check the windowed schedules that the config asks for.
@@ -76,7 +76,7 @@ def check_program(name: str, program: Program, needs: Needs) -> None:
     Args:
         name: Name of the program, for the message.
         program: The program.
-        needs: The steps that the program must have, and no others.
+        needs: All steps that the program must have, each with the steps that must come before.
 
     Raises:
         ValueError: for the first fault.
@@ -114,8 +114,8 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
                 inputs.append(start.finish)
         (attend, start), (finish, merged) = attention((), group), merge(group)
         forward |= {attend: inputs, start: [attend], finish: [start], merged: [finish]}
-    # Backward reverses the order: if a step needs another in forward, then the mirror of the other
-    # needs the mirror of the step in backward.
+    # Backward reverses the order: if step b needs step a in forward, the mirror of a needs the
+    # mirror of b in backward.
     backward: Needs = {step.mirror: [] for step in forward}
     for step, needs in forward.items():
         for need in needs:

@@ -58,7 +58,7 @@ def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) 
         program: The program.
         ms: Returns the duration of a step in ms; for a start, the duration of the transfer.
     """
-    # The times at which the compute row is free for a step, and the wire for an exchange.
+    # The times from which the compute row (``now``) and the wire (``free``) are free.
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []

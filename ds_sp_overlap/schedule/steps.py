@@ -25,7 +25,7 @@ class Op(Enum):
     START = "start"
     FINISH = "finish"
 
-    # Each member is one object; the hash of enum costs the host more time.
+    # Members can be hashed by identity. The hash that Enum defines costs the host more time.
     __hash__ = object.__hash__
 
 
@@ -58,8 +58,8 @@ class Step(_Fields):
         beside: Tensors whose values travel in the same exchange, before the gradients.
     """
 
-    # A subclass of the tuple, without ``__slots__``, can have cached properties. Each computes once
-    # per step: programs are made once, and layers use them in every call.
+    # A subclass of a named tuple, without ``__slots__``, can have cached properties. Caching saves
+    # time, since programs are made once, and layers use the steps in every call.
 
     @cached_property
     def on_wire(self) -> bool:
@@ -92,7 +92,7 @@ class Step(_Fields):
     @cached_property
     def mirror(self) -> Step:
         """Return the step of backward that mirrors this step of forward under autograd."""
-        # A start becomes the finish of the gradient's exchange, a product its dgrad.
+        # A start becomes the finish of the gradient's exchange, and a product becomes its dgrad.
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property

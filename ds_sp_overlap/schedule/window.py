@@ -2,16 +2,16 @@
 
 Forward saves the layer's input, the local o, and the tensors that the backward of local attention
 reads beside q, k, v and o (the log-sum-exp). If local attention saves more, or changes q, k or v in
-place, its backward recomputes attention. The window W is the limit on groups between ``project q``
-and the end of their attention. Group g + W is projected when group g has been attended. The
-programs for four groups, W = 2, without ``products_last``:
+place, its backward recomputes attention. The window W is the limit on groups that are projected and
+not yet attended. Group g + W is projected when group g has been attended. The programs for four
+groups, W = 2, without ``products_last``:
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 Wq2 Wk2 Wv2 attention 1 Wo0 Wq3 Wk3 Wv3 attention 2 Wo1 attention 3 Wo2 Wo3
     wire    |     q0  k0  v0          qkv1        o0          qkv2        o1              qkv3        o2              o3
 
 Backward goes from the last group to the first. o travels with do, since the backward of attention
-reads both. ``Wq Wk Wv`` in this order are recomputed projections; ``Wv Wk Wq`` are dgrad and wgrad:
+reads both. In this order, ``Wq Wk Wv`` recompute projections; ``Wv Wk Wq`` are dgrad and wgrad:
 
     backward
     compute | Wo3 dgrad Wo wgrad Wq3 Wk3 Wv3 Wo2 dgrad Wo wgrad Wq2 Wk2 Wv2 attention 3 Wo1 dgrad Wo wgrad Wv3 Wk3 Wq3 Wq1
@@ -30,18 +30,18 @@ part, the layer warns and holds all groups. In the recompute of a checkpoint tha
 the layer only merges the saved o: no q, k, v, no attention, no exchange. Backward then runs as
 drawn. A checkpoint that saves no attention repeats all of forward.
 
-With W = 1, backward sends (o with do), q, k and v one at a time, and finishes each before it starts
-the next. dq, dk and dv of a group are three exchanges, started one after another, and finished
-before the next group begins. Wq hides o with do, Wk hides q, Wv hides k. Exposed in forward are v
-of the first group and o of the last; in backward, v and dv of each group, or q and dq of a group
-that sends q alone.
+With W = 1, backward exchanges o with do, then q, k and v one by one. Each exchange is finished
+before the next one starts. dq, dk and dv of a group are three exchanges, started one after
+another, and finished before the next group begins. Wq hides o with do, Wk hides q, Wv hides k. In
+forward, v of the first group and o of the last group are exposed. In backward, v and dv of each
+group are exposed, or q and dq of a group that sends q alone.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
 KV heads travel with the first group that attends to them, and later groups may attend to them too.
-Backward runs the groups in reverse. So it recomputes shared k and v with the last group that
-attends to them, in an exchange of their own (kv0), without the q of forward's exchange. Their dk
-and dv are sent with the first group again, after every group has added its term.
+Backward runs the groups in reverse. So backward recomputes shared k and v with the last group that
+attends to them. Shared k and v have an exchange of their own (kv0), without the q that travels with
+them in forward. The sums of dk and dv over these groups travel with the first group again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule
         geometry: The `exchange.geometry.Geometry` of a call, or an object with the same ``heads``,
             ``kv_heads``, ``kinds`` and ``last_use``.
         window: The limit on groups that are in memory at a time.
-        wgrad_last: As for `by_head_groups` and `by_window`.
+        wgrad_last: Whether to compute a group's part of dWo after the dgrad of the group's o;
+            otherwise before.
     """
     assert window is not None
     # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
@@ -88,7 +89,8 @@ def by_window(
         last_use: For each group, the last group that attends to the KV heads that travel with it
             (`Geometry.last_use`).
         window: W, the limit on groups that are projected and not yet attended.
-        wgrad_last: Whether to compute a group's part of dWo after its dgrad; otherwise before it.
+        wgrad_last: Whether to compute a group's part of dWo after the dgrad of the group's o;
+            otherwise before.
         products_last: Whether to compute dx and the weight gradients of q, k and v after the
             attention of all groups. Until then dq, dk and dv stay in memory.
     """
@@ -152,8 +154,8 @@ def by_window(
         backward += gradients(attention(starts[group], group))[1:]
         backward += deferred
         input_gradients, deferred = gradients(projections(starts[group])), []
-        # From W = 2 on, the products that were left to the end hide the exchange of the last
-        # input gradients (group 0), whose products come after them.
+        # From W = 2 on, the products that were left to the end hide dq, dk and dv of group 0. The
+        # products of group 0 come after those.
         if products_last and (group > 0 or window == 1):
             products_at_end += [step for step in input_gradients if not step.on_wire]
             input_gradients = [step for step in input_gradients if step.on_wire]
@@ -172,7 +174,7 @@ def by_window(
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
     """Return the steps, with each exchange finished before the next one starts."""
-    # So only one send buffer is in memory at a time.
+    # This order keeps only one send buffer in memory at a time.
     steps: list[Step] = []
     finishes: list[Step] = []
     for step in program:
@@ -192,7 +194,7 @@ def _starts(kinds: str, group: int, alone: bool) -> Program:
 def without_o(schedule: Schedule) -> Schedule:
     """Return the same schedule, in which do travels without o.
 
-    Used if the backward of local attention reads o on no rank. ``attention.runtime.nodes`` calls
-    this after forward, once the ranks have agreed on it.
+    Such a schedule is valid if the backward of local attention reads o on no rank.
+    ``attention.runtime.nodes`` calls this function after forward, when the ranks have agreed.
     """
     return replace(schedule, backward=tuple(step._replace(beside=()) for step in schedule.backward))

@@ -13,7 +13,7 @@ The names, for group g:
     ("merged", g)         local o as a matrix, the input of the output projection
     ("y",)                the layer's output
     ("learned", i)        entry i of `LocalAttention.learned`
-    ("kept", g)           the tensors that the backward of local attention needs
+    ("kept", g)           tensors that backward of local attention needs beside q, k, v and o
     ("received", g)       o that was exchanged together with do
     ("d", name)           the gradient of the value called ``name``
     ("d rows",)           dy as a matrix, with a row for each token
@@ -49,7 +49,7 @@ class Compiler:
     """Compiles the steps of one piece, in forward or in backward.
 
     Args:
-        call: A call of the form (`Call.form`) to compile for. Operations hold no reference to it.
+        call: A call of the form (`Call.form`) to compile for. Operations don't refer to the call.
         needs: For each input of the node and each part that is exchanged, whether its gradient is
             needed.
         kinds: For each input of the node, its shape and dtype; None for an input that is None.
@@ -82,7 +82,7 @@ class Compiler:
         self.label = ""
         # The names of the values that the operations write, in order.
         self.written: dict[Name, None] = {}
-        # The cast is inside of the node, so that dx is summed in the dtype of x before the cast.
+        # The cast is inside of the node, so that dx is summed in the dtype that x is given in.
         if not backward and self.call.autocast["enabled"] and ("x",) in self.shapes:
             self.add(operations.cast, [("x",)], [("x",)])
         for step in program:
@@ -164,7 +164,7 @@ class Compiler:
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
         legs = None
         if geometry.nodes is not None:
-            # k and v may travel in two legs, once to each node.
+            # k and v may travel in two legs, see Note [Once per node] in `relayed`.
             legs = legs_of(geometry, step.tensors, group, dims)
         if step.grad and not step.beside:
             needed = [part in self._needed(step) for part in step.parts]
@@ -193,7 +193,7 @@ class Compiler:
     def _multiply(
         self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
     ) -> None:
-        """Multiply a matrix by a part of a weight; the result is a value of heads.
+        """Multiply a matrix by a part of a weight; the result has a dimension of heads.
 
         Args:
             operands: The matrix, the weight, and the bias if there is one.
@@ -321,7 +321,7 @@ class Compiler:
         (o,), kept = step.parts, ("kept", group)
         needs = {kind: self.needs[kind, 0] for kind in "qkv"}
         if self.is_backward:
-            # Compute gradients for the parts of those kinds that need one, then for ``learned``.
+            # Compute gradients for the parts whose kind needs a gradient, then for ``learned``.
             wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = gradients(wanted + learned)
@@ -338,7 +338,7 @@ class Compiler:
         dx = ("d", ("x",))
         if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
-        # One parameter at a time: its pieces are freed before those of the next are joined.
+        # Join one parameter at a time, and free its pieces before the next parameter is joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [("d", name[1])])
         if self.needs.get(("bias", "o")):

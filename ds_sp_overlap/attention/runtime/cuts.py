@@ -12,8 +12,8 @@ from ...schedule import Part, Schedule
 from .flat import Name
 from .slices import Parts, Ranges
 
-# For each of q, k and v: the index of its projection, and the first row of its head 0 there (an
-# int) or of each of its heads (a tuple).
+# For each of q, k and v: the index of its projection; and, in this projection, the first row of
+# head 0 (an int) or of each head (a tuple).
 OfKinds = tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...]
 
 
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     Attributes:
         module: Index of the linear layer in `InputModules.projections`.
-        rows: The rows of its weight.
+        rows: The rows of the layer's weight.
         ranks: `Geometry.parts` if the projected heads are laid out by rank in memory, as in the
             send buffer; else 0.
     """
@@ -70,8 +70,8 @@ def cuts_of(
     Args:
         geometry: The geometry of the call.
         schedule: The schedule of the call.
-        by_rank: As in `Call`.
-        of_kinds: `InputModules.of_kinds`.
+        by_rank: Those of "q", "k" and "v" that are laid out by rank if exchanged alone, see `Call`.
+        of_kinds: For each of q, k and v, its projection and its first rows, see `OfKinds`.
         head_dim: ``d``.
         norms: For each norm, its kind and its number of parameters.
     """

@@ -19,8 +19,8 @@ from ..memory.recompute import Attended, LocalAttention, join_pieces
 from .slices import cut_ranges
 
 # The local attention of a call: (group, q, k, v) -> o. The group is an index; q, k, v are [.., ..,
-# heads, d]; o is [.., .., heads, d_v] or [.., .., heads d_v]. Where ranks share query heads, it is
-# called once for each range of the rank's queries, with the range as a fifth argument.
+# heads, d]; o is [.., .., heads, d_v] or [.., .., heads d_v]. Where ranks share query heads, the
+# attention is called for each range of the rank's queries, with the range as a fifth argument.
 Attend = Callable[..., Any]
 
 
@@ -29,7 +29,7 @@ class Call:
 
     Attributes:
         sp_group: The sp group.
-        geometry: Which heads and tokens each rank holds.
+        geometry: The heads and tokens of each rank.
         schedule: The order of the steps.
         where: Name of the layer, for errors and logs.
         checked: Whether to compare each exchange with a plain one.
@@ -37,16 +37,16 @@ class Call:
         in_flight: The transfer in flight of each exchange.
         by_rank: Those of "q", "k", "v" and "o" whose local tensor has a dimension for the ranks
             when it is exchanged alone (`Geometry.exchange`).
-        window: How many head groups are in memory at a time; None for all.
-        rope_tables: (cos, sin) for the kernels that pack q or k; these rotate it where it is
-            exchanged alone. None if the kernels don't rotate.
+        window: The limit on head groups in memory at a time; None for no limit.
+        rope_tables: (cos, sin) for the kernels that pack q and k. A kernel rotates its tensor if
+            the tensor is exchanged alone. None if the kernels don't rotate.
         projections: The `InputModules` of the call, if q, k and v are computed part by part; else
             None.
         local: In a call with a window: the local attention.
-        checkpoint: In a call with a window: the pass through the checkpoint around it, if the
+        checkpoint: In a call with a window: the pass through the checkpoint around the call, if the
             checkpoint saves attention; else None.
         offloads: Whether the checkpoint saves attention in host memory.
-        attended: In a call with a window: what the backward of attention needs, by head group.
+        attended: In a call with a window: by head group, the state for the backward of attention.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor that needs no gradient.
         is_flat: Whether local attention returned o with heads and head dim flattened.
@@ -80,7 +80,7 @@ class Call:
         self.attended: dict[int, Attended] = {}
 
     def begin(self, x: Tensor) -> None:
-        """Set ``autocast`` and ``empty``, for the device of ``x``, any tensor of the layer."""
+        """Set ``autocast`` and ``empty`` for the device of ``x``, which may be any tensor."""
         self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
 
     @property
@@ -102,14 +102,14 @@ def with_kv(geometry: Geometry, group: int, received: dict[Part, Tensor]) -> lis
     """Return the k and the v that a head group attends to on this rank.
 
     Args:
-        geometry: Which heads each rank holds.
+        geometry: The heads of each rank.
         group: The head group.
         received: The k and v that arrived with this group and with earlier groups.
 
     Returns:
-        [s, b, heads, d] each, or [b, s, heads, d] for batch first. The KV heads of the group's
-        query heads. They are repeated, one for each query head, where they don't all serve the same
-        number of query heads (`Geometry.kv_expansion`).
+        k and v with the KV heads of the group's query heads, each [s, b, heads, d], or
+        [b, s, heads, d] for batch first. If the KV heads serve different numbers of query heads,
+        they are repeated to one for each query head (`Geometry.kv_expansion`).
     """
     both, index = [], geometry.kv_expansion(group)
     for kind in "kv":
@@ -173,7 +173,8 @@ def attend_in_pieces(
 ) -> list[Tensor]:
     """Run the local attention of a group, once for each range of this rank's queries.
 
-    Local attention may change q in place; and k and v, unless a later call attends to them again.
+    Local attention may change q in place. It may change k and v in place only if no later call
+    attends to them.
 
     Returns:
         o for each range; one o for all queries if ranks share no heads.

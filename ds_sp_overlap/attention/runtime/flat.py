@@ -45,7 +45,7 @@ def gradients(names: Iterable[Name]) -> list[Name]:
 def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence[Name]) -> Flat:
     """Return a function that runs operations and deletes each value after its last use.
 
-    A value is last used where nothing reads it before its name is written again.
+    The last use is the last operation that reads the value before its name is written again.
 
     Args:
         operations: The operations. They read None for a value that was not written.
@@ -58,7 +58,8 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
     def variable(name: Name) -> str:
         return variables.setdefault(name, f"v{len(variables)}")
 
-    # For each operation, last to first: the values that nothing reads before they are written again.
+    # The dead values after each operation, from last to first: those that no later operation reads
+    # before writing them again.
     dead, live = list[list[Name]](), set(gives)
     for operation in reversed(operations):
         touched = dict.fromkeys(operation.reads + operation.writes)

@@ -22,19 +22,20 @@ from . import sharded
 
 # Forwards of linear layers that compute ``x w^T + b`` and nothing else. Some kinds of layer return
 # a pair: ``(x w^T, b)`` if the layer leaves b to its caller, else ``(x w^T + b, None)``. For these
-# the value is a function that returns whether a layer leaves b to its caller. For layers that
-# return one tensor, the value is None, or the function returns None.
+# kinds, the entry is a function that returns whether a layer leaves b to its caller. For layers
+# that return one tensor, the entry is None, or the function returns None.
 Plain = dict[Callable[..., object], Callable[[Any], bool | None] | None]
 PLAIN: Plain = {nn.Linear.forward: None}
-# Prefixes of the names of Python modules. Hooks that these modules define may run although the
-# forward computes only parts of its output. `deepspeed.initialize` adds DeepSpeed.
+# Prefixes of the names of Python modules. Hooks from these modules are known to work if a call
+# computes only parts of the output. `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
 # The dicts of the hooks that PyTorch runs on every module's call.
 EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# The ``__call__`` methods that run hooks and ``forward`` and nothing else. The containers' raise.
+# The ``__call__`` methods that run hooks and ``forward`` and nothing else. Those of the two
+# containers only raise an error.
 _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
 
 
@@ -71,7 +72,7 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
 
 @lru_cache(maxsize=1024)
 def _descriptors(kind: Any) -> list[str]:
-    """Return which of "weight" and "bias" a class has as attributes; cached, since it is slow."""
+    """Return those of "weight" and "bias" that are attributes of a class; cached to save time."""
     return [name for name in ("weight", "bias") if hasattr(kind, name)]
 
 
@@ -94,7 +95,8 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
         return False
     if type(norm).forward not in pure:  # guard: only known norms
         return False
-    # A tensor attribute may replace a parameter, as FSDP's views do; ``parameters()`` lacks it.
+    # A tensor attribute may replace a parameter, as FSDP's views do. ``parameters()`` does not
+    # contain such a tensor.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
     return not any(  # guard: its hooks run once
@@ -130,7 +132,7 @@ def hooks_of(module: nn.Module) -> list[dict]:
     """Return the hooks that a call of ``module`` runs: its own, and those of every module's call.
 
     Returns:
-        The dict of hooks of each kind that has some.
+        The dicts of hooks, one for each kind of hook; empty dicts are left out.
     """
     hooks = (
         module._forward_hooks,
@@ -170,7 +172,8 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         del vars(first)["forward"]  # guard: given back at once
         return call_through(rest, body, *args)
 
-    # The instance attribute replaces the module's forward for one call. It deletes itself first.
+    # The instance attribute replaces the module's forward for one call: ``forward`` first deletes
+    # the attribute.
     vars(first)["forward"] = forward
     try:
         return first(*inputs)
@@ -193,9 +196,9 @@ def without_hooks(module: nn.Module) -> Any:
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """Return a parameter of ``module``, or an attribute in its place.
+    """Return a parameter of ``module``, or the attribute that replaces the parameter.
 
-    Costs the host less time than ``module.weight``, which looks in other places first.
+    Takes the host less time than ``module.weight``, which looks in other places first.
     """
     parameters = module._parameters
     # Python finds an attribute of the instance before a parameter.

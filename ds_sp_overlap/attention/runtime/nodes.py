@@ -24,7 +24,8 @@ class _Node(Node):
 
     @staticmethod
     def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], token, *given):
-        # Autograd gives zeros for a gradient that only this rank lacks, so the exchanges match.
+        # Autograd passes zeros for a gradient that is missing on this rank, so that this rank makes
+        # the same exchanges as the others.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
         ctx.call, ctx.variant, call.variant = call, variant, variant
         made, count = variant.forward(call, [*given]), variant.outputs
@@ -49,7 +50,7 @@ class _Node(Node):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
-        # The token's gradient is empty; it only makes autograd run the piece before.
+        # The token's gradient is an empty tensor, which makes autograd run the previous piece.
         return None, None, None, call.empty if ctx.needs_input_grad[3] else None, *results
 
 
@@ -57,7 +58,7 @@ def run_piece(
     piece: Piece, call: Call, names: tuple[Name, ...], token: Any, given: Sequence[Any]
 ) -> Any:
     """Run a piece, as a node of autograd if gradients are recorded; return the node's outputs."""
-    # Forward-mode AD may run without recording gradients; the node is used then, to refuse it.
+    # Forward-mode AD may run without recording gradients. Use the node, which refuses such a call.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         node = _Window if call.schedule.is_windowed else _Node
         return node.apply(piece, call, names, token, *given)
@@ -76,17 +77,17 @@ class _Window(Node):
     def forward(ctx, piece, call, names, token, *given):
         """Run the forward program, or only its merges if a checkpoint has saved attention."""
         needs = ctx.needs_input_grad[3:]
-        # Drop the call's reference: the graph may outlive its backward, but the tensors that a
-        # checkpoint saves must not.
+        # Drop the call's reference to the checkpoint. The graph may outlive its backward, but must
+        # not keep the tensors that the checkpoint saves.
         checkpoint, call.checkpoint = call.checkpoint, None
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
             kept, call.attended, after, call.schedule = checkpoint.take(call.where)
         variant = piece.variant(call, names, needs, given)
         if is_recompute:
-            # The checkpoint has saved o, so only the merges run again. The checkpoint gives the
-            # tensors that this node saves to the node of the first forward, whose backward runs.
-            # This node runs backward only if the checkpoint's function itself calls backward.
+            # The checkpoint has saved o, so only the merges run again. torch passes the tensors
+            # that this node saves to the node of the first forward, and runs that node's backward.
+            # The backward of this node runs only if the checkpoint's function calls backward.
             merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
@@ -135,7 +136,9 @@ class _Window(Node):
 
 @dataclass
 class End:
-    """Describes projections that one node computes part by part: of q, k and v, of o, or all.
+    """Describes projections that one node computes part by part.
+
+    These are the projections at one end of a layer (of q, k and v, or of o), or at both ends.
 
     Attributes:
         modules: The modules to call with `linear.call_through`, so that their weights are gathered.

@@ -67,12 +67,12 @@ def finish(key: Exchanged, name: str, call: Call) -> Any:
 
 
 def _one(values: Sequence[Any]) -> Any:
-    """Return a single value by itself, several ``values`` as they are, as operations must."""
+    """Return ``values`` as the result of an operation: one value alone, several as they are."""
     return values if len(values) != 1 else values[0]
 
 
 def _sum(so_far: Tensor | None, term: Tensor | None) -> Tensor | None:
-    """Return the sum of a gradient's terms so far and one more; None for no term."""
+    """Return the sum of a gradient's terms so far plus one more term; None stands for zero."""
     # Not in place: attention may return the same tensor for two gradients.
     return term if so_far is None else so_far if term is None else so_far + term
 
@@ -104,8 +104,8 @@ def multiply(
     Args:
         dim: 0 for rows, 1 for columns.
         part: The rows or columns; None for all.
-        run: The same, if the product writes to the layout of the send buffer, so that nothing packs
-            it; else None.
+        run: The rows or columns as a `Run`, if the product has the layout of the send buffer, so
+            that no kernel packs it; else None.
         form: The shape of the result.
         call: The call.
         x: A matrix.
@@ -157,7 +157,7 @@ def norm_back(
     x = heads.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(**call.autocast):  # guard: as in forward
         y = call.projections.shape(part, x, tables, parameters)
-    # Parameters that are frozen, also since forward, get no gradient.
+    # Frozen parameters get no gradient, even if they were frozen after forward.
     wanted = [place for place, x in enumerate(parameters) if x.requires_grad]
     ends = [x, *map(parameters.__getitem__, wanted)]
     dx, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
@@ -193,7 +193,7 @@ def add_to_dx(
 
 
 def sum_rows(dy: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum the rows of ``dy``, which is given transposed."""
+    """Sum dy over its rows, the tokens; the argument ``dy`` is the transpose of dy."""
     return torch.sum(dy, 1) if out is None else torch.sum(dy, 1, out=out)
 
 
@@ -243,7 +243,7 @@ def merge(
 
 
 def _heads(parts: list[Part], call: Call, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return q, k and v of a group, from its q and the parts of k and v that it attends to."""
+    """Return q, k and v of a group, from its q and the parts of k and v that the group needs."""
     return received[0], *with_kv(call.geometry, parts[0][1], dict(zip(parts, received)))
 
 
@@ -276,7 +276,7 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
     """
     received, (kept, do, o, *sums) = values[: len(parts)], values[len(parts) :]
     leaves = [x.detach().requires_grad_(part in wanted) for part, x in zip(parts, received)]
-    # Heads may be cut, joined or repeated. Autograd derives how gradients return to the parts.
+    # `_heads` may cut, join or repeat heads. Autograd computes its backward.
     with torch.enable_grad():
         joined = _heads(parts, call, leaves)
     heads, group = [x.detach() for x in joined], parts[0][1]

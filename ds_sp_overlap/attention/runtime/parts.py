@@ -57,7 +57,7 @@ class Pieces:
             self._waiting.append((part, compute(*operands)))
             return
         if self._whole is None:
-            # The one piece is the whole tensor: no copy.
+            # This piece is the whole tensor: no copy.
             if self._once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return
@@ -67,7 +67,7 @@ class Pieces:
             self._whole = make(*self.shape)
         add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
-            # One range is written in place. An empty one follows a part that was the whole tensor.
+            # Write one range in place. An empty range may follow a part that is the whole tensor.
             ((start, stop),) = part
             compute(*operands, out=self._whole.narrow(self.dim, start, stop - start))
         elif compute is torch.mm:
@@ -91,7 +91,7 @@ class Pieces:
 
 
 def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copy a piece to ``out``; as ``compute`` of `Pieces.put`, for a piece computed before."""
+    """Copy a piece to ``out``; used as ``compute`` of `Pieces.put` for an existing piece."""
     return piece if out is None else out.copy_(piece)
 
 
@@ -100,8 +100,8 @@ def _joined(
 ) -> Tensor | None:
     """Join the pieces that are not None; return None if all are None."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Leave empty pieces out. A piece that is the whole tensor is returned itself, and writing an
-    # empty piece into it would increase its version.
+    # Leave empty pieces out. If one piece is the whole tensor, it is returned without a copy, and
+    # writing an empty piece into it would increase its version counter.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple([part for part, _ in present]))
     for part, piece in present:
@@ -112,15 +112,15 @@ def _joined(
 class _Parts(Node):
     """Cuts a tensor into parts, or joins parts to a tensor; each is the backward of the other.
 
-    The gradient of a cut is made in one pass; with PyTorch's slicing, autograd would add one padded
-    tensor for each part.
+    The backward of a cut writes the gradient in one pass. With PyTorch's slicing, autograd would
+    sum one padded tensor for each part.
     """
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
         """Cut ``tensors[0]`` into parts if ``is_cut``; else join ``tensors`` to ``shape``."""
-        # In the backward of a cut, a part without a gradient gets None and is left out. In the
-        # backward of a join, the whole tensor without a gradient gets zeros.
+        # In the backward of a cut, the gradient of a part may be None, and is left out. In the
+        # backward of a join, a missing gradient is replaced by zeros.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:

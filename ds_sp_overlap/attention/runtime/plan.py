@@ -1,7 +1,7 @@
 """Cuts the schedule of a layer into pieces, and compiles each to functions once.
 
     piece         consecutive steps that one node of autograd runs (`nodes`), forward and backward
-    variant       a piece compiled for what needs a gradient: a function for each direction
+    variant       a piece compiled for one choice of inputs that need a gradient: two functions
     operation     a function of values that have names (`operations`)
 
 Note [Pieces]
@@ -21,8 +21,8 @@ for the backward of local attention, one head group at a time.
 Note [What a node saves]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A node saves the values that its backward reads from forward. It uses ``save_for_backward``, so that
-hooks for saved tensors see them, and autograd detects in-place changes. Every value is freed after
-its last use (`flat`). Compiling a variant finds both.
+hooks for saved tensors see the values, and autograd detects in-place changes. Every value is freed
+after its last use (`flat`). Saved values and last uses are determined when a variant is compiled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Piece:
     def variant(
         self, call: Call, names: tuple[Name, ...], needs: tuple[bool, ...], given: Sequence[Any]
     ) -> Variant:
-        """Return the variant for the inputs of a node; compile it in the first call of its kind.
+        """Return the variant for the inputs of a node; compile the variant if it does not exist.
 
         Args:
             call: The call; its ``variant`` is that of the previous piece.
@@ -119,7 +119,8 @@ class Piece:
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
         profiled = is_profiled()
-        # The previous piece's variant stands for the form of the call, for which it was compiled.
+        # The previous piece's variant was compiled for the form of the call, so it can replace the
+        # form in the key.
         key = (call.variant or call.form, names, needs, profiled, *kinds)
         variant = self._variants.get(key)
         if variant is None:
@@ -146,7 +147,10 @@ def _compiled(
     kinds: list[Kind | None],
     profiled: bool,
 ) -> Variant:
-    """Compile a variant; ``kinds`` are shape and dtype of the inputs, else as `Piece.variant`."""
+    """Compile a variant.
+
+    ``kinds`` are shape and dtype of each input. The other arguments are those of `Piece.variant`.
+    """
     of_inputs, of_parts, head_dims = dict(zip(names, needs[1:])), {}, {}
     if call.variant is not None:
         of_parts, head_dims = call.variant.needs.copy(), call.variant.head_dims.copy()
@@ -163,8 +167,9 @@ def _compiled(
                     part, of_inputs
                 )
     if call.schedule.is_windowed:
-        # Equal on all ranks: the ranks compared in the first call which projections and norms need
-        # a gradient. They did not compare ``learned``, which users must give alike on all ranks.
+        # ``reaches`` is equal on all ranks: in the first call, the ranks compared which projections
+        # and norms need a gradient. They did not compare ``learned``; users must give the same
+        # arguments on all ranks.
         learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
         reaches = any(learned) or any(of_parts[kind, 0] for kind in "qkv")
         for group in call.groups:

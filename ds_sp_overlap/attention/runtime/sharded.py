@@ -2,10 +2,10 @@
 
 Note [Units of FSDP2]
 ~~~~~~~~~~~~~~~~~~~~~
-A module that was given to ``fully_shard`` is a unit: hooks on its call gather all parameters inside
-of it that are in no inner unit. Before the call a parameter is a `DTensor` of this rank's part,
-inside the call a plain parameter. Backward gathers the unit again when the output of the call gets
-its gradient. As soon as the inputs of the call have their gradients, FSDP2 reduces the unit's
+A module that was given to ``fully_shard`` is a unit. Hooks on the unit's call gather all parameters
+of the unit, except those of inner units. Before the call a parameter is a `DTensor` of this rank's
+part, inside the call a plain parameter. Backward gathers the unit again when the output of the call
+gets its gradient. As soon as the inputs of the call have their gradients, FSDP2 reduces the unit's
 gradients and frees its gathered parameters. So every use of a unit's parameters must lie in the
 graph between inputs and output of the call.
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 # The beginning of the name of the module in which FSDP2 defines its hooks.
 FSDP = "torch.distributed.fsdp._fully_shard"
-# The modules whose weight is sharded outside of a call of the unit around them, and plain inside.
-# `look_for_units` fills this set.
+# The modules whose weight is plain inside a call of the unit around the module, and sharded outside
+# of the call. `look_for_units` fills this set.
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -72,10 +72,10 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def has_plain_parameters(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are plain tensors, or FSDP2's shards of these.
+    """Return whether a module's own parameters are plain tensors, or FSDP2's shards of such.
 
-    A quantised tensor has another type; its product may scale by values that depend on all tokens
-    of the input.
+    A quantised parameter has another type. Its product may be scaled by values that depend on all
+    tokens of the input.
     """
     parts = (getattr(x, "_local_tensor", x) for x in module.parameters(recurse=False))
     return all(

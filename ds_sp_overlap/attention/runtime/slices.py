@@ -1,7 +1,7 @@
 """Multiplies with parts of weights.
 
 A part is a tuple of ranges along one dimension. Parts may overlap (KV heads that two ranks need);
-their gradients are summed then (`parts`).
+then the gradients of the parts are summed (`parts`).
 
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -14,17 +14,17 @@ Note [Groups first] in `heads`). Products of two kinds read or write them:
 A product of the first kind is one batched product over a view of the slices, [slices, .., ..]; it
 copies no weight (`mm_of_slices`, `mm_to_slices`).
 
-A product of the second kind copies the slices (`cut_ranges`), since that moves the fewest bytes.
-No strided view joins slices along the dimension that is summed over. The ways, for a group of K
-rows in S slices, t tokens of the rank, model dim m; in elements beyond those of one product:
+A product of the second kind copies the slices (`cut_ranges`), since a copy moves the fewest bytes.
+No strided view joins slices along the dimension that is summed over. Beyond one product, the
+alternatives move this many elements, for K rows of a group in S slices, t tokens, model dim m:
 
     copy the slices                             2 K m           read once, written once
     one product a slice, added in place         2 (S - 1) t m   reads and writes dx or y each time
     one batched product, then a sum             2 S t m         writes and reads S terms of dx or y
 
-So the copy is the cheapest from t > K / (S - 1) tokens on. For Llama at P = 8 and G = 2, 8192
-tokens a rank, bf16, MB a product; there are four of them a layer and step (dgrad of q and merge of
-o, for each group; with 8 KV heads, k and v of a group are one slice):
+So the copy is the cheapest from t > K / (S - 1) tokens on. The table shows MB per product for Llama
+at P = 8 and G = 2, with 8192 tokens per rank in bf16. A layer has four such products in a step:
+dgrad of q and merge of o, for each group (with 8 KV heads, k and v of a group are one slice).
 
               K      copy   added in place   batched and summed   copy is cheaper from
     8B     2048        34              939                 1074             293 tokens
@@ -47,8 +47,8 @@ from ...exchange.layout import Range
 # A part is a tuple of ranges along one dimension.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
-# Devices without a fast kernel for batched products of half precision into views, which may take a
-# hundred times as long as one product. The planner, which records for a GPU on a CPU, empties it.
+# Devices on which batched products of half precision into views are slow: up to a hundred times as
+# slow as one product. The planner records for a GPU on a CPU, so it empties this set.
 unbatched = {"cpu"}
 
 
@@ -120,7 +120,7 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
-    """Return the slices of a part as few runs; adjacent ranges count as one slice.
+    """Group the slices of a part into runs; adjacent ranges count as one slice.
 
     Returns:
         For each run, two descriptions: its slices in the whole dimension, and its slices in the
@@ -151,7 +151,7 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
 
 
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x`` by the weights of each rank, in the memory order of the send buffer.
+    """Multiply ``x`` by the weights of each rank; the result has the order of the send buffer.
 
     Args:
         x: [tokens, k].
@@ -224,8 +224,8 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         piece: The new values of the slices, one slice after another.
         add: Whether to add the values to the slices instead of overwriting them.
     """
-    # One copy writes all slices if one view holds them. Not for a sum: an overlapping view would
-    # lose terms.
+    # If one view holds all slices, one copy writes them. A sum can't be written so: an overlapping
+    # view would lose terms.
     runs = _runs(ranges)
     if len(runs) == 1 and not add:
         run = runs[0][0]

@@ -3,15 +3,15 @@
 Note [Tiles]
 ~~~~~~~~~~~~
 A norm in bf16 holds up to 14 times its input in temporaries, an MLP a multiple of its inner width.
-Both compute each token by itself, so forward runs one tile of tokens after the other, and backward
-runs each tile again and differentiates it::
+Both compute each token by itself. So forward runs one tile of tokens after the other, and backward
+recomputes and differentiates each tile::
 
     x ──► _Saved ──► _Tiles ──► y       forward:  y[tile] = f(x[tile]), without a graph
           saves x                       backward: dx[tile], dw += of f(x[tile]), with a graph
           and weights
 
-`_Saved` comes first, because a non-reentrant checkpoint stops its recompute once it has all saved
-tensors: it does not run the tiles again at the end of a layer.
+`_Saved` comes before `_Tiles`, because a non-reentrant checkpoint stops its recompute once it has
+all saved tensors. So if tiles are the end of the checkpoint, the recompute does not run them.
 
 The modules with weights are called once, around the nodes (`call_through`), so that ZeRO-3 and
 FSDP2 gather the weights as usual. The tiles run on copies of the modules, without hooks, with
@@ -41,20 +41,20 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     """Run the forward of ``module`` tile by tile.
 
     Args:
-        module: A module that computes each token by itself. This function runs inside of its call,
-            after its own pre-hooks.
+        module: A module that computes each token by itself. This function runs inside of the
+            module's call, after the module's own pre-hooks.
         x: [.., m]. The tokens.
         tokens: The most tokens in a tile.
 
     Returns:
-        [.., width]. The output of the module, in its dtype, which autocast may decide.
+        [.., width]. The output of the module; autocast may decide the dtype.
     """
     with_weights = [part for part in module.modules() if part._parameters and part is not module]
 
     def run(x: Tensor) -> Tensor:
         # Inside of the modules' calls the weights are gathered.
         weights = list(module.parameters())
-        # `_Saved` appends its context, through which `_Tiles` reads the saved tensors.
+        # `_Saved` appends its context here, and `_Tiles` reads the saved tensors from the context.
         saved: list[Any] = []
         hidden = _Saved.apply(saved, x, *weights)
         return _Tiles.apply(module, tokens, saved, x.requires_grad, hidden, *weights)
@@ -67,8 +67,8 @@ def _over(
 ) -> Any:
     """Return a copy of a module with other weights and without hooks, also in its children.
 
-    With ``add``, its linear layers pass the gradients of their weights to ``add``, instead of
-    returning them to autograd.
+    With ``add``, linear layers in the copy pass the gradients of their weights to ``add``, instead
+    of returning them to autograd.
     """
     copy = without_hooks(module)
     own, children = {}, {}
@@ -152,8 +152,9 @@ class _Tiles(Node):
         ctx.copy = _over(module, dict(zip(weights, weights)))
         ctx.tokens, ctx.saved, ctx.wants_dx = tokens, saved, wants_dx
         ctx.autocast = autocast_of(x.device)
-        # Autocast caches the casts of weights that need a gradient. These casts have no graph here,
-        # and a later use would lose the gradient. Casts of detached weights are not cached.
+        # Autocast caches casts of weights that need a gradient. Here casts have no graph, so a
+        # later use of a cached cast would lose the gradient. Casts of detached weights are not
+        # cached.
         detached = {weight: weight.detach() for weight in weights}
         copy, rows = _over(module, detached), x.flatten(0, -2)
         y: Any = None

@@ -30,7 +30,7 @@ class Walk:
         project: Returns q, k or v of a group if projections are called whole; None if they are
             computed part by part, or if the caller puts q, k and v into ``values``.
         arrive: Changes q, k and v after their exchange; None for no change.
-        ends: The ends that are computed part by part, by section; a layer that has a window has one
+        ends: By section, the ends that are computed part by part. A layer that has a window has one
             end, with the key "".
 
     Attributes:
@@ -61,7 +61,7 @@ class Walk:
             x: The layer's input; needed for the sections "inputs" and "".
 
         Returns:
-            y, if the last piece returns it.
+            y, if the last of these pieces returns y; else None.
         """
         y = None
         for piece in self.pieces:

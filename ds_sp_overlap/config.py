@@ -80,17 +80,18 @@ class SpOverlapConfig(_Section):
             `policy` times.
         shares: r, the number of ranks that share their query heads, each with 1/r of the queries;
             must divide the sp size. "auto": 1 if the query heads divide by the sp size; else the
-            smallest r with which they divide, if local attention accepts a range of the queries and
-            the busiest rank does not receive more (`shares_for`).
-        kv_once_per_node: Whether k and v travel over the network once to each node, and inside it
-            from rank to rank. For nodes in which several ranks need the same KV heads.
+            smallest r for which the heads divide by P / r, if local attention accepts a range of
+            the queries and the largest amount that a rank receives does not grow (`shares_for`).
+        kv_once_per_node: Whether k and v travel over the network once to each node, and inside the
+            node from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the largest number of head groups that are live at a time. Saves memory, since
             backward recomputes q, k and v. null: all groups. A window also selects the largest G
             and ``"tiles": "auto"``, and saves attention over every checkpoint that allows it,
             unless the section sets ``head_groups``, ``tiles`` or ``checkpointing``.
         checkpointing: Under activation checkpointing, "recompute" recomputes attention with the
             rest of the layer. "keep" saves o and the log-sum-exp, so that the recomputed forward
-            runs neither attention nor its exchanges. "offload" saves them in host memory.
+            runs neither attention nor its exchanges. "offload" saves o and the log-sum-exp in host
+            memory.
         tiles: The number of tokens that norms and dense MLPs of decoder layers process at a time,
             in forward and backward. "auto", the default beside a window: as many as keep a tile's
             temporaries below half of the layer's input. null: all tokens at once.
@@ -99,8 +100,8 @@ class SpOverlapConfig(_Section):
         wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
             its dgrad.
         kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled": the
-            CUDA kernels and no others. "auto": the compiled ones if NCCL carries the sp group and
-            all ranks have them (they are built once where nvcc is found); else PyTorch's.
+            CUDA kernels and no others. "auto": the CUDA kernels if NCCL carries the sp group and
+            all ranks have these kernels (built once where nvcc is found); else PyTorch's copies.
         transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
             over a separate communicator if NCCL carries the group. "copy_engine": the GPUs' copy
             engines, inside one node.
@@ -153,9 +154,9 @@ class SpOverlapConfig(_Section):
     def of_own_layer(self) -> SpOverlapConfig:
         """Return the config for a layer of this package's own classes.
 
-        Such a layer has no other forward to run if ``enabled`` is false. It then runs without any
-        overlap: with one head group, and projections that are called whole. `of_sp_group` makes the
-        layer wait for each exchange at once.
+        If ``enabled`` is false, such a layer has no other forward to run. The layer then runs
+        without any overlap: with one head group, and projections that are called whole.
+        `of_sp_group` makes the layer wait for each exchange at once.
         """
         if self.enabled:
             return self
@@ -178,9 +179,9 @@ class SpOverlapConfig(_Section):
         return self.head_groups == "auto" and self.policy.warmup_steps > 0 and is_asked
 
     def window_of(self, groups: int) -> int | None:
-        """Return W for a layer of ``groups`` head groups.
+        """Return W for a layer of ``groups`` head groups; None if the layer has no window.
 
-        None if the layer runs without a window: backward then recomputes no q, k and v.
+        Without a window, backward recomputes no q, k and v.
         """
         if self.window is not None:
             return min(self.window, groups)

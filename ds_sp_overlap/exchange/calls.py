@@ -49,7 +49,7 @@ class Calls:
         return self
 
     def count(self, sp_group: Any, name: str, device: torch.device) -> None:
-        """Count a call; every `EVERY` calls, read the last comparison and begin the next.
+        """Count a call; every `EVERY` calls, read the comparison in flight and begin the next.
 
         `LayerRuntime.run` calls this before the layer exchanges anything. Collective in every
         `EVERY`-th call. Calls that are captured in a CUDA graph are counted, and compared after the

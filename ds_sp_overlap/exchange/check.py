@@ -81,7 +81,7 @@ def plain_exchange(
     sizes, addends = torch.zeros_like(out), torch.zeros_like(out, dtype=torch.int32)
     for peer, (sender, tensor) in enumerate(zip(sources, tensors)):
         totals = [blocks_of(total, target, peer) for total in (out, sizes, addends)]
-        # Replicas that several ranks send are summed.
+        # Sum the blocks that several ranks send for one place.
         for block, place, size, count in zip(blocks_of(tensor, sender, sp_group.rank), *totals):
             block = block.reshape(place.shape)
             place.add_(block)
@@ -92,7 +92,7 @@ def plain_exchange(
     roundings = torch.where(addends > 2, 2 * (addends - 1), 0)
     atol = roundings * torch.finfo(out.dtype).eps * sizes.nan_to_num(0.0, posinf=0.0)
     if rope_back is not None:
-        # To rotate back is to apply the transpose, which is the rotation by the opposite angle.
+        # Apply the transpose of the rotation, which is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin)
     return Expected(out.to(x.device, x.dtype), atol.to(x.device))

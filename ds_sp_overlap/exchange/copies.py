@@ -238,11 +238,11 @@ def _run(tensor: int, dims: Sequence[Sequence[int]], offset: int, wire_offset: i
 
 
 def _joined(first: Run, second: Run) -> Run | None:
-    """Return one copy in place of two successive ones; None if one view can't hold both."""
+    """Return one copy that replaces two successive copies; None if no single view can do so."""
     shift = second.offset - first.offset, second.wire_offset - first.wire_offset
     (size, *steps), *inner = first.dims
     (more, *others), *rest = second.dims
-    # Whether the second copy begins where the first dimension of the first one ends.
+    # Whether the second copy begins where the first dimension of the first copy ends.
     continues = [*shift] == [size * step for step in steps]
     if continues and [*second.dims] == inner:
         more = 1

@@ -129,7 +129,7 @@ class Exchange:
         return _Finish.apply(self, token)
 
     def launch(self, x: Tensor, gradient: bool = False) -> None:
-        """Launch a transfer of ``x``, or of its gradient, without autograd. Collective."""
+        """Launch a transfer of ``x``, which may be a gradient, without autograd. Collective."""
         layout, name = self.layout.inverse if gradient else self.layout, self.names[gradient]
         with named(name, "start"):
             self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)

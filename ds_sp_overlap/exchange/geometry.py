@@ -88,7 +88,7 @@ class Geometry(Heads):
 
     @cached_property
     def in_slices(self) -> frozenset[str]:
-        """Return those of q, k and v for which a group's heads are several evenly spaced slices."""
+        """Return the kinds (q, k, v) for which a group's heads are several evenly spaced slices."""
         kinds = [kind for kind in "qkv" if len(self.heads_of(kind, 0)) > 1 and self.divides(kind)]
         return frozenset(kinds)
 

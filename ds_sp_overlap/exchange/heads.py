@@ -8,9 +8,9 @@ that of DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 Note [Groups first]
 ~~~~~~~~~~~~~~~~~~~
-Heads are dealt to head groups first, and within a group to ranks, unless this would send a KV head
-to more ranks. The heads of a group then lie together, and the group's rows of a weight are a view.
-Otherwise heads are dealt to ranks first, and the rows of a group lie apart:
+Heads are dealt to head groups first, and within a group to ranks. The heads of a group then lie
+together, and the group's rows of a weight are a view. If this order would send a KV head to more
+ranks, heads are dealt to ranks first instead, and the rows of a group lie apart:
 
     8 heads, 2 ranks, 2 groups
     groups first   rank   0 0 1 1 | 0 0 1 1        ranks first   rank    0 0 0 0 | 1 1 1 1
@@ -56,7 +56,7 @@ class Heads(Shares):
     def groups_first(self) -> bool:
         """Return whether heads are dealt to groups before ranks, see Note [Groups first].
 
-        Then no two groups of a rank share a KV head.
+        If so, no two groups of a rank share a KV head.
         """
         return self.kv_heads % (self.parts * self.groups) == 0
 
@@ -153,8 +153,8 @@ class Heads(Shares):
     def most_received(self) -> float:
         """Return the largest number of heads of q and k that a rank receives in one head group.
 
-        A head of q counts as 1/r with r shares. `shares_for` compares these numbers. They stand for
-        o and v too, since o is as large as q, and v as k.
+        A head of q counts as 1/r with r shares. `shares_for` compares these numbers. The numbers
+        stand for o and v too, since o is as large as q, and v is as large as k.
         """
         counts = []
         for rank in range(self.sp_size):

@@ -32,7 +32,10 @@ Block = tuple[Range, ...]
 
 
 def chunk_of(length: int, chunk: int, chunks: int) -> Range:
-    """Return the tokens of one of ``chunks`` parts of ``length`` tokens; parts may be empty."""
+    """Return the range of chunk ``chunk`` of ``length`` tokens cut into ``chunks`` chunks.
+
+    A chunk is empty if there are fewer tokens than chunks.
+    """
     return length * chunk // chunks, length * (chunk + 1) // chunks
 
 
@@ -76,7 +79,7 @@ def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
 
 @lru_cache(maxsize=4096)
 def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
-    """Return whether this rank sends and receives the same number of elements for every rank.
+    """Return whether all parts that this rank sends and receives have one size, above 0.
 
     All ranks get the same result, unless ranks share query heads: the sizes of q may then be equal
     on one rank and unequal on another.

@@ -23,10 +23,10 @@ Note [Relay stream]
 On an accelerator both legs are queued at the start, one after the other, and are hidden together.
 Between them, the first leg is unpacked and the second is packed. On the compute stream, these
 copies would make compute wait for the first leg. So a relay stream takes the place of the compute
-stream for both legs: it packs, waits and unpacks. It first waits for the work that is on the
-compute stream, since it reads the memory of that work. The compute stream waits until the first leg
-has been packed and launched. The relay stream reuses its memory only at its next start. This start
-waits for all use of that memory on the compute stream.
+stream for both legs: it packs, waits and unpacks. The relay stream first waits for the work that is
+on the compute stream, since it reads the results of that work. The compute stream waits until the
+first leg has been packed and launched. The relay stream reuses its memory only at its next start.
+This start waits for all use of that memory on the compute stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Legs(NamedTuple):
         first: The layout of the leg that travels first.
         second: The layout of the leg that travels second.
         query: The layout of q, which travels in one leg; None without q.
-        is_gradient: Whether gradients travel, so that the leg inside a node is the first.
+        is_gradient: Whether gradients travel; the leg inside a node is then the first.
     """
 
     first: Layout

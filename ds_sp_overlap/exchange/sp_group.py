@@ -107,9 +107,9 @@ class SPGroup:
 
     @outside_modes()
     def prepare(self) -> None:
-        """Choose the kernels and prepare the transport; only the first call does so. Collective.
+        """Choose the kernels and prepare the transport; later calls do nothing. Collective.
 
-        ``enable`` and each layer's first call do this after the ranks have agreed (`agree`).
+        ``enable`` and each layer's first call run this after the ranks have agreed (`agree`).
 
         Raises:
             ValueError: on all ranks alike, if the transport can't work.

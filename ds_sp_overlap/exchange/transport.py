@@ -6,7 +6,7 @@ The values of ``sp_overlap.transport``:
     auto          `C10d` over a communicator of our own if NCCL carries the sp group; otherwise over
                   the sp group
     c10d          `C10d` over the sp group as it was given
-    copy_engine   `copy_engines.CopyEngine`: no SM moves a byte
+    copy_engine   `copy_engines.CopyEngine`: copy engines of the GPUs move the bytes, not SMs
 
 Note [Two communicators]
 ~~~~~~~~~~~~~~~~~~~~~~~~

@@ -31,7 +31,7 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a module, and runs a function after the module's own code."""
+    """Leaves it to other finders to find a module, and runs a function after the module's code."""
 
     def __init__(self, name: str, action: Callable[[], object]):
         self.name, self.action, self.is_searching = name, action, False

@@ -133,8 +133,8 @@ class OverlapSettings(NamedTuple):
                 None for a layer that is overlapped in another way.
 
         Returns:
-            The groups, for example ``G = 4, 2 at a time, recomputed in backward``; and the words of
-            `why_not_more`.
+            The groups, for example ``G = 4, 2 at a time, recomputed in backward``; and the result
+            of `why_not_more`.
 
         Raises:
             ValueError: if ``head_groups`` or ``shares`` is out of range, or a rank would have no

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# The type of a function that restores the forward of a module. It takes the module as its argument,
-# since a reference to the module in the function would keep the model alive.
+# The type of a function that restores the forward of a module. The function takes the module as its
+# argument, since a reference to the module in the function would keep the model alive.
 Undo = Callable[[nn.Module], None]
 
 

@@ -36,10 +36,10 @@ from .transformers import layers as transformers
 
 # Note [Errors before the first collective]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# If only one rank raises an error, the others wait forever in their next collective. `enable`
-# therefore does everything that may fail inside `SPGroup.agree`: it finds the layers, checks the
-# kernels and the section, and compares the result over the ranks. `agree` raises the error of one
-# rank on all ranks. Layers are rebound only after `agree` has returned, so that a refused model is
+# If only one rank raises an error, the others wait forever in their next collective. So inside
+# `SPGroup.agree`, `enable` does everything that may fail: it finds the layers, checks the kernels
+# and the section, and compares the result over the ranks. `agree` raises the error of one rank on
+# all ranks. Layers are rebound only after `agree` has returned, so that a refused model is
 # unchanged.
 
 
@@ -211,7 +211,7 @@ def _no_group(model: nn.Module) -> str:
 def _find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
     """Find the attention layers of ``model`` with all adapters.
 
-    Adds the other modules that must be rebound to ``binds``.
+    Adds to ``binds`` the other modules whose forward must be rebound.
 
     Raises:
         ValueError: if an adapter refuses the model.

@@ -111,7 +111,7 @@ def _why_whole(module: nn.Module) -> str:
 
 
 def _token_size(module: nn.Module) -> int:
-    """Return m of a norm or an MLP: the input width of its first linear layer, or of the norm."""
+    """Return m of a module: the input width of an MLP's first linear layer, or of a norm."""
     for part in module.modules():
         for name in ("in_features", "nx"):  # of linear layers, and of transformers' Conv1D
             if isinstance(size := vars(part).get(name), int):

@@ -8,8 +8,8 @@ The library depends only on torch's stable ABI (torch/csrc/stable, from torch `A
 CUDA runtime is linked into it. So one binary works with every later torch, with CUDA or without.
 The build needs no GPU: it compiles CUDA and CPU kernels if nvcc is found, else CPU kernels only.
 
-    DS_SP_OVERLAP_BUILD    what is built at first use. 0: nothing; cpu, cuda: exactly these kernels,
-                           or an error; unset: all kernels for which there is a compiler
+    DS_SP_OVERLAP_BUILD    the kernels that are built at first use. 0: none; cpu, cuda: exactly
+                           these, or an error; unset: all kernels for which there is a compiler
     TORCH_CUDA_ARCH_LIST   as torch reads it, for instance "8.0;9.0+PTX" (the default)
     CUDA_HOME, CXX         the folder of nvcc, and the C++ compiler
 """

@@ -80,7 +80,7 @@ _built_here: Library | None = None
 
 @functools.cache
 def _installed() -> Library:
-    """Load the library in the package's folder, once; without one, return only the reason."""
+    """Load the library in the package's folder, once; or return a `Library` that says why not."""
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME
@@ -105,7 +105,7 @@ def _first_use() -> Library:
     Raises:
         build.BuildError: if there is no compiler, or the build fails.
     """
-    # Imported here, since these imports are slow and only a first use needs them.
+    # Import here, since these imports are slow and only a first use needs them.
     from torch.utils import cpp_extension
     from torch.utils.file_baton import FileBaton
 
@@ -136,7 +136,7 @@ def _first_use() -> Library:
 
 
 def demanded() -> Library:
-    """Return `library`; build it first if there is none and no build has failed.
+    """Return the compiled operators; build them first if there are none and no build has failed.
 
     If the build fails, the ``reason`` of the result says why.
     """

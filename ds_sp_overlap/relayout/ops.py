@@ -1,4 +1,4 @@
-"""Lays the parts of a tensor end to end before a transfer, and back after it.
+"""Lays the parts of a tensor end to end before a transfer, and restores the order after it.
 
     pack                 cut a tensor along one dimension and lay the parts, each contiguous, end to
                          end

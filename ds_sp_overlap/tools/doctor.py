@@ -3,8 +3,8 @@
 The self-check runs one overlapped attention layer on P ranks. It compares the output and gradients
 with those of the same layer on the whole sequence in one process, in fp64. A negative control
 follows: one exchange delivers values that are wrong by one part in 10^9. If the check does not
-detect this, the outcome is BLIND. The check uses NCCL if there is a GPU, even if the ranks must
-share it (`shared_gpu`), and gloo otherwise.
+detect this error, the outcome is BLIND. The check uses NCCL if there is a GPU, even if the ranks
+must share the GPU (`shared_gpu`), and gloo otherwise.
 """
 
 from __future__ import annotations

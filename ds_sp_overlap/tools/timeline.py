@@ -90,7 +90,7 @@ def _range(event: dict[str, Any]) -> Range:
 
 
 def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, Exchange]]:
-    """Find the finished exchanges, with the transfers of gloo, in the events of the host.
+    """Find the finished exchanges in the host's events, and the times of gloo's transfers.
 
     Returns:
         The exchanges; and the exchange of each launch on a device, by its correlation number.
@@ -146,7 +146,7 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
         if event["cat"] == "kernel" and not is_exchange:
             streams.add(event["args"]["stream"])
     busy = joined(_range(event) for event in ran if event["args"]["stream"] in streams)
-    # For each time in ``edges``, ``computed`` is the busy time before.
+    # For each time in ``edges``, ``computed`` is the busy time up to then.
     edges = [0, *chain(*busy)]
     lengths = np.diff(edges)
     lengths[::2] = 0

@@ -222,7 +222,7 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn of errors in losses and gradients that DeepSpeed's sequence parallelism has by itself.
+    """Warn of wrong losses and gradients in DeepSpeed's sequence parallelism, also without overlap.
 
     ZeRO-3's reduce-scatter divides gradients by the sp size once too often; only transformers'
     Trainer compensates for that. The Trainer's loss ignores gradient accumulation. With the mesh

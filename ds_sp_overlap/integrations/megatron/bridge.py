@@ -26,7 +26,7 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec whose loader is this object; None for any other module."""
+        """Return a spec of a module in ``names``, with this object as loader; else None."""
         # In programs without Megatron the module stays missing.
         if name not in self.names or "megatron" not in sys.modules:
             return None

@@ -3,7 +3,7 @@
 A forward with a known source
 
 - takes q, k and v from the rows [all q | all k | all v] of its projections,
-- passes these, the rotary tables and the mask to ``dist_attn``, and nothing else,
+- passes q, k, v, the rotary tables, the mask and nothing else to ``dist_attn``,
 - passes the result of ``dist_attn`` to ``dense``,
 - fails for fewer KV heads than query heads, so that it can't serve as a baseline for such layers.
 """

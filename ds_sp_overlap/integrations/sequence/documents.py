@@ -2,8 +2,8 @@
 
 One call per document would be slow if a row packs many short documents. `Documents` sorts the
 documents by length: each long document is a separate call, and short documents of similar length
-share a call. So there are at most 8 calls per row for long documents, and one call for each power
-of two up to an eighth of the sequence for short ones.
+share a call. So there are at most 8 calls per row for long documents. For short documents, there is
+one call for each power of two up to an eighth of the sequence.
 
 The queries may cover only a range of the sequence. A document that begins in the range is treated
 as above. A document that began before the range is a separate call, whose queries are the last

@@ -27,8 +27,8 @@ from .positions import GlobalSequence
 # ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``. While the forward of a
 # model runs, this table holds another function. This function determines the pattern from
 # ``mask_function`` and returns a placeholder: a tensor of the mask's shape that occupies one byte.
-# The model passes the placeholder to its layers, and each layer looks up the pattern and the global
-# sequence by it.
+# The model passes the placeholder to its layers. With the placeholder, a layer looks up the pattern
+# and the global sequence.
 #
 # The key of the lookup is the memory of the placeholder, which views and detached copies of the
 # placeholder share. So the lookup works under a checkpoint: a layer that is recomputed in backward
@@ -61,7 +61,7 @@ def read(function: Callable, seq: int) -> Pattern:
     the function that made it; the variables of the closure hold the window or the chunk size.
 
     Raises:
-        ValueError: if a closure is not known here, or none of them is causal.
+        ValueError: if a closure is not known here, or if no closure is causal.
     """
     is_causal, window, chunk, left = False, seq, seq, [function]
     while left:

@@ -33,7 +33,7 @@ from .documents import Documents, to_device
 # waits for the device once (`Positions._every`). A message has a header of fixed length and a
 # body for values. The body must have the same size on all ranks, but local lengths differ, and a
 # rank doesn't know the lengths of the others. So the body has the largest size that any rank has
-# needed so far. If the headers show that it was too small for a rank, all ranks send a second
+# needed so far. If the headers show that the body was too small for a rank, all ranks send another
 # message with a larger body.
 #
 # Everything else is computed from the gathered values on the host with numpy. The tensors that
@@ -83,7 +83,7 @@ def once(method: _Method) -> _Method:
 class GlobalSequence:
     """The positions, documents and padding of the global sequence in one forward.
 
-    `Positions.gather` makes one in each forward, the same on every rank, computed on the host. Its
+    `Positions.gather` computes this object on the host in each forward, the same on every rank. The
     tensors are made on first use and cached for all layers. No method communicates.
 
     Args:
@@ -194,8 +194,8 @@ class GlobalSequence:
         `transformers.attention_function.local_attention` calls this.
 
         Args:
-            chunk: The length of a chunk in tokens; the first chunk begins with its document. None
-                for whole documents.
+            chunk: The length of a chunk in tokens; a document's first chunk begins with the
+                document. None for whole documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
         bounds = self._bounds_of(chunk)
@@ -223,9 +223,10 @@ class GlobalSequence:
             queries: The range of tokens whose queries attend.
 
         Returns:
-            For each row, the first token of its keys: the start of the first document that overlaps
-            the range (the keys end where the queries end). And the keywords with the edges of the
-            documents in the concatenated rows; {} if every row is one document.
+            A pair. First, for each row, the first token of its keys, which is the start of the
+            first document that overlaps the range (the keys end where the queries end). Second, the
+            keywords with the edges of the documents in the concatenated rows; {} if every row is
+            one document.
         """
         if self.one_document:
             return [0] * self.rows, {}
@@ -340,8 +341,8 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: the section allows it, or the positions of
-        # an earlier forward did not.
+        # Whether positions may start anew on every rank: the section allows it, or positions in an
+        # earlier forward did not start anew on every rank.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0
@@ -362,8 +363,8 @@ class Positions:
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
-        Collective; raises errors on all ranks. Called by `Host`, and by `Forwards.of` for a layer
-        that is called outside a model's forward. The host waits for the device once.
+        Collective; raises errors on all ranks. `Host` calls this, and so does `Forwards.of`, for a
+        layer that is called outside a model's forward. The host waits for the device once.
 
         Args:
             where: The name of the model or layer, for errors.
@@ -433,7 +434,7 @@ class Positions:
     def _refuse_untold(
         self, where: str, sequence: GlobalSequence, told: Mapping[str, Tensor]
     ) -> None:
-        """Raise ValueError, on all ranks, if position_ids lack edges of ``told``. Collective.
+        """Raise ValueError, on all ranks, if position_ids lack an edge in ``told``. Collective.
 
         Attention and mixers derive documents from position_ids only.
         """

@@ -234,7 +234,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         layer: The shape of the layer.
         on: The GPU.
         name: The name of the GPU.
-        rows: The variants, the one without our overlap first.
+        rows: The variants; the first variant is without our overlap.
         advice: The advice.
     """
     base, cells = rows[0], []
@@ -291,7 +291,7 @@ def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> st
 def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Return advice on the sp size for a cluster, and a row for each possible sp size.
 
-    The best sp size is the one with the most tokens per second and GPU.
+    The best sp size has the most tokens per second and GPU.
     """
     from .plan import best_of, decides_ms, plan
 
@@ -336,7 +336,7 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             _complete(args)
             if args.measure is not None and not is_launched:
-                _layer(args, args.sp)  # Raises an error now, before ranks are started.
+                _layer(args, args.sp)  # Raise an error now, before ranks are started.
                 launcher = "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
                 words = [sys.executable, "-m", *launcher, "-m", "ds_sp_overlap", *sys.argv[1:]]
                 return subprocess.run(words).returncode

@@ -21,8 +21,8 @@ class LayerShape:
         sp_size: ``P``.
         batch: ``b``.
         element_bytes: The size of an exchanged element, in bytes.
-        intermediate: The width of a gated MLP, which adds to the layer's time and hides no
-            exchange; 0: only the attention layer.
+        intermediate: The width of a gated MLP; 0: only the attention layer. The MLP adds to the
+            layer's time and hides no exchange.
         shares: The number of ranks that share their query heads, ``r``.
 
     Raises:

@@ -1,11 +1,11 @@
 """Computes the longest sequence whose training step fits on a GPU, by arithmetic.
 
-The training is ZeRO-3 in bf16 with Adam, whose states are sharded over the ranks of the sp group. A
-model consists of equal layers, in transformers' code. Loss and MLP run in tiles, as in Arctic long
-sequence training; with a window, norms run in tiles, too (``"tiles"``). Apart from the memory of
-its attention, which is recorded, a layer saves four tensors of the size of x: the inputs of the
-layer, of attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one
-of these phases, each of which also holds the layer's input and dy::
+The training is ZeRO-3 in bf16 with Adam. The states of Adam are sharded over the sp group. A model
+consists of equal layers, in transformers' code. Loss and MLP run in tiles, as in Arctic long
+sequence training; with a window, norms run in tiles, too (``"tiles"``). The memory of attention is
+recorded. Besides, a layer saves four tensors of the size of x: the inputs of the layer, of
+attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one of these
+phases; each phase also holds the layer's input and dy::
 
     MLP          inputs of attention, norm and MLP; tensors saved by attention; dx; one tile
     norm, whole  input of attention; tensors saved by attention; tensors that norms save and make

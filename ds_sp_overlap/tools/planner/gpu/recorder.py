@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         self.held.append(self.held[-1] - n_bytes)
 
     def note(self, *launches: Launch) -> None:
-        """Record launches, after the host's work before them."""
+        """Record the host's work since the last launch, then record ``launches``."""
         self.launches += [*(Host(*each) for each in self.before.items()), *launches]
         self.before.clear()
 

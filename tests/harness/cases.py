@@ -1,4 +1,4 @@
-"""Products of options take hours: by default each pair of options is tried, with ``--all`` every combination."""
+"""Chooses cases among products of options: by default, cases that cover all pairs of options; with ``--all``, all cases."""
 
 import importlib.metadata
 import itertools
@@ -9,16 +9,16 @@ from dataclasses import fields, is_dataclass
 import pytest
 from packaging.version import Version
 
-ALL = "DS_SP_OVERLAP_TEST_ALL"  # in the environment, so that ranks and scripts of a test know too
+ALL = "DS_SP_OVERLAP_TEST_ALL"  # an environment variable, which ranks and scripts of a test inherit
 
 
 def everything():
-    """Return whether pytest was given ``--all`` (`tests/conftest.py`), for a test that draws its cases itself."""
+    """Return whether pytest runs with ``--all`` (`tests/conftest.py`); for tests that draw their own cases."""
     return ALL in os.environ
 
 
 def examples(count):
-    """Return how many examples hypothesis draws: ``count`` with ``--all``, else a fifth."""
+    """Return the number of examples that hypothesis draws: ``count`` with ``--all``, else a fifth of it."""
     return count if everything() else count // 5
 
 
@@ -34,7 +34,7 @@ def full(*case):
 
 
 def _options(row):
-    """Name the options of a case: of a tuple by place, of a dataclass by field, and in the same way inside them."""
+    """Return the options of a case by name: the index in a tuple or the field of a dataclass, also for nested ones."""
     if is_dataclass(row):
         parts = {field.name: getattr(row, field.name) for field in fields(row)}
     elif isinstance(row, dict):
@@ -67,12 +67,12 @@ def beyond(rows, together):
 
 
 def singles(rows, together=1):
-    """Return all of ``rows`` with ``--all``, else few that hold every option."""
+    """Return all ``rows`` with ``--all``, else a few rows that contain every option."""
     rows = list(rows)
     left_out = set() if everything() else beyond(rows, together)
     return [row for at, row in enumerate(rows) if at not in left_out]
 
 
 def pairs(rows):
-    """Return all of ``rows`` with ``--all``, else few that hold every pair of options."""
+    """Return all ``rows`` with ``--all``, else a few rows that contain every pair of options."""
     return singles(rows, 2)

@@ -1,4 +1,4 @@
-"""Train for a few steps on each rank of a test as users of transformers' Trainer, TRL's SFTTrainer and Accelerate do."""
+"""Trains for a few steps on each rank of a test, by transformers' Trainer, TRL's SFTTrainer or Accelerate."""
 
 import contextlib
 import gc
@@ -21,13 +21,13 @@ from tests.harness.models import BATCH, SEQ, Run, batches, ds_config, forget_seq
 
 STEPS = 4
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])
-# Stock Ulysses takes no None for head_dim.
+# head_dim is set, since stock Ulysses fails if it is None.
 EXPERTS = dict(family="mixtral", num_local_experts=4, output_router_logits=True, head_dim=8)
 
 
 @contextlib.contextmanager
 def fresh():
-    """Run the body as if nothing had been trained by Accelerate, transformers and DeepSpeed; forget it afterwards, too."""
+    """Reset the global state of Accelerate, transformers and DeepSpeed before and after the body."""
 
     def forget():
         forget_sequence_parallel()
@@ -45,7 +45,7 @@ def fresh():
 
 
 def rows(number, labels=True):
-    """Yield examples of one length, as a data set."""
+    """Yield the examples of a data set, all of one length."""
     for tokens in batches(number, 1):
         yield {"input_ids": tokens[0], **({"labels": tokens[0].clone(), "position_ids": torch.arange(SEQ)} if labels else {})}
 
@@ -60,8 +60,8 @@ def _trainer(
 ):  # fmt: skip
     """Make a Trainer or an SFTTrainer, sequence parallel over all ranks.
 
-    checkpointing   whether gradient checkpointing is reentrant; None for none
-    model           makes another model than `tiny`
+    checkpointing   whether gradient checkpointing is reentrant; None for no checkpointing
+    model           a function that makes the model; the default makes a `tiny` model
     """
     config = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
@@ -77,12 +77,12 @@ def _trainer(
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="steps", save_steps=2, eval_strategy="steps" if evaluate else "no", eval_steps=2,
         per_device_eval_batch_size=BATCH, seed=1,
-        ignore_data_skip=True,  # of stock Ulysses' loader nothing can be skipped on a resume
+        ignore_data_skip=True,  # a resume can skip no data of stock Ulysses' loader
     )  # fmt: skip
     count = STEPS * accumulation * BATCH
     lora = LoraConfig(**LORA, init_lora_weights=False) if lora else None
     if client == "Trainer":
-        torch.manual_seed(1)  # LoRA's weights
+        torch.manual_seed(1)  # for LoRA's weights
         return Trainer(
             model=get_peft_model(model, lora) if lora else model, args=TrainingArguments(**arguments),
             train_dataset=list(rows(count)), eval_dataset=list(rows(BATCH)),
@@ -99,10 +99,10 @@ def _trainer(
 
 
 def train(rank, client, section, folder, resume=False, **options):
-    """Train with a ``client``, "Trainer" or "SFTTrainer"; ``section`` None trains stock. Return a `Run`.
+    """Train with a ``client``, "Trainer" or "SFTTrainer"; return a `Run`. Without a ``section``, train with stock Ulysses.
 
-    resume    train the second half once more, from the checkpoint of the first
-    options   of `_trainer`
+    resume    whether to train the second half once more, from the checkpoint of the first half
+    options   further arguments of `_trainer`
     """
     run = Run()
     with fresh():
@@ -128,7 +128,7 @@ def leave(model, engine, section):
 
 
 def train_with_accelerate(rank, section, stage=2, folder=None, steps=4):
-    """Train in a loop of one's own by Accelerate; return the losses. The config is a dict, or a JSON in ``folder``."""
+    """Train with Accelerate in a hand-written loop; return the losses. The config is a dict, or a JSON file in ``folder``."""
     config = {**ds_config(stage, optimizer="SGD"), **({} if section is None else {"sp_overlap": section})}
     del config["optimizer"]
     if folder is not None:

@@ -1,4 +1,4 @@
-"""The drop-in `DistributedAttention` in each rank of a test, and attention on the whole sequence."""
+"""Runs the drop-in `DistributedAttention` in each rank of a test, and attention on the whole sequence."""
 
 import functools
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ def tables(case):
 
 
 def whole_attention(case):
-    """Return the reference, q, k, v -> o."""
+    """Return the reference attention on the whole sequence, q, k, v -> o."""
 
     def attend(q, k, v):
         if case.rotary_dims:

@@ -1,4 +1,4 @@
-"""Every type of causal language model that the installed transformers knows, as a tiny model in which every term matters."""
+"""Makes a tiny model of each type of causal language model that transformers knows; every term of a model affects its results."""
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, HEADS, HEAD_DIM, HIDDEN, WINDOW = 64, 4, 8, 32, 5
 
-# What a config calls its sizes. Two heads a KV head, a head dim that isn't hidden / heads where the family has one.
+# The names of sizes in configs, by size. There are two heads for each KV head, and head_dim is not hidden / heads.
 SIZES = [
     (VOCABULARY, "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
     (2, "num_key_value_heads num_kv_heads num_query_groups n_group num_expert_group num_experts_per_tok "
@@ -36,8 +36,9 @@ SIZES = [
 ]  # fmt: skip
 SIZES = {name: size for size, names in SIZES for name in names.split()}
 
-# What a family needs besides: else it can't be built, or what it is known for would not act. `sizes` of a config within: by its name.
-CHUNK = 12  # local sequences of 16 tokens end within one
+# Further arguments of some types, without which the model can't be built, or a special feature would not act. A nested dict holds
+# the arguments of a nested config.
+CHUNK = 12  # so that local sequences of 16 tokens end inside a chunk
 MORE: dict[str, dict] = {
     "bamba": dict(mamba_n_heads=8, mamba_chunk_size=8, attn_layer_indices=[1]),
     "big_bird": dict(attention_type="original_full"),
@@ -45,7 +46,7 @@ MORE: dict[str, dict] = {
     "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0)),
     "deepseek_v4": dict(o_groups=2),
     "doge": dict(keep_window_size=8),
-    "dory": dict(initializer_range=1.0),  # else its scales make one-hot weights of attention, which no fault moves
+    "dory": dict(initializer_range=1.0),  # else attention weights are one-hot, and no fault changes them
     "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_chunk_size=8),
     "gemma3n_text": dict(num_kv_shared_layers=0, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
     "gemma4_unified_assistant": dict(num_kv_shared_layers=0),
@@ -82,14 +83,14 @@ MORE: dict[str, dict] = {
 
 
 def tiny_config(kind, **more):
-    """Make a config of type ``kind`` with tiny sizes under whatever names it uses; ``more`` overrides them, by name."""
+    """Make a config of type ``kind`` with the tiny `SIZES` for the names that it has; ``more`` overrides sizes by name."""
     return _tiny(CONFIG_MAPPING[kind], {**MORE.get(kind, {}), **more})
 
 
 def _tiny(config_class, more):
     try:
         default = config_class()
-    except Exception:  # it insists on what it needs
+    except Exception:  # some configs have no defaults
         default = None
     known = {} if default is None else vars(default)
     given = {name: size for name, size in SIZES.items() if name in known}
@@ -110,11 +111,11 @@ def _tiny(config_class, more):
     return config_class(**{**given, **more})
 
 
-LARGEST = 7_000_000  # parameters
+LARGEST = 7_000_000  # most parameters of a model
 
 
 def tiny_model(kind, **more):
-    """Make a model in fp64, of random weights alike on every rank. Every parameter is drawn anew, so that none is 0 or 1."""
+    """Make a model in fp64 with random weights, equal on every rank; no parameter keeps an initial value such as 0 or 1."""
     config = tiny_config(kind, **more)
     config._experts_implementation = "eager"  # the default one has no fp64
     with torch.device("meta"):
@@ -144,7 +145,7 @@ def draw(model):
 
 
 def _rope(config, **parameters):
-    """Return its rope_parameters with ``parameters`` in every set of them; None where it has none of the default type."""
+    """Return rope_parameters of a config with ``parameters`` added to each set; None if the config has none of the default type."""
     given = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in given:
         return {**given, **parameters} if given["rope_type"] == "default" else None
@@ -161,8 +162,8 @@ def _longrope(config):
     )  # fmt: skip
 
 
-# Configs of a family beside its first one: what they change, of those names that it knows.
-FIRST = 20  # tokens that a model was trained on before its rope was scaled: more than a rank has, fewer than all have
+# Further configs of a type. Each function returns changes of the first config; `configs` skips names that the config lacks.
+FIRST = 20  # the original sequence length before rope was scaled: longer than a local, shorter than the global sequence
 SCALED = dict(original_max_position_embeddings=16)
 CONFIGS = {
     "one KV head": lambda config: dict(num_key_value_heads=1),
@@ -182,7 +183,7 @@ CONFIGS = {
 
 
 def configs(kind):
-    """Return the `CONFIGS` that change ``kind``, with what they change."""
+    """Return the changes of each of `CONFIGS` that changes the config of ``kind``, by name."""
     config, found = tiny_config(kind), {}
     for name, of in CONFIGS.items():
         changes = {key: value for key, value in of(config).items() if key in vars(config) and getattr(config, key) != value}

@@ -1,8 +1,9 @@
-"""Ranks die, raise, hang and differ in real clusters: train on ranks of their own, the last of which meets with a planted fault.
+"""Trains on separate ranks, the last of which has a planted fault: as in real clusters, a rank dies, raises, hangs or differs.
 
-    outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})     by name, the outcome of every rank; all at once
+    outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})     runs all at once; by name, the outcome of every rank
 
-Ranks are processes of the fork server, which cost little. A rank writes down what it raised; `run` adds how and when it ended, and whether anything of it is left.
+Ranks are processes of the fork server, which start fast. A rank writes its error to a file. `run` adds how and when the rank ended,
+and whether any of its processes is left.
 """
 
 import contextlib
@@ -28,21 +29,21 @@ from tests.harness.layers import Shape
 from tests.harness.ranks import _context
 from tests.harness.uses import RaisesInBackward
 
-TIMEOUT_S = 8.0  # of the process groups, once all ranks are there
-MARGIN_S = 30.0  # for ending, on two cores that many share; a rank that hangs never ends
+TIMEOUT_S = 8.0  # timeout of the process groups, once all ranks have started
+MARGIN_S = 30.0  # time to end, on two cores that many processes share; a rank that hangs never ends
 STEPS = 4
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Says what happens on the last rank.
+    """The fault of the last rank.
 
-    how       "killed", "stuck" or "raises" in exchange ``what`` of ``layer``, or in its "attention", when what was launched
-              before has arrived; "waits" for the parent to say "go"; "nothing"
-    train     "blocks", or "llama" through deepspeed.initialize
-    other     arguments of the training that the last rank has different
-    more      arguments that every rank has
+    how       "killed", "stuck", "raises", "waits" (until the parent calls `Job.go`) or "nothing"
+    what      where the fault acts in ``layer``, once earlier exchanges have arrived: an exchange such as "k0", or "attention"
+    train     the training: "blocks", or "llama" through deepspeed.initialize
+    other     arguments of the training that differ on the last rank
+    more      arguments of the training on every rank
     """
 
     how: str = "nothing"
@@ -57,13 +58,13 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """Says how a rank ended.
+    """Describes how a rank ended.
 
-    status    exit status; minus the signal that killed it
-    after_s   from the fault, or from the first end where nothing was planted, to the end of this rank
-    error     kind and message of what it raised, None if it raised nothing or could not say
-    losses    of the steps that it came through
-    left      whether processes of its own outlived it
+    status    the exit status; minus the number of the signal that killed the rank
+    after_s   time from the fault to the end of this rank; without a fault, from the first end of a rank
+    error     kind and message of the error; None if there was none, or if the rank could not write it
+    losses    the losses of the finished steps
+    left      whether child processes outlived the rank
     """
 
     status: int
@@ -101,7 +102,7 @@ def attention_raises(call, backward=False):
 
 
 class Progress:
-    """Knows where a rank is, and writes down what it leaves behind."""
+    """Tracks the progress of a rank, triggers its fault, and writes its result to a file."""
 
     def __init__(self, folder, rank, fault):
         self.file, self.fault = folder / f"result{rank}", fault
@@ -113,7 +114,7 @@ class Progress:
         self.file.write_text(json.dumps({"error": error, "losses": self.losses}))
 
     def passes(self, where, what):
-        """Meet the fault where a rank is about to do ``what`` in the layer ``where``."""
+        """Trigger the fault if it is planted at ``what`` in the layer ``where``; called just before that."""
         fault = self.fault
         if not self.here or (self.step, what) != (fault.step, fault.what) or f"layers.{fault.layer}" not in where:
             return
@@ -143,13 +144,13 @@ def plant(progress):
 
 
 def hurry():
-    """Have no process group wait longer for anybody from now on."""
+    """Limit the timeout of all process groups to `TIMEOUT_S`."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
 
 
 def blocks(rank, progress, count=2, order=None, dtype="float32", tokens=6, **shape):
-    """Train a stack of attention layers over the world, to no end."""
+    """Train a stack of attention layers over all ranks; nothing useful is learned."""
     shape = Shape(lengths=(tokens,) * dist.get_world_size(), dtype=getattr(torch, dtype), rope=False, **shape)
     modules = [layers.projections(shape, seed=layer) for layer in range(count)]
     stack = []
@@ -178,8 +179,8 @@ def blocks(rank, progress, count=2, order=None, dtype="float32", tokens=6, **sha
 
 
 def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=None, every=2, resume=False):  # noqa: B006
-    """Train a small LLaMA through DeepSpeed, with a checkpoint in ``folder`` each ``every`` steps."""
-    from tests.harness import models  # and transformers, which the stacks can do without
+    """Train a small LLaMA through DeepSpeed, and save a checkpoint in ``folder`` every ``every`` steps."""
+    from tests.harness import models  # imports transformers, which `blocks` does not need
 
     def attend(*args, **options):
         calls.append(None)
@@ -208,7 +209,7 @@ def llama(rank, progress, section={"head_groups": 2}, count=2, stage=1, folder=N
 
 
 def work(folder, rank, fault, space=None):
-    """Live as a rank."""
+    """Run the training of one rank, in its own process."""
     os.setsid()
     output = os.open(folder / f"output{rank}", os.O_WRONLY)
     os.dup2(output, 1), os.dup2(output, 2)
@@ -268,7 +269,7 @@ class Job:
         (self.folder / "go").touch()
 
     def over(self):
-        """Return whether all ranks have ended that can."""
+        """Return whether all ranks have ended, except a rank that is stuck on purpose."""
         for rank, process in enumerate(self.ranks):
             if process.exitcode is not None:
                 self.ended.setdefault(rank, time.time())
@@ -276,14 +277,14 @@ class Job:
         return len(self.ended.keys() | stuck) == self.fault.ranks
 
     def kill(self):
-        """End what has not ended."""
+        """Kill the ranks that have not ended."""
         for process in self.ranks:
             process.kill()
             while process.exitcode is None:
                 time.sleep(0.01)
 
     def outcomes(self):
-        """Return the outcomes of the ranks that have ended by themselves, None for others."""
+        """Return the outcomes of the ranks, in order; None for a rank that did not end by itself."""
         since = self.met() or min(self.ended.values(), default=0)
         found = []
         for rank, process in enumerate(self.ranks):
@@ -299,9 +300,9 @@ class Job:
 
 
 def run(folder, faults, spaces=None, meanwhile=lambda job: None):
-    """Return the outcomes of each, ranks in order; None for a rank that did not end by itself.
+    """Run a job for each fault; return the outcomes of its ranks, in order, by the name of the fault.
 
-    meanwhile   called with each job again and again
+    meanwhile   a function that is called with each job repeatedly, until all jobs are over
     """
     jobs = {}
     try:

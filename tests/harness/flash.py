@@ -1,4 +1,4 @@
-"""flash-attn behind transformers' own code for it, on CPU: functions of the same form that never look at a value on the host."""
+"""Replaces the functions of flash-attn that transformers calls, on CPU; the replacements read no tensor values on the host."""
 
 import contextlib
 from unittest import mock
@@ -10,13 +10,16 @@ NAME = "flash_attention_2"
 
 
 def _attend(q, k, v, may_see, scale, dropout, causal, window, sinks, softcap):
-    """q [b, n, h, d], k, v [b, s, h, d], may_see [n, s], sinks [h] or None, softcap or 0 -> [b, n, h, d]; the last query sees all."""
+    """Attend with q [b, n, h, d], k, v [b, s, h, d] -> [b, n, h, d]; the last query is at the last key.
+
+    ``may_see`` is [n, s], ``sinks`` [h] or None, ``softcap`` 0 for none.
+    """
     at = torch.arange(k.shape[1], device=q.device)
     return _attend_at(q, k, v, at[k.shape[1] - q.shape[1] :], at, may_see, scale, dropout, causal, window, sinks, softcap)
 
 
 def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sinks, softcap):
-    """Do the same for queries and keys that stand at ``at_q`` and ``at_k``."""
+    """Attend as `_attend`, with queries and keys at the positions ``at_q`` and ``at_k``."""
     assert causal and dropout == 0.0
     behind = at_q[:, None] - at_k
     may_see = may_see & (behind >= 0) & (behind <= (window[0] if window[0] >= 0 else k.shape[1]))
@@ -35,7 +38,10 @@ def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sin
 
 @contextlib.contextmanager
 def flash_attention():
-    """Let models be switched to ``NAME`` inside; yields the calls: None, or the documents' edges and the longest length of q and k."""
+    """Let models use the implementation ``NAME`` while the body runs; yield the list of calls.
+
+    A call is None, or the edges of the documents and the longest length, for q and for k.
+    """
     calls = []
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), s_aux=None, softcap=0.0):
@@ -50,7 +56,7 @@ def flash_attention():
         documents, places = [], []
         for x, edges in ((q, cu_seqlens_q), (k, cu_seqlens_k)):
             documents.append(torch.searchsorted(edges, torch.arange(len(x), dtype=torch.int32), right=True))
-            places.append(torch.arange(len(x)) - edges[documents[-1]])  # from the end of its document
+            places.append(torch.arange(len(x)) - edges[documents[-1]])  # relative to the end of the document
         q, k, v = (x[None] for x in (q, k, v))
         may_see = documents[0][:, None] == documents[1]
         return _attend_at(q, k, v, *places, may_see, softmax_scale, dropout_p, causal, window_size, s_aux, softcap)[0]

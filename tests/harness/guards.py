@@ -1,9 +1,9 @@
-"""A guard that somebody removes must be missed by a test: replace a statement that is marked in the source, while a check looks on.
+"""Checks that a test fails if a guard is removed: replaces a marked statement of the source while a check runs.
 
     self.handle.wait()  # guard: waits before it reads
 
-Each marker stands once. The tests that name a guard say which of their checks watches it (`Watched`): one that finds nothing while
-the guard is there.
+Each marker occurs once. `Watched` names a guard and the check that must notice its removal. The check finds nothing while the
+guard is there.
 """
 
 import ast
@@ -29,7 +29,7 @@ PACKAGE = Path(ds_sp_overlap.__file__).parent
 
 @functools.cache
 def markers():
-    """Return every marker of the package with the places where it stands: files and lines."""
+    """Return all markers of the package, each with its places: files and lines."""
     places: dict[str, list[tuple[Path, int]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -40,7 +40,7 @@ def markers():
 
 @functools.cache
 def _statements(path):
-    """Return the first and last line of each statement; of one with a body, of all before that."""
+    """Return the first and last line of each statement; a statement with a body ends before the body."""
     statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
     return [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
 
@@ -61,7 +61,7 @@ def guarded(marker):
 
 
 def _outermost_function(tree, line):
-    """Return the function that holds ``line``, itself in no other, and its qualified name."""
+    """Return the outermost function that contains ``line``, and the parts of its qualified name."""
     node, names = tree, []
     while not isinstance(node, ast.FunctionDef):
         node = next(
@@ -75,7 +75,7 @@ def _outermost_function(tree, line):
 
 @contextlib.contextmanager
 def removed(marker, without):
-    """Run the body without the guard. Whoever holds the function holds it without: its code is exchanged in place."""
+    """Run the body without the guard. The code of the function is replaced in place, so all references to it change."""
     path, first, last = guarded(marker)
     lines = path.read_text().splitlines()
     indent = re.match(" *", lines[first - 1]).group()
@@ -93,7 +93,7 @@ def removed(marker, without):
         while wrapper is not None:
             getattr(wrapper, "cache_clear", lambda: None)()
             wrapper = getattr(wrapper, "__wrapped__", None)
-        plan.pieces_of.cache_clear()  # what was compiled with the guard
+        plan.pieces_of.cache_clear()  # pieces that were compiled with the guard
 
     function = inspect.unwrap(found)
     namespace: dict = {}
@@ -108,13 +108,14 @@ def removed(marker, without):
 
 
 class Watched(NamedTuple):
-    """
-    marker   behind ``# guard:``, on any line of the guarded statement
-    without  what stands there, instead of that statement, if somebody takes the guard out
-    check    a test that passes while it is there, or a function that finds nothing: what it returns, but for errors below ``limit``
-    ranks    that the check runs on, if it takes a rank
-    raises   whether all there is to see is an exception; any other guard is seen by a wrong result, or it isn't seen
-    says     words that stand in what the check returns while the guard is there, of one that returns what is refused
+    """Describes a guard, and the check that notices its removal.
+
+    marker   the text behind ``# guard:``, on any line of the guarded statement
+    without  the statement that replaces the guarded one, as if somebody had removed the guard
+    check    a test that passes while the guard is there; or a function that then returns only errors below ``limit``, or nothing
+    ranks    the number of ranks, if the check takes a rank
+    raises   whether the removal shows as an exception; otherwise it must show as a wrong result
+    says     words in the result of the check while the guard is there, for a check that returns a refusal
     """
 
     marker: str
@@ -133,7 +134,7 @@ CRASHED = "crashed: "
 
 
 def size_of(watched):
-    """Return the number of ranks that the check runs on: 0 if it takes no rank."""
+    """Return the number of ranks that the check runs on; 0 for a check without a rank."""
     parameters = inspect.signature(watched.check).parameters.values()
     return watched.ranks * any(parameter.default is parameter.empty for parameter in parameters)
 

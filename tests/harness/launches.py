@@ -1,10 +1,10 @@
-"""Count what one rank of many launches in a step of a layer, and the bytes that its copies write: no other rank is there.
+"""Counts the launches of one rank in a step of a layer, and the bytes that copies write; the other ranks are emulated.
 
-weights       copies of a weight or of parts of it, and copies of parts of a weight's gradient into the whole
-joins         what packs an exchange's send buffer, and what unpacks what arrived
-activations   every other copy
+weights       copies of a weight or of parts of a weight, and copies of parts of a weight's gradient into the whole gradient
+joins         packs of send buffers, and unpacks of receive buffers
+activations   all other copies
 products      matrix products
-rest          what modules and attention do themselves: norms, sums, activation functions
+rest          all other launches: norms, sums, activation functions
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from ds_sp_overlap.attention.runtime import slices
 from ds_sp_overlap.exchange.in_flight import InFlight
 
 COPIES = {"copy_", "clone", "cat"}
-# What would be a copy of a weight, or of a part of its gradient, too.
+# Operations that also count as copies if they read a weight, or write a part of its gradient.
 OF_WEIGHTS = COPIES | {"_to_copy", "add_", "index_select", "sum", "stack", "index_add_"}
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_"}
 NO_LAUNCH = frozenset("empty new_empty empty_like empty_strided new_empty_strided detach alias _unsafe_view lift_fresh".split())
 
 
 class Launches(TorchDispatchMode):
-    """Counts while it is entered.
+    """Counts the launches of the body.
 
-    weights   tensors whose memory nobody is to copy
+    weights   tensors; copies of their memory count as "weights"
     """
 
     def __init__(self, weights):
@@ -41,7 +41,7 @@ class Launches(TorchDispatchMode):
         self.launched, self.written = Counter(), Counter()  # launches, and bytes
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._joining = 0
-        self._copies = []  # memory that was written, of copies, with its bytes; kept, so that no address is used twice
+        self._copies = []  # for each copy: its memory (kept, so that no address is reused), bytes, kind
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -68,7 +68,7 @@ class Launches(TorchDispatchMode):
         return "activations" if name in COPIES else "rest"
 
     def settle(self, gradients):
-        """Count as copies of weights what was copied into the memory of the weights' gradients."""
+        """Count copies into the memory of the weights' gradients as copies of weights."""
         whole = {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient.dim() > 1}
         for storage, size, kind in self._copies:
             if storage.data_ptr() in whole and kind in ("activations", "rest"):
@@ -79,7 +79,7 @@ class Launches(TorchDispatchMode):
 
     @contextlib.contextmanager
     def joins_apart(self):
-        """Tell the packing and unpacking of exchanges from the rest."""
+        """Count all launches of packing and unpacking as "joins" while the body runs."""
 
         def counted(method):
             def run(*args, **kwargs):
@@ -108,7 +108,10 @@ def counted_step(layer, run, parameters):
 
 
 def fused(layer, interleaved, **config):
-    """Put the layer over one projection of q, k and v, [all q | all k | all v] or the heads of a KV head after another."""
+    """Give the layer one projection for q, k and v; return its block.
+
+    The rows are [all q | all k | all v], or if ``interleaved``, the heads of one KV head after another.
+    """
     shape = layer.shape
     heads, shared = shape.heads + 2 * shape.kv_heads, shape.heads // shape.kv_heads
     projections = nn.ModuleDict({
@@ -150,7 +153,7 @@ def calls_of_layer(groups):
         nonlocal calls
         calls += what == "call" and frame.f_code.co_filename.startswith(package)
 
-    with torch.autograd.set_multithreading_enabled(False):  # which is not counted in another thread
+    with torch.autograd.set_multithreading_enabled(False):  # `sys.setprofile` does not count in other threads
         for profile in (None, None, count):
             x = layer.x.detach().requires_grad_()
             sys.setprofile(profile)

@@ -1,4 +1,4 @@
-"""A self-attention layer built in each rank of a test, and the same layer on the whole sequence."""
+"""Builds a self-attention layer in each rank of a test, and the same layer on the whole sequence."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ class Shape:
     lengths: tuple = (6, 6)  # local sequence of each rank
     batch_first: bool = True
     rope: bool = True
-    rotary: bool = True  # rope as a `ds_sp_overlap.Rotary`, which lets the projections be one node, or as a function
+    rotary: bool = True  # whether rope is a `ds_sp_overlap.Rotary`, with which the projections are one node, or a function
     bias: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float64
@@ -42,7 +42,7 @@ class Shape:
 
 
 def projections(shape, seed=1):
-    """Make the projections of the layer, alike on every rank."""
+    """Make the projections of the layer, with equal weights on every rank."""
     torch.manual_seed(seed)
     linear = lambda n, m: nn.Linear(n, m, bias=shape.bias, dtype=shape.dtype)  # noqa: E731
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -77,7 +77,7 @@ def reference_layer(shape, layer, x):
 
 
 def laid_out(attention, batch_first):
-    """Return ``attention``, of batch-first heads, in the layout of a layer."""
+    """Return ``attention``, which takes batch-first heads, in the layout of a layer."""
     if batch_first:
         return attention
     return lambda *heads: attention(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
@@ -102,7 +102,7 @@ def block(shape, layer, group, transport=None, local_attention=None, heads_alike
         local_attention=local_attention or local,
         num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         rope=(ds_sp_overlap.Rotary(heads_last) if shape.rotary else rope) if shape.rope else None, sequence_process_group=group,
-        **({} if shape.batch_first else {"batch_first": False}),  # the default is the other
+        **({} if shape.batch_first else {"batch_first": False}),  # batch-first is the default
         config=shape.config, schedule=shape.schedule, transport=transport, name="layer", heads_alike=heads_alike, **layer,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def faults(tolerance, **pairs):
 def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
     """List the gradients of ``mine`` and the tensors ``got`` that differ from the expected ones.
 
-    Gradients are summed over the ranks; ``got`` are of this rank's tokens. ``whole`` and
+    Gradients are summed over the ranks; ``got`` holds tensors of this rank's tokens. ``whole`` and
     ``expected`` are the module and the tensors of the whole sequence.
     """
     pairs = {name: (got[name].detach(), my_slice(shape, rank, x.detach())) for name, x in (expected or {}).items()}
@@ -157,7 +157,7 @@ def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
 
 
 def gradients(mine, of_whole):
-    """Return for each parameter its gradient, summed over the ranks, and that of ``of_whole`` [name]."""
+    """Return for each parameter its gradient, summed over the ranks, and the gradient of ``of_whole[name]``."""
     pairs = {}
     for name, parameter in mine.named_parameters():
         total = None if parameter.grad is None else parameter.grad.clone()
@@ -168,19 +168,20 @@ def gradients(mine, of_whole):
 
 
 def backward(call, layer, x, dy):
-    """Use a layer plainly: one forward, one backward."""
+    """Run one forward and one backward of a layer."""
     y = call(x)
     y.backward(dy)
     return {"output": y, "dx": x.grad}
 
 
 def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, change=None, local_attention=None):
-    """List what the block computes on this rank that the reference on the whole sequence does not.
+    """List the results on this rank in which the block differs from the reference on the whole sequence.
 
-    use      ``use(call, layer, x, dy)`` -> tensors along the sequence by name; run on the block and on the reference,
-             as are ``layer``'s weight gradients afterwards, which are summed over the ranks
-    change   ``change(layer)`` -> what is done to the projections first
-    local_attention   gives what `reference.attention` does
+    Compares the tensors that ``use`` returns, and the gradients of the weights, summed over the ranks.
+
+    use      ``use(call, layer, x, dy)`` -> tensors along the sequence by name; runs with the block and with the reference
+    change   ``change(layer)`` changes the projections before the block is made
+    local_attention   replaces `reference.attention` in the block, and computes the same
 
     fp64 gives 1e-15 to 1e-14 for these sizes; the smallest mistake in a head, a token or a factor gives more than 1e-3.
     """
@@ -196,7 +197,7 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
 
 
 def faults_of_all(rank, shapes, transport=None, of_one=block_faults):
-    """List the faults of many shapes, each with its shape; ``transport`` is a class."""
+    """List the faults of many shapes; each line begins with the shape. ``transport`` is a class."""
     every = []
     for shape in shapes:
         mover = transport() if transport else None

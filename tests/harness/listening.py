@@ -1,4 +1,4 @@
-"""Listen to what the package says in passing."""
+"""Collects the log messages of the package."""
 
 import contextlib
 import logging
@@ -8,8 +8,9 @@ from ds_sp_overlap.warn import LOGGER, warn_once
 
 @contextlib.contextmanager
 def listening(level=logging.DEBUG, start_up=False):
-    """Yield the messages of this process inside, of ``level`` and above, those that are said once included; with what layers of one's own
-    got if ``start_up``.
+    """Yield the list of messages of this process in the body, of ``level`` and above; messages of `warn_once` come again.
+
+    With ``start_up``, include the messages that describe a user's own layers.
     """
     warn_once.cache_clear()
     messages, handler, before, disabled = [], logging.Handler(level), LOGGER.level, logging.root.manager.disable
@@ -17,8 +18,8 @@ def listening(level=logging.DEBUG, start_up=False):
     handler.addFilter(lambda record: start_up or "and layers of one's own like it" not in record.getMessage())
     handler.emit = lambda record: messages.append(record.getMessage())
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(min(level, LOGGER.getEffectiveLevel()))  # of the root, where nobody imported DeepSpeed
-    logging.disable(logging.NOTSET)  # whatever ran in this process before
+    LOGGER.setLevel(min(level, LOGGER.getEffectiveLevel()))  # without DeepSpeed, the effective level is the root's
+    logging.disable(logging.NOTSET)  # earlier tests may have disabled logging
     try:
         yield messages
     finally:

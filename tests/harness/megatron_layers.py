@@ -1,17 +1,17 @@
-"""A stand-in for the attention layer of Megatron-DeepSpeed, whose contract it keeps and whose code it does not share.
+"""Stands in for the attention layer of Megatron-DeepSpeed, with the same contract and other code.
 
 The contract (commit 4efb479d; FORK marks what pull request 415 changes):
 
-- hidden states are [s/P, b, m]; the layer returns ``(output, bias)``, its caller adds the bias;
-- built in this order: ``query_key_value`` (rows [all q | all k | all v]; FORK: ``query_linear``, ``key_linear``,
+- hidden states are [s/P, b, m]; the layer returns ``(output, bias)``, and its caller adds the bias;
+- the layer makes, in this order: ``query_key_value`` (rows [all q | all k | all v]; FORK: ``query_linear``, ``key_linear``,
   ``value_linear``), ``dist_attn`` around the local attention, ``dense`` (which leaves its bias to the caller);
 - linear layers return ``(output, bias or None)``;
-- flash attention takes [b, s, h, d] and returns that; Triton's takes [s, b, h, d] and returns [s, b, h d]; core attention
-  takes [s, b, h, d] and a mask that is True where not to look, wants as many KV heads as query heads, knows its width
-  from construction, and returns [s, b, h d];
-- ``forward(hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None)``, tried first
-  with ``cpu_offloading=``, and again without it after a TypeError;
-- rotary_pos_emb is None or (cos, sin), each [s, 1, 1, d], of the whole sequence, also where it is applied to a slice.
+- flash attention takes and returns [b, s, h, d]; Triton's takes [s, b, h, d] and returns [s, b, h d]; core attention takes
+  [s, b, h, d] and a mask that is True for hidden tokens, needs as many KV heads as query heads, gets its width in the
+  constructor, and returns [s, b, h d];
+- the caller tries ``forward(hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None)``
+  with ``cpu_offloading=`` first, and without this keyword after a TypeError;
+- rotary_pos_emb is None or (cos, sin), each [s, 1, 1, d], for the whole sequence, even if it is applied to a slice.
 """
 
 import math
@@ -64,7 +64,7 @@ class Flash(nn.Module):
 
 
 class OldFlash(Flash):
-    """Version 1, which knows no grouped queries."""
+    """Flash attention 1, which has no grouped queries."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class ParallelAttention(nn.Module):
         self.dense = RowParallelLinear(shape.width, shape.width, shape.bias, True)
 
     def heads_of(self, hidden_states):
-        """Make q, k and v; as HEAD, for as many KV heads as query heads."""
+        """Return q, k and v; like HEAD, only for as many KV heads as query heads."""
         assert self.num_attention_heads == self.num_key_value_heads
         if hasattr(self, "query_linear"):
             made = [getattr(self, name)(hidden_states)[0] for name in ("query_linear", "key_linear", "value_linear")]
@@ -147,7 +147,7 @@ class ParallelAttention(nn.Module):
         return self.query_key_value(hidden_states)[0].unflatten(-1, (3, self.num_attention_heads, -1)).unbind(2)
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
-        """Compute what HEAD does, with its faults: for as many KV heads as query heads, and the mask in batch_dim_idx."""
+        """Compute as HEAD does, with its faults: it needs as many KV heads as query heads, and passes the mask as batch_dim_idx."""
         return self.attend(*self.heads_of(hidden_states), attention_mask, rotary_pos_emb)
 
     def attend(self, q, k, v, attention_mask, rotary_pos_emb):
@@ -161,14 +161,14 @@ class ParallelAttention(nn.Module):
         return self.dense(context)
 
 
-# Known by its source, as HEAD's is.
+# The package recognises this layer by its source, as it does HEAD's.
 source.PARTS += ("heads_of", "attend")
 source.KNOWN.add(digest(ParallelAttention, *source.PARTS))
 source.KNOWN_LINEAR.update(digest(kind, "forward") for kind in (ColumnParallelLinear, RowParallelLinear))
 
 
 class ParallelTransformerLayer(nn.Module):
-    """Surrounds the attention, as far as it matters: the two calls, and the bias that is added outside."""
+    """Surrounds the attention as Megatron does: tries two calls, and adds the bias."""
 
     def __init__(self, shape, group, attention=ParallelAttention):
         super().__init__()
@@ -184,13 +184,13 @@ class ParallelTransformerLayer(nn.Module):
 
 
 def layer(shape, group, seed=1):
-    """Make a layer of random weights, alike on every rank."""
+    """Make a layer with random weights, equal on every rank."""
     torch.manual_seed(seed)
     return ParallelTransformerLayer(shape, group)
 
 
 def inputs(shape, seed=2):
-    """Draw hidden states and a cotangent [s, b, m], a mask [b, 1, s, s] that shows each token itself, and (cos, sin)."""
+    """Draw hidden states and a cotangent [s, b, m], a mask [b, 1, s, s] that never hides a token from itself, and (cos, sin)."""
     torch.manual_seed(seed)
     x, dy = torch.randn(2, shape.seq, shape.batch, shape.width, dtype=torch.float64)
     mask = (torch.rand(shape.batch, 1, shape.seq, shape.seq) < 0.3) & ~torch.eye(shape.seq, dtype=torch.bool)
@@ -199,7 +199,7 @@ def inputs(shape, seed=2):
 
 
 def reference_attention(shape, weights, x, mask, tables, where="self_attention."):
-    """Compute what is added to ``x`` on the whole sequence, from a dict of weights by name."""
+    """Return the output of attention on the whole sequence, which is added to ``x``; ``weights`` are by name."""
     pick = lambda name: weights[where + name]  # noqa: E731
     names = list(NAMES.values()) if shape.split else ["query_key_value"]
     y = x @ torch.cat([pick(f"{name}.weight") for name in names]).t()
@@ -221,12 +221,12 @@ def reference_attention(shape, weights, x, mask, tables, where="self_attention."
 
 
 def reference_layer(shape, weights, x, mask, tables):
-    """Run the layer on the whole sequence, from a dict of its weights by name."""
+    """Return the output of the layer on the whole sequence; ``weights`` are by name."""
     return x + reference_attention(shape, weights, x, mask, tables)
 
 
 def layer_faults(rank, shape, use=backward, overlap=True, tolerance=1e-12):
-    """List what the layer computes on this rank that the reference on the whole sequence does not; as `layers.block_faults`."""
+    """List the results on this rank in which the layer differs from the reference, as `layers.block_faults` does."""
     group = torch.distributed.group.WORLD
     mine = layer(shape, group)
     weights = {name: p.detach().clone().requires_grad_() for name, p in mine.named_parameters()}

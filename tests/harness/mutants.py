@@ -1,13 +1,13 @@
-"""Tests that pass show nothing unless they fail for wrong code: change the package in one place at a time, and see which test fails.
+"""Checks that tests fail for wrong code: changes the package in one place at a time, and finds the test that fails.
 
-    python -m tests.harness.mutants map                 which tests of `make test` reach the changed places, and how long each takes (once)
-    python -m tests.harness.mutants run                 each mutant against those tests, fastest first; may be interrupted and goes on
-    python -m tests.harness.mutants run --everything    the others against every test of `make test-all` in the files of those tests
-    python -m tests.harness.mutants table               who killed what
+    python -m tests.harness.mutants map                 find the tests of `make test` that reach each changed place, and times
+    python -m tests.harness.mutants run                 run each mutant with these tests, fastest first; an interrupted run goes on
+    python -m tests.harness.mutants run --everything    run survivors with all tests of `make test-all` in the files of these
+    python -m tests.harness.mutants table               print which mutants the tests killed
 
-A seed draws the sample: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed; with ``map
---planted`` the mutants are instead the faults of `PLANTED`. All happens in copies of the checkout under ``--folder``. Code that runs
-once a process, for a cache, counts for the test that ran it alone.
+A seed draws the mutants: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed. With ``map
+--planted``, the mutants are the faults of `PLANTED` instead. Mutants are made in copies of the checkout under ``--folder``. If code
+runs once a process, because its result is cached, only the test that ran the code counts as reaching it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROOMS = "schedule", "exchange", "attention", "integrations"
 FATES = "make test", "make test-all", "nobody"
 TURNED = dict(Lt="LtE", LtE="Lt", Gt="GtE", GtE="Gt", Eq="NotEq", NotEq="Eq", In="NotIn", NotIn="In", Is="IsNot", IsNot="Is")
 ORDERED = ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.MatMult
-PLANTED = {  # one fault of each kind: file, text that stands there once and begins a statement, text instead
+PLANTED = {  # one fault of each kind: file, a text that occurs once and begins a statement, the text that replaces it
     "wrong head": (
         "exchange/heads.py",
         'ranges = self.heads_of("q" if kind == "o" else kind, group)',
@@ -74,7 +74,7 @@ def _hit(mutant):
 
 
 def changes(node):
-    """Yield each change of ``node``: its kind, the node that is replaced, the new text."""
+    """Yield the possible changes of ``node``: for each, the kind, the node to replace, the new text."""
     if isinstance(node, ast.Compare) and (turned := TURNED.get(type(node.ops[0]).__name__)):
         yield (
             "comparison turned",
@@ -99,7 +99,10 @@ def changes(node):
 
 
 def mutants_of(path):
-    """Return kind, file, line of the statement, first line and column, last line and column, new text: of each change inside functions."""
+    """Return all mutants of a file, which change code inside functions.
+
+    A mutant is: kind, file, line of the statement, first line and column, last line and column, new text.
+    """
     text, found = path.read_text(), []
 
     def walk(node, statement, inside):
@@ -121,7 +124,7 @@ def mutants_of(path):
 
 
 def sample(rooms, seed, count):
-    """Draw about the same number of mutants of each room, taking the kinds of mutants in turn.
+    """Draw about the same number of mutants from each room, of all kinds in turn.
 
     A room may also be a single file.
     """
@@ -136,7 +139,7 @@ def sample(rooms, seed, count):
 
 
 def planted():
-    """Return `PLANTED` as mutants; fail for a text that doesn't stand once where it is said to."""
+    """Return `PLANTED` as mutants; raise LookupError for a text that doesn't occur exactly once in its file."""
     found = []
     for kind, (path, old, new) in PLANTED.items():
         path = ROOT / "ds_sp_overlap" / path
@@ -150,7 +153,7 @@ def planted():
 
 
 def checkout(folder, name):
-    """Make a copy to change, compiled kernels included."""
+    """Make a copy of the checkout, with the compiled kernels; return its folder."""
     files = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
     (folder / name).mkdir(exist_ok=True)
     for some in (files.split(), ["ds_sp_overlap/_kernels.so", "ds_sp_overlap/_kernels.json"]):
@@ -166,7 +169,7 @@ def pytest_in(copy, *arguments, timeout_s=None, **variables):
 
 def map_tests(folder, mutants, tests):
     copy = checkout(folder, "mapped")
-    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # there it is not accounted for as a stranger's code
+    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # in the package, so not third-party code
     for path in {mutant[1] for mutant in mutants}:
         lines = (copy / path).read_text().splitlines()
         top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
@@ -179,12 +182,12 @@ def map_tests(folder, mutants, tests):
         (copy / path).write_text("\n".join(lines) + "\n")
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
     done = pytest_in(copy, "-n2", "--dist=worksteal", *stored, *tests, MUTANTS=str(folder))
-    (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # without a mutant: these show nothing
+    (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # tests that fail without a mutant show nothing
     print(done.stdout[-5000:], done.stderr[-2000:])
 
 
 def killer(copy, mutant, tests, seconds, *options):
-    """Return the first of ``tests`` that fails with ``mutant``, empty if none does."""
+    """Return the first of ``tests`` that fails with ``mutant``; empty if none fails."""
     _, path, _, first, column, last, end, new = mutant
     original = (copy / path).read_text()
     lines = original.splitlines(keepends=True)
@@ -270,7 +273,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     given.folder = given.folder.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
-    drawn = given.folder / "mutants.json"  # what was drawn stays, though the package changes
+    drawn = given.folder / "mutants.json"  # the drawn mutants stay, even if the package changes
     if given.step == "map":
         drawn.write_text(json.dumps(planted() if given.planted else sample(given.rooms, given.seed, given.count)))
     steps = {

@@ -1,7 +1,7 @@
-"""Odd configs: every number and flag of a config that a model's code reads, moved to two other values, with weights times 8.
+"""Judges odd configs: each number and flag of a config that a model's code reads takes two other values, with weights times 8.
 
-A clamp at 8, a softcap of 50 or a gate that is off does nothing to small numbers, and whoever reads a forward by what it does to them
-takes it for another one. The oracle is that of `tests.harness.sweep`: transformers' model on the whole sequence.
+A clamp at 8, a softcap of 50 or a gate that is off does nothing to small numbers, so a reading by results would miss it. The oracle
+is the one of `tests.harness.sweep`: transformers' model on the whole sequence.
 """
 
 import logging
@@ -19,18 +19,21 @@ from ds_sp_overlap.integrations.transformers import probe
 from tests.harness.families import MORE, SIZES, tiny_model
 from tests.harness.sweep import FAILURES, Raised, attempt, batch_of, ends, in_double, more, overlaps, reasons, whole
 
-OWN = ""  # config
-SCALE = 8.0  # of the weights
-# One rounding (1e-16) of each of these weights changes gradients by up to 5e-10 (granite, attention_multiplier = 2: softmax
-# saturates): twenty times that.
+OWN = ""  # the name of the type's own config
+SCALE = 8.0  # factor of the weights
+# If each of these weights is rounded once (1e-16), gradients change by up to 5e-10 (granite with attention_multiplier = 2, where
+# softmax saturates). The tolerance is twenty times as large.
 FP64 = 1e-8
-ELSEWHERE = "vision_config", "audio_config"  # of what doesn't run
+ELSEWHERE = "vision_config", "audio_config"  # configs of parts that don't run
 NEITHER = "base_model_ output_ return_ token_id initializer num_hidden_layers max_position dtype problem_type".split()
-RANDOM = "drop", "jitter"  # which are looked at in evaluation
+RANDOM = "drop", "jitter"  # fields that are judged in evaluation
 
 
 def reads(kind):
-    """Return {path: value} of the numbers, flags and Nones of the config of ``kind`` that attention, decoder layers and masks look at."""
+    """Return {path: value} of the config fields of ``kind`` that attention, decoder layers and masks read.
+
+    Only fields that are a number, a flag or None.
+    """
     read, plain = set(), PreTrainedConfig.__getattribute__
 
     def get(config, name):
@@ -54,7 +57,7 @@ def reads(kind):
 
 
 def _is_of_attention(frame):
-    """Return whether code runs for a mask, a decoder layer, or an attention or rotary module, and what they call."""
+    """Return whether a frame runs for a mask, for a decoder layer, or inside a call of an attention or rotary module."""
     if frame.f_globals["__name__"] == masking_utils.__name__ or re.search("Layer|Block", _module(frame)):
         return True
     while frame is not None and not re.search("Attention|Rotary", _module(frame)):
@@ -69,22 +72,22 @@ def _module(frame):
 
 
 def moved(name, value):
-    """Return other values of a field: two of a number, a larger one of a size, the other flag."""
+    """Return other values of a field: two for a number, a larger one for a size, the opposite for a flag."""
     if isinstance(value, bool):
         return [not value]
     if value is None:
-        return [2, 0.5, 2.0]  # configs that check types take some of them
+        return [2, 0.5, 2.0]  # configs that check types accept some of these
     if name.split(".")[-1] in SIZES and value:
         return [2 * value]
     if not value:
         return [1, 2] if isinstance(value, int) else [0.5, 1.0]
     if isinstance(value, int):
         return [value // 2 if value > 1 else 3, 2 * value]
-    return [0.1, 1.0] if abs(value) < 1e-2 else [value / 2, 2 * value]  # an epsilon that acts
+    return [0.1, 1.0] if abs(value) < 1e-2 else [value / 2, 2 * value]  # large enough for an epsilon to act
 
 
 def odd_configs(kind):
-    """Return the odd configs of ``kind``: names of fields, and values."""
+    """Return the odd configs of ``kind``, as pairs of a field's name and its value."""
     return [(name, other) for name, value in reads(kind).items() for other in moved(name, value)]
 
 
@@ -102,7 +105,10 @@ def odd_model(kind, name, value):
 
 
 def judge_odd(rank, kind, odd=None):
-    """Judge ``kind`` with its own config and ``odd`` ones, else all of them: {name: `Trial`, or `Raised` where it can't be run}."""
+    """Judge ``kind`` with its own config and the ``odd`` ones (None for all odd configs).
+
+    Returns a `Trial` for each config by name, or `Raised` for a config that can't be run.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with in_double():
@@ -116,7 +122,7 @@ def judge_odd(rank, kind, odd=None):
 
 
 def judge_misread(rank, kind, odd):
-    """Judge with a reader that ignores clamps in place, first with probes and then without."""
+    """Judge with a reader that wrongly ignores in-place clamps, first with probes and then without."""
     judge = accounting.Accounting.__torch_function__
 
     def clamp_for_nothing(account, function, types, args=(), kwargs=None):
@@ -133,11 +139,11 @@ def judge_misread(rank, kind, odd):
 
 @dataclass
 class Odd:
-    """Says what the odd configs of a type came to.
+    """The verdicts on the odd configs of a type.
 
-    right, refused, not_run   how many
-    wrong                     {name: why} of those that are wrong, crash, or are noticed by the comparison on real numbers alone
-    otherwise                 {name: (what is overlapped, why not more)} where this isn't as with the type's own config
+    right, refused, not_run   the number of configs with this verdict
+    wrong                     {name: why} for configs that are wrong, that crash, or that only a probe notices
+    otherwise                 {name: (what is overlapped, why not more)} for configs that differ in this from the type's own config
     """
 
     right: int = 0
@@ -148,7 +154,7 @@ class Odd:
 
 
 def odd_verdict(ranks):
-    """Say what the trials of all ranks come to."""
+    """Return the verdicts on the trials of all ranks."""
     found, own = Odd(), _overlapped(ranks[0][OWN])
     for name in ranks[0]:
         trials = [of_rank[name] for of_rank in ranks]

@@ -1,4 +1,4 @@
-"""A layer of one's own, which attends in one of several ways."""
+"""Defines a user's own layer, which attends in one of several ways."""
 
 import torch
 from deepspeed.sequence.layer import DistributedAttention
@@ -16,7 +16,10 @@ def linear(width_in, width_out):
 
 
 class Layer(nn.Module):
-    """Attention with a residual, by ``kind``: on the whole sequence, by DeepSpeed's class, the drop-in or `SelfAttention`."""
+    """Attention with a residual.
+
+    kind   "whole": on the whole sequence; "stock": with DeepSpeed's class; "drop-in"; "block": with `SelfAttention`
+    """
 
     def __init__(self, kind, group, local=attention, **options):
         super().__init__()

@@ -1,6 +1,6 @@
 """Reads README and docs: links, headings, tables, and code blocks with the comments before them.
 
-A block is run, unless a comment directly before it says otherwise:
+A block runs, unless a comment directly before the block says otherwise:
 
     <!-- file: train.py -->   the block is a file of that name, for the blocks after it
     <!-- printed -->          the last block that ran has printed the text of this block
@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("example
 
 @dataclass(frozen=True)
 class Block:
-    """``said`` is the comment before it, up to the colon and behind it."""
+    """A code block; ``said`` is the comment before the block: the part before the colon and the part after it."""
 
     section: str
     language: str
@@ -62,5 +62,5 @@ def read(path):
 
 
 def code(cell):
-    """Return what a cell has between backticks."""
+    """Return the texts between backticks in a cell."""
     return [child.content for child in cell.children if child.type == "code_inline"]

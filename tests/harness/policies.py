@@ -1,4 +1,4 @@
-"""Policies whose time is scripted: a clock that moves by what a candidate is said to cost, when it runs."""
+"""Runs policies with scripted times: when a candidate runs, the clock moves by the cost that the test states."""
 
 import contextlib
 from unittest import mock
@@ -12,7 +12,7 @@ from ds_sp_overlap.profiling.timed import TimedCall
 
 
 class ScriptedClock:
-    """Stands still but for what it is told."""
+    """A clock that moves only if `Tick` moves it."""
 
     def __init__(self):
         self.now = 0.0
@@ -41,8 +41,8 @@ class Tick(torch.autograd.Function):
 def scripted(costs):
     """Run the body with scripted times of candidates; yield the list of (step, candidate) that ran.
 
-    ``costs[candidate]`` is the time of forward, and of backward; or a function of the call's
-    tokens.
+    ``costs[candidate]`` is the time of forward and also of backward, or a function of the call's
+    tokens that returns this time.
     """
     clock, follow, ran = ScriptedClock(), Policy.follow, []
 
@@ -58,7 +58,7 @@ def scripted(costs):
 
 
 def followed(policy, trial, candidate, tokens, body, *inputs):
-    """Return ``body(*inputs)`` while the policy looks on."""
+    """Return ``body(*inputs)``, run as a call that the policy follows."""
     run = TimedCall(inputs)
     policy.follow(run, trial, candidate, tokens)
     return run.end(body(*run.inputs))
@@ -71,13 +71,13 @@ def optimizer_step():
 
 
 def hooks():
-    """Count the listeners to optimizer steps, which have one hook together."""
+    """Count the listeners to optimizer steps; all listeners share one hook."""
     return len(listeners)
 
 
 @contextlib.contextmanager
 def two_replicas(rank):
-    """Yield the sp group of this rank."""
+    """Make two sp groups of two ranks; yield the group of this rank."""
     pairs = [torch.distributed.new_group(pair) for pair in ([0, 1], [2, 3])]
     try:
         yield pairs[rank // 2]

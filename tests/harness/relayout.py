@@ -1,4 +1,4 @@
-"""What the compiled operators of csrc/ compute, in PyTorch."""
+"""Computes in PyTorch the same as the compiled operators of csrc/, as their reference."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) 
 def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
     """Copy the parts in the flat ``wire`` to their places in ``out``; the inverse of `pack`.
 
-    Slices that several parts hold are summed, in fp32 for half precision.
+    Slices that occur in several parts are summed, in fp32 for half precision.
 
     Args:
         wire: Flat, with the elements of all parts.
@@ -45,29 +45,29 @@ def _parts(x: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[Ten
 
 
 def rotate_pack(x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Rotate ``x``, and pack its heads.
+    """Rotate ``x``, and pack parts of its heads.
 
     Args:
         x: [tokens..., h, d].
         cos: [tokens..., d_rot], or a shape that broadcasts to it; of the dtype of ``x``, or float32
             for half precision.
-        sin: As ``cos``.
+        sin: Shape and dtype of ``cos``.
         starts: First head of each part.
         stops: The head behind each part.
         out: Flat.
     """
-    # Rounded once, after the rotation.
+    # Round only once, after the rotation.
     exact = _accumulator(x.dtype)
     rotated = rotate(x.to(exact), *_of_heads(cos, sin, exact)).to(x.dtype)
     pack(rotated, x.dim() - 2, starts, stops, out)
 
 
 def unpack_rotate_back(wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Unpack the gradient of rotated heads and rotate it back: the backward of `rotate_pack`.
+    """Unpack the gradient of rotated heads, and rotate the gradient back: the backward of `rotate_pack`.
 
-    ``wire`` is the flat gradient, ``out`` [tokens..., h, d] receives that of ``x``.
+    ``wire`` is the flat gradient; ``out`` [tokens..., h, d] receives the gradient of ``x``.
     """
-    # Rounded once, after the sum of replicas and the rotation.
+    # Round only once, after the sum over parts and the rotation.
     exact = _accumulator(out.dtype)
     total = torch.empty(out.shape, dtype=exact, device=out.device)
     unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
@@ -80,7 +80,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _of_heads(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Give the tables a dimension for the heads."""
+    """Return the tables with a dimension for heads, in ``dtype``."""
     return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
 
 

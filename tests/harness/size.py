@@ -1,6 +1,7 @@
-"""Print lines and tokens of each room of the package and of the tests: `make size`.
+"""Prints the lines and tokens of each folder of the package and of the tests, for `make size`.
 
-Blank lines, comments and docstrings don't count. Tokens don't change with the formatter: lines do, which breaks the package at 100 columns and the tests at 132.
+Blank lines, comments and docstrings don't count. The number of lines depends on the formatter, which breaks the package at 100
+columns and the tests at 132; the number of tokens does not.
 """
 
 import ast
@@ -15,7 +16,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def size(source):
-    """Lines and tokens of a file's code."""
+    """Count the lines and tokens of a file's code."""
     documented = [
         node.body[0] for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None
     ]

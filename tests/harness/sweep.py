@@ -1,6 +1,6 @@
-"""A model type may compute what nobody expected: run one on the whole sequence and on two ranks, stock, overlapped, and with a planted fault.
+"""Judges a model type on two ranks: under stock Ulysses, overlapped, and with a planted fault.
 
-The oracle is transformers' model itself on the whole sequence, in fp64 with weights of which every one matters.
+The oracle is transformers' own model on the whole sequence, in fp64, with weights that all affect the results.
 """
 
 import contextlib
@@ -36,7 +36,10 @@ FP64 = 1e-10  # roundings (1e-16) over a few layers and sums in another order st
 
 
 class Double(TorchFunctionMode):
-    """fp64 where a model asks for fp32 (norms, routers, rotary tables), whose roundings would hide small errors or look like them."""
+    """Gives a model fp64 where it asks for fp32, as in norms, routers and rotary tables.
+
+    fp32 rounding would hide small errors, or would look like errors.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:
@@ -49,11 +52,11 @@ class Double(TorchFunctionMode):
 def in_double():
     shape, exact, rotary_of = InputModules.shape, Rotary._exact, attention.rotary_of
 
-    def read(*args):  # outside of modes
+    def read(*args):  # runs outside of modes, with the usual rounding
         with mock.patch.object(Rotary, "_exact", exact):
             return rotary_of(*args)
 
-    def in_backward_too(*args, **kwargs):  # where norms are computed again, and PyTorch has no modes
+    def in_backward_too(*args, **kwargs):  # backward recomputes norms, without PyTorch's modes
         with Double():
             return shape(*args, **kwargs)
 
@@ -74,12 +77,12 @@ def in_double():
 
 
 def transport(made):
-    """Have every sp group use the transport ``made``."""
+    """Make every sp group use the transport ``made``."""
     made.prepare = lambda sp_group: None
     return mock.patch.object(ds_sp_overlap.exchange.sp_group, "by_name", lambda *_: made)
 
 
-# Batches: of two rows that are one document each; packed with three documents, one of which spans both ranks; padded.
+# Batches besides "first", which has two rows of one document each. In "packed", the second of three documents spans both ranks.
 BATCHES = ("packed", "mask of ones", "right padding", "left padding", "left padding, by the mask alone")
 
 
@@ -120,7 +123,7 @@ def gradients(model):
 
 
 def alone(positions, mask):
-    """Yield row and range of tokens of each document, padding left out."""
+    """Yield the row and the range of tokens of each document, without padding."""
     real = torch.ones_like(positions) if mask is None else mask
     begins = (positions.diff(prepend=positions[:, :1] - 2) != 1) | (real.diff(prepend=1 - real[:, :1]) != 0)
     for row, starts in enumerate(begins):
@@ -131,7 +134,10 @@ def alone(positions, mask):
 
 
 def whole(model, batch, apart=False):
-    """Return logits of the tokens that have a label, and every gradient, on the whole sequence; ``apart``: documents one by one."""
+    """Return the logits of the tokens that have a label, and every gradient, on the whole sequence.
+
+    With ``apart``, run each document by itself.
+    """
     model.zero_grad()
     logits = []
     for piece in alone(*batch[2:]) if apart else [(slice(None), slice(None))]:
@@ -143,7 +149,7 @@ def whole(model, batch, apart=False):
 
 
 def split(model, batch, rank, group):
-    """Return the same over the ranks: logits gathered, gradients summed."""
+    """Return the results of `whole` from ranks that split the sequence: gathered logits, summed gradients."""
     model.zero_grad()
     logits, loss = forward(
         model, *(None if x is None else x.chunk(dist.get_world_size(group), 1)[rank].contiguous() for x in batch)
@@ -172,14 +178,17 @@ def errors(found, expected):
 
 @dataclass(frozen=True)
 class Raised:
-    """Holds what was raised; ``refusal``: by the package, and meant for the user. A forward that was read wrongly is not."""
+    """An error that was raised.
+
+    ``refusal``: whether the package raised the error on purpose, for the user. The error of a probe is no refusal.
+    """
 
     message: str
     refusal: bool
 
 
 def attempt(function, *args):
-    """Return what it returns, or `Raised`."""
+    """Return the result of ``function``, or `Raised`."""
     try:
         return function(*args)
     except Exception as error:
@@ -193,11 +202,12 @@ def attempt(function, *args):
 
 @dataclass
 class Trial:
-    """Holds what one rank found of one model and batch.
+    """The results of one rank for one model and batch.
 
-    stock, ours  errors (logits, worst gradient), or what was raised; ours with one and two head groups
-    got, lacks   of each attention layer what is overlapped in it, and why not more
-    faults       of each planted fault the error that it made, and how often it acted
+    stock        the errors of stock Ulysses (logits, worst gradient), or `Raised`
+    ours         the same for the overlap, by the number of head groups
+    got, lacks   for each attention layer: what is overlapped, and why not more
+    faults       for each planted fault: the error that it caused, and how often it acted
     """
 
     stock: tuple | Raised | None = None
@@ -208,7 +218,7 @@ class Trial:
 
 
 def overlapped(model, batch, rank, groups, *expected, trial=None):
-    """Return the errors of the overlapped model against the nearest of ``expected``, or what was raised."""
+    """Return the errors of the overlapped model against the nearest of ``expected``, or `Raised`."""
     group = dist.group.WORLD
     report = attempt(ds_sp_overlap.enable, model, {"head_groups": groups}, group)
     try:
@@ -224,9 +234,11 @@ def overlapped(model, batch, rank, groups, *expected, trial=None):
 
 
 def judge(rank, kind, small=False):
-    """Judge ``kind`` in all its configs and batches: {name: `Trial`}, or `Raised` where the whole sequence can't be had.
+    """Judge ``kind`` in all its configs and batches; return a `Trial` for each by name.
 
-    small   the first config and batch, and packed documents alone
+    A trial is `Raised` if the model can't be built, or can't run on the whole sequence.
+
+    small   judge only the first config and batch, and packed documents
     """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -236,7 +248,7 @@ def judge(rank, kind, small=False):
             return {"first": first}
         trials = {"first": _first(rank, first)}
         if not isinstance(trials["first"], Trial) or any(isinstance(x, Raised) for x in trials["first"].ours.values()):
-            return trials  # nobody gets any further
+            return trials  # all other trials would end in the same way
         for batch in BATCHES[: 1 if small else None]:
             trials[batch] = more(rank, first, batch)
         for name, changes in {} if small else configs(kind).items():
@@ -245,7 +257,7 @@ def judge(rank, kind, small=False):
 
 
 def _first(rank, model):
-    """Try the first config and batch: stock, one and two head groups, and faults that must be seen."""
+    """Try the first config and batch: with stock Ulysses, with one and two head groups, and with planted faults."""
     trial, batch = Trial(), batch_of("first")
     expected = attempt(whole, model, batch)
     if isinstance(expected, Raised):
@@ -265,10 +277,10 @@ def _first(rank, model):
 
 
 def more(rank, model, name):
-    """Try another config or batch: two head groups, and stock Ulysses not registered.
+    """Try another config or batch, with two head groups and without stock Ulysses.
 
-    Packed or padded documents are right one by one, or as transformers computes a row: it counts Llama 4's temperature by row, and the
-    convolution of RecurrentGemma sees padding in front of a document.
+    Results for packed or padded documents must agree with documents run one by one, or with transformers' results for a row. The
+    two may differ: Llama 4's temperature counts tokens of a row, and RecurrentGemma's convolution sees padding before a document.
     """
     batch = batch_of(name)
     expected = model if isinstance(model, Raised) else attempt(whole, model, batch)
@@ -285,9 +297,11 @@ def more(rank, model, name):
 
 @dataclass
 class Verdict:
-    """
-    word    whole, latent attention, attention function, delta rule, or several of them: right. refused. not built. Failures: wrong, blind, crashes, hangs
-    why     of what isn't whole or right; which of its configs and batches are refused
+    """The verdict on a model type.
+
+    word          for a right type, what is overlapped: "whole", "latent attention", or others of `GOT`; "refused"; "not built"; or
+                  one of `FAILURES`
+    why           the reason, unless the word is "whole"; and the configs and batches that are refused
     ours, stock   largest errors of logits and gradients, as text
     """
 
@@ -305,7 +319,7 @@ def _text(pairs):
 
 
 def ends(trial, limit):
-    """Yield how each run of a trial ended: a word, and its errors or what was said."""
+    """Yield how each run of a trial ended: a word, and the errors or the message."""
     for how, found in trial.ours.items():
         if isinstance(found, Raised):
             yield "refused" if found.refusal else "crashes", found.message
@@ -316,14 +330,14 @@ def ends(trial, limit):
 
 
 def verdict(ranks):
-    """Say what the trials of all ranks come to."""
+    """Return the verdict on the trials of all ranks."""
     first = [trials["first"] for trials in ranks]
     for other in first:
         if isinstance(other, Raised):
             return Verdict("not built", other.message)
     raised = [trial.stock for trial in first if isinstance(trial.stock, Raised)]
     stock = raised[0].message if raised else _text([trial.stock for trial in first])
-    # A config may have no whole sequence to compare with.
+    # Leave out configs that can't run on the whole sequence.
     tried = [(name, trial) for trials in ranks for name, trial in trials.items() if isinstance(trial, Trial)]
     ended = [(name, *end) for name, trial in tried for end in ends(trial, FP64)]
     faults = [(word, f"{name}: {why}") for name, word, why in ended if word in FAILURES]
@@ -345,11 +359,11 @@ GOT = "all eight exchanges", "latent attention", "attention function", "delta ru
 
 
 def overlaps(trial):
-    """Say what is overlapped in the layers."""
+    """Describe what is overlapped in the layers."""
     return " and ".join(sorted(set(filter(None, trial.got)), key=GOT.index)).replace(GOT[0], "whole")
 
 
 def reasons(trial):
-    """Say why layers are overlapped at their attention function alone."""
+    """Return the reasons why in some layers only the attention function is overlapped."""
     own = [lacks for what, lacks in zip(trial.got, trial.lacks) if what == "attention function"]
     return list(dict.fromkeys(lacks.replace(f"; {OWN}", "") for lacks in own))

@@ -1,6 +1,6 @@
-"""Write docs/sweep.md, a short row for each type, and docs/sweep.csv, which has the messages.
+"""Writes docs/sweep.md, with a short row for each model type, and docs/sweep.csv, with the full messages.
 
-The sweep (`tests/frameworks/test_sweep.py`) calls `write`. To write the page again from the CSV alone, after a change of this file:
+The sweep (`tests/frameworks/test_sweep.py`) calls `write`. To write the page again from the CSV, after a change of this file:
 
     python -m tests.harness.sweep_page
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FILE = DOCS / "sweep.md", DOCS / "sweep.csv"
 COLUMNS = "type", "config", "verdict", "why", "largest error, logits / gradients", "stock's"
-RUN = "(the run)"  # in the place of a type: what was run, and how many odd configs came to what
+RUN = "(the run)"  # the "type" of the rows that describe the run, and count the verdicts on odd configs
 ERROR = re.compile(r"[\d.e+-]+ / [\d.e+-]+|inf / .*")
 
-SHORT = [  # of a message, what the page says instead
+SHORT = [  # patterns of messages, and the shorter text on the page
     (r"^sp_overlap: \S+ \([^)]*\):? ", ""),
     ("; not supported with sequence parallelism", ""),
     (r"^\w+: ", ""),
@@ -51,7 +51,7 @@ SHORT = [  # of a message, what the page says instead
 
 
 def write(rows: list[dict[str, str]]) -> None:
-    """Write both files."""
+    """Write the CSV and the page."""
     with FILE.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -78,7 +78,7 @@ def rows_of(verdicts: dict, odd: dict) -> list[dict[str, str]]:
 
 
 def page(rows: list[dict[str, str]]) -> str:
-    """Return the page with the figures and tables of the rows of the CSV; what else it says stays."""
+    """Return the page with the figures and tables of the CSV's rows; its other paragraphs stay as they are."""
     said = {row["config"]: row["why"] for row in rows if row["type"] == RUN}
     types = [row for row in rows if row["type"] != RUN and not row["config"]]
     odd = [row for row in rows if row["type"] != RUN and row["config"]]
@@ -105,7 +105,7 @@ def page(rows: list[dict[str, str]]) -> str:
 
 
 def reason(message: str) -> str:
-    """Say the message in a few words."""
+    """Shorten a message by the patterns of `SHORT`."""
     for pattern, short in SHORT:
         message = re.sub(pattern, short, message)
     return message

@@ -1,6 +1,6 @@
-"""A host that waits for its GPU is slow without a word: find such waits on CPU, by the name of the operation, since here nothing waits.
+"""Finds operations for which the host would wait for the GPU; on CPU, recognises them by name.
 
-Not seen: a copy from the device by `to` with a `torch.device`, which looks like one that moves nothing.
+Does not find a copy from the device by `to` with a `torch.device`, which looks like a `to` that moves nothing.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Their results, or the sizes of these, are read by the host.
+# Operations whose results, or the sizes of whose results, the host reads.
 READ = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.bincount,
 }  # fmt: skip
-INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # with a mask, which `nonzero` turns into indices
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # an index that is a mask runs `nonzero`
 
 _HERE = {"torch", "numpy", "contextlib.py", "syncs.py"}
 
@@ -34,7 +34,7 @@ def _waits(op, args, kwargs):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if op is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    return op.overloadpacket in READ or op is aten.lift_fresh.default  # the latter ends whatever makes a tensor of host data
+    return op.overloadpacket in READ or op is aten.lift_fresh.default  # `lift_fresh` runs whenever a tensor is made from host data
 
 
 def _where():
@@ -57,7 +57,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def waits():
-    """A list that the waits of the body are entered in, those of its backward included, which on CPU runs in the same thread."""
+    """Yield a list that collects the waits of the body, including its backward, which on CPU runs in the same thread."""
     seen = []
 
     def watched(method):
@@ -69,6 +69,6 @@ def waits():
         return mock.patch.object(torch.Tensor, method.__name__, call)
 
     with _Operations(seen), contextlib.ExitStack() as stack:
-        for method in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.to):  # no operations where the tensor is on the host
+        for method in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.to):  # on CPU, these dispatch no operation
             stack.enter_context(watched(method))
         yield seen

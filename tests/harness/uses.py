@@ -1,5 +1,7 @@
-"""Uses of a layer, each written once, for the overlapped one and for the reference (`layers.block_faults`); and its projections
-and attention that don't train, are shared or are dressed up."""
+"""Defines uses of a layer, and changes of its projections and attention, for the overlapped layer and for the reference.
+
+`layers.block_faults` runs each with both.
+"""
 
 import functools
 import inspect
@@ -20,7 +22,7 @@ SHAPES = [
 ]
 GROUPS = [Shape(heads=8, kv_heads=4, batch_first=False, rope=False, config={"head_groups": groups}) for groups in (1, 2, 4)]
 
-# One layer, used in other ways than once forward and once backward.
+# Uses of a layer, other than one forward and one backward.
 
 
 def without_grad(call, layer, x, dy):
@@ -62,7 +64,7 @@ def checkpointed_by_deepspeed(call, layer, x, dy):
 
 
 def selective(call, layer, x, dy):
-    """Checkpointed, products alone kept."""
+    """Checkpoint the layer, and save only matrix products."""
     kept = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
 
     def policy(context, operation, *args, **kwargs):
@@ -95,7 +97,7 @@ def fed_with_its_own_output(call, layer, x, dy):
 
 
 def accumulation(call, layer, x, dy):
-    """Two steps of gradient accumulation."""
+    """Run two steps of gradient accumulation."""
     call(x).backward(dy)
     y = call(2 * x)
     y.backward(dy)
@@ -110,7 +112,7 @@ def second_backward(call, layer, x, dy):
 
 
 def grad_of_input_then_backward(call, layer, x, dy):
-    """Backward to the input alone; what it leaves behind must not reach the weights with the next."""
+    """Run a backward to the input alone; its gradients of weights must not show in the next backward."""
     y = call(x)
     (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
     y.backward(dy)
@@ -127,7 +129,7 @@ def grad_of_one_weight_then_backward(call, layer, x, dy):
 
 
 def frozen_between(call, layer, x, dy):
-    """Freeze a projection that trains in forward and in the next one, and not in the backward between them."""
+    """Freeze the projection of v only for the backward, and let it train again afterwards."""
     y, trained = call(x), [p for p in layer["v_proj"].parameters() if p.requires_grad] if "v_proj" in layer else []
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -147,7 +149,7 @@ def refused_second_derivatives(call, layer, x, dy):
 
 
 def updated_in_place(call, layer, x, dy):
-    """Change the output as a residual, or a dropout, may."""
+    """Change the output in place, as a residual or a dropout may."""
     y = call(x)
     y += 2
     y.backward(dy)
@@ -155,12 +157,12 @@ def updated_in_place(call, layer, x, dy):
 
 
 def backward_abandoned_halfway(call, layer, x, dy):
-    """Call it once without a backward."""
+    """Call the layer once without a backward, then with one."""
     call(3 * x)
     return layers.backward(call, layer, x, dy)
 
 
-# What is done to its projections.
+# Changes of the projections.
 
 
 def frozen_query(layer):
@@ -195,7 +197,7 @@ def key_is_value(layer):
 
 
 class Adapted(nn.Module):
-    """A LoRA-like wrapper."""
+    """Wraps a linear layer as LoRA does."""
 
     def __init__(self, base):
         super().__init__()
@@ -209,14 +211,14 @@ class Adapted(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A subclass with a forward of its own."""
+    """Multiplies the output of a linear layer by 3."""
 
     def forward(self, x):
         return 3 * super().forward(x)
 
 
 class Halved(nn.Linear):
-    """A subclass whose weight is half of the parameter of this name."""
+    """Computes with half of the parameter ``weight``."""
 
     @property
     def weight(self):
@@ -252,7 +254,7 @@ def weight_normed(layer):
 
 
 def hooked_key(layer):
-    """Add a hook that must run once."""
+    """Add a hook that scales the output of k, so that a hook that runs twice or never shows."""
     layer["k_proj"].register_forward_hook(lambda module, args, y: 1.25 * y)
 
 
@@ -266,7 +268,7 @@ def hooked_on_one_rank(layer):
         layer["v_proj"].register_forward_hook(lambda module, args, y: None)
 
 
-# What is done to its attention: ``layer.attend(attention)`` is called in place of ``attention``.
+# Changes of attention: `layers.block` calls ``layer.attend(attention)`` instead of ``attention``.
 
 
 class Learning(nn.Module):
@@ -309,7 +311,7 @@ class RaisesInBackward(torch.autograd.Function):
         raise Deliberate("planted")
 
 
-# The drop-in.
+# Uses of the drop-in.
 
 
 def key_is_value_tensor(call, q, k, v, do):
@@ -332,7 +334,7 @@ def query_in_an_auxiliary_loss(call, q, k, v, do):
 
 
 def projections_first_then_both_calls(call, q, k, v, do):
-    """One module called twice, with both sets of projections done first."""
+    """Call the drop-in twice, after the projections of both calls."""
     first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
     ((call(*first) + call(*second) ** 2) * do).sum().backward()
     return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
@@ -352,7 +354,7 @@ def backward_again(call, q, k, v, do):
 
 
 def strided_inputs_and_cotangent(call, q, k, v, do):
-    """Guard: `InFlight` makes contiguous what it sends as it is."""
+    """Pass tensors that are not contiguous, which `InFlight` must make contiguous before it sends them."""
     strided = [t.transpose(0, 2).contiguous().transpose(0, 2) for t in (q, k, v)]
     o = call(*strided)
     o.backward(do.transpose(1, 3).contiguous().transpose(1, 3))
@@ -366,7 +368,7 @@ def taking(*names):
 
 
 USES, DROPIN_USES = taking("call", "layer", "x", "dy"), taking("call", "q", "k", "v", "do")
-OTHER_CHANGES = [  # for layers without a window and without shared heads alone
+OTHER_CHANGES = [  # only for layers without a window and without shared heads
     hooked_on_one_rank,
     attention_that_learns,
     attention_that_learns_in_a_closure,

@@ -1,9 +1,9 @@
-"""Try the package with other versions of what it builds on, each combination in a venv of its own, and write docs/versions.md.
+"""Tests the package with other versions of its dependencies, each combination in its own venv; writes docs/versions.md.
 
-    make versions                                   every combination for which there is a Python here
-    python -m tests.harness.versions --only 4.56    those that have this version of something
+    make versions                                   test all combinations whose Python is installed
+    python -m tests.harness.versions --only 4.56    test the combinations that have some package or Python 4.56
 
-A row of the page stays until its combination is tried again. Not part of CI.
+A row of the page stays until its combination is tested again. Not part of CI.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/versions.md"
-NEWEST = ""  # whatever pip takes
-# Python, torch, DeepSpeed, transformers, and what must be as old as these
+NEWEST = ""  # the version that pip chooses
+# Versions of Python, torch, DeepSpeed and transformers.
 COMBINATIONS = [
     ("3.10", "2.10.0", "0.19.7", "4.56.2"),
     ("3.11", "2.13.0", "0.19.8", "4.56.2"),
@@ -27,7 +27,7 @@ COMBINATIONS = [
     ("3.13", NEWEST, NEWEST, NEWEST),
 ]
 NAMES = ("torch", "deepspeed", "transformers")
-# Beside the newest of these, old ones of transformers don't import.
+# Old versions of transformers don't import beside the newest accelerate and peft.
 BESIDE = {"4.56.2": ["accelerate==1.12.0", "peft==0.18.0"], "5.0.0": ["accelerate==1.12.0", "peft==0.18.0"]}
 TESTS = {
     "unit tests": ["-m", "pytest", "-q", "tests/unit"],
@@ -42,7 +42,7 @@ def python_of(venv):
 
 
 def made(combination, folder):
-    """Make a venv with the combination."""
+    """Make a venv with the combination, unless there is one; return its folder."""
     python, *versions = combination
     venv = folder / "-".join(["py" + python, *(f"{name}{version or 'newest'}" for name, version in zip(NAMES, versions))])
     if not (venv / "ready").exists():
@@ -63,7 +63,7 @@ def made(combination, folder):
 
 
 def outcome(venv, words):
-    """Say in few words what a run says at its end."""
+    """Run Python in a venv; return the counts in the last line of its output."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -89,7 +89,7 @@ def row_of(venv):
 
 
 def write(rows):
-    """Put ``rows`` into the page, in the place of those with the same versions."""
+    """Put ``rows`` into the page; each replaces the row with the same versions."""
     text, _, rest = PAGE.read_text().partition("| Python ")
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines()[2:]]
     found = {tuple(row[:5]): row for row in lines + rows}

@@ -1,7 +1,8 @@
-"""Judge whether a model whose layers run a program of the zoo (`tests.harness.zoo`) is what stock Ulysses makes of it, on these ranks.
+"""Compares models whose layers run a program of the zoo (`tests.harness.zoo`), overlapped and under stock Ulysses, on these ranks.
 
-A reading that is right in one process may still be driven wrongly. So the same ranks run the model under DeepSpeed's own Ulysses, and
-overlapped: first while the program's line does nothing, then active, which is when logits and gradients are compared.
+A layer may be read correctly in one process, and still be driven wrongly on ranks. So the same ranks run the model under
+DeepSpeed's own Ulysses, and overlapped. The overlapped model first runs while the program's changed lines do nothing, then active.
+Logits and gradients of the active models are compared.
 """
 
 import torch
@@ -20,14 +21,14 @@ MODES = {
 def names():
     """Return the names of the programs that a model can run.
 
-    Leaves out programs with arguments of their own, and those with dropout: a rank with fewer heads
+    Leaves out programs with further arguments. Leaves out dropout, since a rank with fewer heads
     draws other random numbers.
     """
     return [name for name, program in PROGRAMS.items() if not program.given and not name.startswith("dropout")]
 
 
 def fill(model, program):
-    """Put layers of the program into a model, alike on every rank; returns the modules whose forward it is."""
+    """Put layers of the program into a model, equal on every rank; return the modules whose forward is the program."""
     torch.manual_seed(0)
     built = [build(program, model.config) for _ in model.model.layers]
     for at, (layer, _) in enumerate(built):
@@ -43,7 +44,7 @@ def activate(program, modules):
 
 
 def verdicts(rank, chosen, config):
-    """Say of each of the programs: "right", "refused" or "wrong", and why."""
+    """Return the verdict on each program ("right", "refused" or "wrong"), and the reason."""
     found = {}
     for name in chosen:
         program, tokens = PROGRAMS[name], batches(1)[0]
@@ -51,7 +52,7 @@ def verdicts(rank, chosen, config):
             activate(program, fill(model, program))
             try:
                 stock = outcome(model, tokens, rank, 2, group)
-            except Exception as error:  # of any kind: it can't be trained at all
+            except Exception as error:  # any error: stock Ulysses can't train the model
                 found[name] = "refused", f"by stock: {error}"
                 continue
             modules = fill(model, program)
@@ -63,6 +64,6 @@ def verdicts(rank, chosen, config):
                 found[name] = "right" if error < 1e-9 else "wrong", f"{error:.1e}"
             except (RuntimeError, ValueError) as error:
                 found[name] = "refused", str(error)
-            except AssertionError:  # other gradients than stock has
+            except AssertionError:  # not the same parameters have gradients
                 found[name] = "wrong", "other gradients are there"
     return found

@@ -1,8 +1,8 @@
-"""CUDA kernels cannot run without a GPU, but their index arithmetic can: run tests/unit/test_kernels.py with kernels.cu compiled for the host.
+"""Runs tests/unit/test_kernels.py with kernels.cu compiled for the host, to test index arithmetic of the kernels without a GPU.
 
     python -m tests.harness.kernels_on_host LIBRARY [options of pytest]
 
-tests/ranks/test_kernels_on_host.py builds LIBRARY, and starts this with the sanitizers loaded first.
+tests/ranks/test_kernels_on_host.py builds LIBRARY, and runs this command with the sanitizers loaded first.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ ABOUT_KERNELS = "not refused and not division and not operators_say"
 
 
 def memory_of(x):
-    """Return all of it, with what lies beside the elements of ``x``."""
+    """Return the whole storage of ``x`` as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
 class Compared:
-    """Calls each operator once by the kernels and once by the CPU loops. Both must leave the same bits in memory."""
+    """Calls each operator by the kernel and by the CPU loops. Both must leave the same bits in memory."""
 
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))

@@ -1,4 +1,4 @@
-"""Writes down what a training run did: loss and gradient norm of every step, gradients of the first, parameters at the end, exchanges.
+"""Records a training run: loss and gradient norm of each step, gradients of the first step, final parameters, exchanges.
 
 MEGATRON_RECORD names the file; rank 0 writes it after step MEGATRON_RECORD_STEPS.
 """

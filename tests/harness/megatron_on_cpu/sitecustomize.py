@@ -1,7 +1,7 @@
-"""What Megatron-DeepSpeed's own ``pretrain_gpt.py`` lacks on a machine without GPUs. Put this folder on PYTHONPATH.
+"""Installs the parts that Megatron-DeepSpeed's own ``pretrain_gpt.py`` lacks on a machine without GPUs.
 
-Python runs a module of this name at its start; here only in a rank of a run with MEGATRON_ON_CPU set. Everything is
-replaced from outside, no file of Megatron-DeepSpeed is touched.
+Put this folder on PYTHONPATH: Python runs a module of this name when it starts. This one acts only in the ranks of a run with
+MEGATRON_ON_CPU set. It changes functions in memory, and no file of Megatron-DeepSpeed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Stand-ins for what is missing on CPU: flash attention (by torch's SDPA), torchvision, gloo's picky gather, and so on."""
+"""Replaces the parts that are missing on CPU: flash attention (by torch's SDPA), torchvision, all-gather for gloo, and so on."""
 
 import atexit
 import importlib.abc
@@ -16,7 +16,7 @@ WANTED = os.environ["MEGATRON_ON_CPU"].split(",")  # builder, compress, referenc
 
 
 class _Changes(importlib.abc.MetaPathFinder):
-    """Changes to modules, each made once its module has been imported."""
+    """Changes modules right after their import."""
 
     def __init__(self):
         self.of = defaultdict(list)
@@ -36,7 +36,7 @@ class _Changes(importlib.abc.MetaPathFinder):
 
 
 def module(name, **attributes):
-    """Make a module that was never on disk."""
+    """Make a module without a file, and register it in ``sys.modules``."""
     made = sys.modules[name] = types.ModuleType(name)
     vars(made).update(attributes)
     parent, _, child = name.rpartition(".")
@@ -46,7 +46,7 @@ def module(name, **attributes):
 
 
 def rewritten(function, **pieces):
-    """Return ``function`` with pieces of its source replaced, each of which must be there once."""
+    """Return ``function`` with pieces of its source replaced; each piece must occur once."""
     source = textwrap.dedent(inspect.getsource(function))
     for before, after in pieces.items():
         if source.count(before) != 1:
@@ -58,7 +58,7 @@ def rewritten(function, **pieces):
 
 
 def sdpa(q, k, v, dropout, scale, causal):
-    """q, k, v [b, s, h, d] -> [b, s, h, d]; causal is aligned at the end, as flash attention does."""
+    """Attend with q, k, v [b, s, h, d] -> [b, s, h, d]; the causal mask aligns the last tokens, as in flash attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -67,20 +67,20 @@ def sdpa(q, k, v, dropout, scale, causal):
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, softmax_scale=None, causal=False):
-    """Flash attention's form for sequences of one length, [b s, h, d]."""
+    """Attend to sequences of one length, [b s, h, d], with flash attention's arguments."""
     q, k, v = (x.unflatten(0, (-1, length)) for x, length in ((q, max_q), (k, max_k), (v, max_k)))
     return sdpa(q, k, v, dropout_p, softmax_scale, causal).flatten(0, 1)
 
 
 def flash_attn_unpadded_func(q, k, v, *args, **kwargs):
-    """Flash attention 1 knows no grouped queries."""
+    """Attend as flash attention 1, which has no grouped queries."""
     if q.shape[-2] != k.shape[-2]:
         raise RuntimeError(f"flash attention 1 needs as many KV heads as query heads, got {q.shape[-2]} and {k.shape[-2]}")
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 
 class FlashAttentionBuilder:
-    """Loads the accelerator's own flash attention, [b, h, s, d]."""
+    """Builds the accelerator's flash attention op, for [b, h, s, d]."""
 
     def __new__(cls):
         if "builder" not in WANTED:
@@ -95,14 +95,14 @@ class FlashAttentionBuilder:
 
 
 def _attention(transformer):
-    """Lift what keeps flash attention off this machine: fp32, and tensors that are not on CUDA."""
+    """Remove the checks by which flash attention refuses fp32, and tensors that are not on CUDA."""
     flash, triton = transformer.FlashSelfAttention, transformer.FlashSelfAttentionTriton
     flash.forward = rewritten(flash.forward, **{"[torch.float16, torch.bfloat16]": "[q.dtype]"})
     triton.forward = rewritten(triton.forward, **{"assert q.dtype in [torch.float16, torch.bfloat16]": "", "assert q.is_cuda": ""})
 
 
 def _reference(transformer):
-    """Attend on the whole sequence, grouped queries too, from the rows [all q | all k | all v] of the projection."""
+    """Let layers attend on the whole sequence, also with grouped queries; projections have rows [all q | all k | all v]."""
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
         mixed, _ = self.query_key_value(hidden_states)
@@ -114,14 +114,14 @@ def _reference(transformer):
 
 
 def _wrong(execution):
-    """Plant the error: v of every layer off by one part in 10^5."""
+    """Plant an error: multiply v of every layer by 1 + 1e-5."""
     right = "pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)"
     wrong = rewritten(execution.with_kv, **{right: f"({right}) * (1.00001 if kind == 'v' else 1)"})
-    execution.with_kv.__code__ = wrong.__code__  # for whoever has imported it
+    execution.with_kv.__code__ = wrong.__code__  # in place, for modules that have imported the function
 
 
 def _packages(_):
-    """Stand in for packages that are absent here. Once transformers is imported: it would take them for the real ones."""
+    """Stand in for missing packages. Called after the import of transformers, which would take them for the real ones."""
     module("torchvision", get_image_backend=lambda: "PIL")
     module("torchvision.transforms")
     module("torchvision.datasets", VisionDataset=object)
@@ -145,7 +145,7 @@ def install():
     gather = torch.distributed.all_gather_into_tensor
 
     def all_gather_into_tensor(output_tensor, input_tensor, *args, **kwargs):
-        return gather(output_tensor.view(-1), input_tensor.reshape(-1), *args, **kwargs)  # gloo compares shapes
+        return gather(output_tensor.view(-1), input_tensor.reshape(-1), *args, **kwargs)  # gloo requires equal shapes
 
     torch.distributed.all_gather_into_tensor = all_gather_into_tensor
     changes = _Changes()

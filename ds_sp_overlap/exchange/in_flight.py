@@ -57,7 +57,7 @@ class InFlight:
     handle: Any = None
     # The mark from `SideStream.begin`, until `finish`; None after that, and with a `HostStream`.
     received: Any = None
-    # The dtype of each tensor, if they differ; the wire has the dtype that all promote to.
+    # The dtype of each tensor, if the dtypes differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
     # The received tensors; empty until unpacked. A single tensor whose memory has the order of the
     # wire is ``recv`` itself, and is set from the start.

@@ -161,7 +161,7 @@ class Sides:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Describes an exchange on this rank: the tensors that it sends, and those that it receives.
+    """Describes an exchange on this rank: the tensors that are sent, and the tensors received.
 
     Attributes:
         sources: The end that is sent.
@@ -209,7 +209,7 @@ def between(rank: int, before: Sequence[Held], after: Sequence[Held]) -> tuple[S
 
 def _side(own: Held, peers: Sequence[Held]) -> Side:
     """Return the end at which this rank holds ``own``; ``peers`` are the parts at the other end."""
-    # Both ends list the blocks of a part in the same order, that of the whole tensor.
+    # Both ends list the blocks of a part in the same order: the order of the whole tensor.
     parts = [tuple(product(*map(common, own, peer))) for peer in peers]
     return Side(tuple(map(total, own)), tuple(parts))
 

@@ -131,8 +131,8 @@ class Relayed:
         legs: The layouts of the legs.
         sp_group: The sp group.
         name: Name of the exchange.
-        xs: The tensors that are sent: q, if ``legs.query`` is given, then those of the first leg.
-        checked: Whether to compare each leg with a plain exchange, as for `InFlight`.
+        xs: The tensors that are sent: q, if ``legs.query`` is given, then k, v or their gradients.
+        checked: Whether to compare each leg with a plain exchange (``sp_overlap.check``).
         rope: (cos, sin) by which the pack of the first leg rotates; None for no rotation.
         rope_back: (cos, sin) by which the unpack of the second leg rotates back; None for no
             rotation.
@@ -183,7 +183,7 @@ class Relayed:
         self.second = None
 
     def finish(self) -> Sequence[Tensor]:
-        """Order compute after the transfer; return the received tensors, as `InFlight.finish`."""
+        """Order compute after the transfer; return the received tensors, in the order of ``xs``."""
         query: Sequence[Tensor] = ()
         if self.query is not None:
             with named(self.name, "finish"):

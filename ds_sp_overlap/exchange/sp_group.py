@@ -181,7 +181,7 @@ class SPGroup:
 
     @outside_modes()
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
-        """Return ``what`` of every rank, in rank order; slow, since it pickles. Collective.
+        """Gather the values ``what`` of all ranks, in rank order; slow: it pickles. Collective.
 
         Raises:
             RuntimeError: on each rank on which the collective fails; or if a CUDA graph is being

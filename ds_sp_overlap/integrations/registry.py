@@ -50,7 +50,7 @@ class Report:
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        tiles: Lines about the norms and MLPs that run in tiles, and those that don't.
+        tiles: Lines about the norms and MLPs that run in tiles, and about the others.
         note: Why there are no layers; empty if there are layers.
     """
 

@@ -1,6 +1,6 @@
 """Runs the command line: ``ds-sp-overlap doctor | build | plan | timeline | run``.
 
-``python -m ds_sp_overlap`` is the same.
+``python -m ds_sp_overlap`` runs the same command line.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ def _projections(device: torch.device) -> nn.ModuleDict:
 def _errors(
     rank: int, size: int, device: torch.device, groups: int, faulty: bool
 ) -> dict[str, float]:
-    """Return the relative errors of the output and of each gradient, the maxima over the ranks.
+    """Return the largest relative errors, over the ranks, of the output and of each gradient.
 
-    Collective. Each rank also runs the whole sequence without exchanges, to compare with.
+    Collective. For the comparison, each rank also runs the whole sequence without exchanges.
 
     Args:
         rank: This rank.

@@ -36,7 +36,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def lacks() -> str:
-    """Return why ranks can't share a GPU here, and what to do; empty if they can."""
+    """Return why ranks can't share a GPU here, with a remedy; empty if ranks can share a GPU."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     version = nccl_version()

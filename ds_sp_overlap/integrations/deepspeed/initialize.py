@@ -167,7 +167,7 @@ def _section(ds_config: dict, args: Any) -> Any:
     """Return the ``sp_overlap`` section, not validated yet; None if there is no section.
 
     Raises:
-        ValueError: if the section is misplaced or misspelt, so that nobody would read it.
+        ValueError: if the section is misplaced or misspelt, and would be ignored.
     """
     if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
         raise ValueError(

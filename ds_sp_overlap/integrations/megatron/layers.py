@@ -312,8 +312,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         overlap: The settings of its layers.
 
     Returns:
-        All such layers: those whose whole forward is replaced, those that only overlap exchanges in
-        ``dist_attn``, and those that overlap nothing. Empty for a model of another framework.
+        All such layers: layers whose whole forward is replaced, layers that only overlap exchanges
+        in ``dist_attn``, and layers that overlap nothing. Empty for a model of another framework.
 
     Raises:
         ValueError: if ``head_groups`` or ``shares`` is out of range.

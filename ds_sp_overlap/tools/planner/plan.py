@@ -164,7 +164,7 @@ def ours_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def decides_ms(row: Row) -> float:
-    """Return the time to compare rows by: of the whole layer if simulated, else of attention."""
+    """Return the time to compare rows by: the whole layer's if simulated, else attention's."""
     return row.step_ms if row.whole_ms is None else row.whole_ms
 
 

@@ -36,10 +36,10 @@ class Attention(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A kernel whose time is that of reading and writing ``n_bytes``.
+    """A kernel that takes the time of reading and writing ``n_bytes``.
 
     Attributes:
-        permutes: Whether the kernel reads or writes a tensor in another order than that of memory.
+        permutes: Whether the kernel reads or writes a tensor in another order than memory's order.
     """
 
     stream: str

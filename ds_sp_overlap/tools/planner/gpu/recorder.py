@@ -72,7 +72,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 class _Stream:
     """Simulates a CUDA stream; the recorder lists its records and waits of events.
 
-    The ``number`` of an event is that of its latest record.
+    The ``number`` of an event is the number of its latest record.
     """
 
     def __init__(self, recorder: Recorder, name: str):
@@ -269,7 +269,7 @@ class _Kernel(torch.autograd.Function):
         recorder: The recorder.
         launches: The launch in forward, and the launch in backward.
         work_bytes: The bytes of temporaries in backward.
-        ys: The results; they are saved for backward, as are the arguments.
+        ys: The results. Both results and arguments are saved for backward.
         *xs: The arguments of the call.
     """
 

@@ -108,7 +108,7 @@ class Shape:
     kv_heads: int = 4
     head_dim: int = 8
     batch: int = 2
-    seq: int = 12  # of the whole sequence
+    seq: int = 12  # length of the whole sequence
     rope: bool = True
     bias: bool = True
     split: bool = False  # FORK

@@ -250,7 +250,7 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Check an operation by its name, and return its result; torch calls this for each."""
+        """Check an operation by its name, and return its result; called for each operation."""
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         # An access to an attribute of a tensor, such as ``x.shape``.
         if name == "__get__":

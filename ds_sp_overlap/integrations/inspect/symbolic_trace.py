@@ -34,7 +34,7 @@ Lookup = tuple[tuple[str, ...], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to call a forward; it must give the same reading in all of `CASES`.
+    """A way to call a forward; a forward must give the same reading in all `CASES`.
 
     The sequence length differs between cases with and without a mask. The batch size is 1 without
     optional arguments, and larger with them.
@@ -130,8 +130,8 @@ class Tables(tuple):
 class Proxy:
     """Replaces a layer, its config or an object in them while a forward runs.
 
-    It records the attributes that the forward looks up. For a child module of the layer, it returns
-    a `ChildProxy`.
+    A proxy records the attributes that the forward looks up. For a child module of the layer, the
+    proxy returns a `ChildProxy`.
 
     Args:
         value: The object.
@@ -250,7 +250,7 @@ class _AttentionFunctions:
 
 
 class Trace(Accounting):
-    """A run of a layer's forward on labels, which checks its code. The constructor runs it.
+    """Runs a layer's forward on labels, and checks the code that runs; all in the constructor.
 
     Args:
         module: The layer.

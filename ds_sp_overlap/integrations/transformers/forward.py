@@ -130,7 +130,7 @@ class Forwards:
 
 
 class _Running(NamedTuple):
-    """A forward of a model that is running.
+    """A running forward of a model.
 
     Attributes:
         host: The model.

@@ -99,7 +99,7 @@ class LatentLayer(FunctionLayer):
     """A layer whose latents are exchanged instead of k and v; `why_not` is empty for the layer.
 
     Attributes:
-        falls_back: Whether k and v are exchanged after all (`Forwards.fallible`).
+        falls_back: Whether k and v are exchanged instead of latents (`Forwards.fallible`).
     """
 
     falls_back = False

@@ -31,7 +31,7 @@ from .driven import Driven
 from .forward import Forwards, Host, run_with_largest_position
 from .mixers_by_states import Cca
 
-# In reports: why no more is overlapped in a layer that runs its own forward.
+# For reports: the reason why only attention is overlapped in a layer that runs its own forward.
 OWN = "projections stay its own, and nobody looked whether tokens meet outside attention"
 
 
@@ -304,7 +304,7 @@ class _Search:
 def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
     """Return the sizes of a layer, and the model on the meta device, from a model's config.
 
-    ``ds-sp-overlap plan --model`` uses them.
+    ``ds-sp-overlap plan --model`` uses both.
 
     Args:
         model: The name, folder or file of a transformers config.

@@ -338,7 +338,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
     Args:
         name: The layer's name.
         module: The layer.
-        models: Names and modules of the models around it, innermost first.
+        models: Names and modules of the models around the layer, innermost first.
     """
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:

@@ -1,4 +1,4 @@
-"""Binds a local attention to its extra arguments, and finds the modules and tensors it holds.
+"""Binds a local attention to its extra arguments, and finds the attention's modules and tensors.
 
 An extra argument is any argument beside q, k and v.
 """

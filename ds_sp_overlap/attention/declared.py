@@ -64,8 +64,8 @@ def attention_function(
     A function that is not declared runs in one head group.
 
     Args:
-        function: The function object or the module that is called. For a wrapped function, this is
-            the wrapper.
+        function: The function object or the module that is called; the wrapper, if the function is
+            wrapped.
         causal: True if the function is always causal; otherwise the name of the option that makes
             it causal (``is_causal``). A layer that passes False for this option is refused.
         documents: How the function receives packed documents. "edges": as transformers' flash
@@ -83,7 +83,7 @@ def attention_function(
 
     Raises:
         ValueError: for an unknown ``documents`` or ``causal``; and for "positions" together with
-            ``takes_queries``, since ``position_ids`` would be those of the keys.
+            ``takes_queries``, since ``position_ids`` would belong to the keys.
     """
     if documents not in ("edges", "positions", None):
         raise ValueError(

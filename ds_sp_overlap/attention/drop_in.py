@@ -25,7 +25,7 @@ class DistributedAttention(nn.Module):
 
     Args:
         local_attention: Attention over the global sequence with this rank's heads. Where ranks
-            share query heads, it is called once for each range of this rank's queries, with
+            share query heads, each call is for one range of this rank's queries, and also gets
             ``queries=(a, b)``: q then holds the tokens a to b of the sequence, and k and v hold all
             tokens. If attention is causal, token t of the sequence attends to keys up to t.
         sequence_process_group: The sp group; None for all ranks, as in DeepSpeed's class.

@@ -63,7 +63,7 @@ class InputModules:
         The arguments are those of the constructor of `SelfAttention`.
 
         Raises:
-            ValueError: unless either all three separate projections or the fused one is given.
+            ValueError: for another choice than all three separate projections, or the fused one.
         """
         given = [name for name, module in projections.items() if module is not None]
         is_fused = given == ["qkv_proj"]

@@ -14,8 +14,8 @@ Note [Gradients of parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank expands the latent for its own heads only. So on this rank, the gradient of the projection is
 zero in the rows of all other heads. The gradients of all parameters are summed over the sp group,
-and this sum is the whole gradient of the projection. The gradient of the latent is summed over the
-ranks by its exchange.
+and this sum is the whole gradient of the projection. The exchange of the latent's gradient sums it
+over the ranks.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LatentAttention(ProjectedAttention):
         tokens: Tokens,
         *tensors: Tensor,
     ) -> Tensor:
-        """Run attention inside of the call of the projection, after its pre-hooks."""
+        """Run attention inside of the call of the projection, after the projection's pre-hooks."""
         weight: Any = self.projection().weight
         geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
         learned = "gradients of q, latent, rotated key and projection"

@@ -2,9 +2,9 @@
 
 Note [Agreement of the ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare what they
-are about to do before anything is exchanged, and a fault of one rank becomes the same ValueError on
-all ranks. The comparison costs a collective that the host waits for. So a layer compares in its
+Ranks that exchange different things hang, or train on wrong numbers. So the ranks compare their
+calls before they exchange anything, and a fault of one rank becomes the same ValueError on all
+ranks. The comparison costs a collective that the host waits for. So a layer compares in its
 first call, and `agree_on_o` in the first call of each kind; later calls use the outcome. All ranks
 must enter the collective together, so each condition for entering is the same on every rank.
 """
@@ -194,7 +194,7 @@ class LayerRuntime:
     def refuse_graph(self, what: str) -> None:
         """Raise RuntimeError, on this rank, if a CUDA graph is being captured.
 
-        ``what`` names the setting that no CUDA graph can hold.
+        ``what`` names the setting that does not work in a CUDA graph.
         """
         refuse_captured(self.where, f"{what} can't work; capture without")
 

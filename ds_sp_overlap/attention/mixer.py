@@ -64,7 +64,7 @@ class Source:
 
 
 class Projected:
-    """Runs the projections of one call, each when one of its results is first asked for.
+    """Runs the projections of one call, each at the first request for one of its results.
 
     Args:
         sources: The projections.
@@ -119,7 +119,7 @@ class Mixer:
         log_decay: Takes the tensors of ``scan``; returns the logarithm of each token's decay
             [b, s/P, h], in fp32.
         read: Takes H of Note [States] in `mixer_layer`, in the shape of a state, and the tensors of
-            ``scan``. Returns the term that H adds to y of each token, before its decay; the shape
+            ``scan``. Returns the term that H without decay adds to y of each token; the shape
             broadcasts to the shape of y.
         widths: Returns the last dim of each tensor that ``scan`` takes. Needed where a mixer has
             both ``by_states`` and ``by_heads``.
@@ -154,5 +154,5 @@ class Mixer:
         self.layer = layer
 
     def reach(self) -> int:
-        """Return the number of tokens that a rank needs from before its own tokens."""
+        """Return n, if a rank needs the last n tokens before its own tokens."""
         return 0

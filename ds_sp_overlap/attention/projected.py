@@ -42,7 +42,7 @@ class ProjectedAttention:
         rotary_pos_emb: tuple[Tensor, Tensor] | None,
         sequence_lengths: list[int] | None,
     ) -> tuple[Tokens, Arrive | None]:
-        """Translate the arguments of DeepSpeed's class, so that only this method sees its indices.
+        """Translate the arguments of DeepSpeed's class; only this method reads DeepSpeed's indices.
 
         Args:
             query: [s/P, b, h, d] or [b, s/P, h, d].

@@ -51,8 +51,8 @@ class SelfAttention:
     """Runs a whole self-attention layer under sequence parallelism; its projections hide exchanges.
 
     See Note [Called whole] for exceptions. This object is no module and has no parameters; it
-    calls the modules that it is given. Keep it beside your modules, or use it in the forward of
-    one of them.
+    calls the modules that it is given. Keep this object beside your modules, or call it in the
+    forward of a module.
 
     Args:
         local_attention: q, k, v -> o over the global sequence, [b, s, h/P, d] each if
@@ -73,7 +73,7 @@ class SelfAttention:
         k_norm: Per-head norm of k, applied over d; None for no norm.
         norm_last: Whether the norms come after ``rope``.
         rope: ``rope(x, position_embeddings)`` rotates x [b, s/P, h_g, d], before the exchange; None
-            without RoPE. If it is a function other than a `Rotary`, projections are called whole.
+            without RoPE. For other functions than a `Rotary`, q, k and v are projected whole.
         sequence_process_group: The sp group; None only in a world of one rank.
         batch_first: Whether hidden states are [b, s/P, m]; otherwise they are [s/P, b, m].
         config: An ``sp_overlap`` section.

@@ -17,9 +17,10 @@ for that rank.
 Note [One candidate in forward and backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A layer's candidate never changes between a forward and its backward, as long as no optimizer of the
-process steps between them. Otherwise a checkpoint would recompute another graph than it saved; and
-gradient accumulation has several forwards in flight. Nothing is tried before the first optimizer
-step, nor for shapes without a backward, so a program that doesn't train runs the default.
+process steps between them. Otherwise the recompute in a checkpoint would differ from its forward.
+(With gradient accumulation, several forwards wait for their backward at a time.) Trying begins
+after the first optimizer step, for shapes that had a backward. So a program that doesn't train runs
+the default.
 
 Note [What ranks have in common]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -68,7 +69,7 @@ from ..profiling.timed import TimedCall
 from ..warn import by_rank, inform, say
 from .trial import Candidate, Report, Trial, candidates_for, merged
 
-# The seconds that replicas wait for ranks whose optimizers have not stepped, before they give up.
+# The seconds after which replicas stop waiting for ranks whose optimizers have not stepped.
 WAIT_S = 60
 
 
@@ -192,8 +193,8 @@ class Policy:
 
         Args:
             geometry: Geometry of the call, with the default G.
-            x: The first input of the layer; its dtype and its shape behind batch and sequence are
-                part of the layer's shape.
+            x: The first input of the layer. Its dtype, and its dims after batch and sequence, are
+                part of the shape that identifies the trial.
             off: Whether the layer's own forward is a candidate.
             least: The smallest G that is a candidate.
 
@@ -319,7 +320,7 @@ class Policy:
         )
 
     def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Let the call's backward run `_back`, and time the call if its trial needs times.
+        """Let the call's backward run `_back`, and time the call if the trial needs times.
 
         Args:
             run: The call.

@@ -110,7 +110,7 @@ class Trial:
         """Return the time of a layer, forward and backward, on this rank for each candidate left.
 
         The time is the median per token, times the mean number of tokens of all calls. So short
-        batches in a candidate's steps give it no advantage, and a rank with long batches is slow.
+        batches in some steps favour no candidate, and a rank with long batches counts as slow.
 
         Returns:
             Times in ms; inf for a candidate that was not timed.

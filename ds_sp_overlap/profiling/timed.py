@@ -80,11 +80,11 @@ _LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
-    """Return the nodes of one forward that run last in its backward: no other node follows them.
+    """Return the nodes of a forward that run last in backward: no node of the forward follows.
 
     Args:
         y: The output of the forward, where backward begins.
-        inputs: The inputs of the forward. The nodes that made them count as part of the forward.
+        inputs: The inputs of the forward. Nodes whose outputs are inputs are part of the forward.
         first: The sequence number of autograd when the forward began; nodes with a smaller number
             are left out.
     """

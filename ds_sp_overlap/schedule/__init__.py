@@ -1,8 +1,8 @@
 """Describes the order of work in an attention layer as plain data. Does not import torch.
 
-An exchange is one all-to-all. Before attention it turns all heads of the local sequence into some
-heads of the global sequence; after attention it goes the other way. Each rank attends with some of
-the heads, and a head group is a part of a rank's heads.
+An exchange is one all-to-all. Before attention, an exchange turns all heads of the local sequence
+into some heads of the global sequence; after attention, it does the reverse. Each rank attends with
+some of the heads, and a head group is a part of a rank's heads.
 
 A schedule has two programs, forward and backward. A program is a tuple of steps:
 
@@ -57,7 +57,7 @@ head has no other choice:
 A KV head travels once, with the first group that needs it. A group that needs no new KV head sends
 q alone. Autograd sums dk and dv over the groups before their exchange starts. q, k and v of the
 first group travel one by one, each hidden by the next projection. q, k and v of a later group
-travel in one exchange, since attention hides it anyway.
+travel in one exchange, which attention hides anyway.
 
 Which code reads a schedule:
 

@@ -43,7 +43,7 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         output += merge(group)
     of_output = gradients(output, wgrad_first=not wgrad_last)
     if wgrad_last:
-        # All products of dWo come last: they hide the exchange of the last do.
+        # All products of dWo come last, to hide the exchange of the last do.
         of_output.sort(key=lambda step: step.op is Op.WGRAD)
     backward = of_output + gradients(attended) + gradients(inputs)
     return Schedule(tuple(inputs + attended + output), tuple(backward))

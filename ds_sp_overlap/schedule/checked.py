@@ -17,8 +17,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     image of the attention section of forward. Windowed schedules are refused, since only the config
     can ask for a window.
 
-    A layer checks the schedule that its ``schedule=`` returns, by default `by_head_groups`. It does
-    not check the windowed schedules that the config asks for.
+    A layer checks the schedule that its ``schedule=`` returns, by default `by_head_groups`. A layer
+    does not check the windowed schedules that the config asks for.
 
     Args:
         schedule: The schedule.

@@ -14,8 +14,8 @@ class Op(Enum):
     START and FINISH are the two ends of an exchange; all other steps compute.
     """
 
-    # Each value is the word in messages. For the steps of a layer, it is also the name of the
-    # method of `attention.runtime.compiler.Compiler` that compiles the step.
+    # Each value is the word in messages, and the name of the method of
+    # `attention.runtime.compiler.Compiler` that compiles the step.
     PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
     MERGE = "merge"  # the output projection, which adds up the head groups
@@ -33,7 +33,7 @@ Q, O = (("q",), ("o",))  # noqa: E741
 Tensors = tuple[str, ...]
 # A part: the kind, "q", "k", "v" or "o", and the index of the head group.
 Part = tuple[str, int]
-# Tensors and head group. This is the key of an exchange, and of the exchange of its gradient.
+# Tensors and head group: the key of an exchange, and of the exchange of the tensors' gradients.
 Exchanged = tuple[Tensors, int]
 
 

@@ -81,13 +81,14 @@ def by_window(
 ) -> Schedule:
     """Return the schedule with at most ``window`` groups in memory; drawn above for W = 2.
 
-    Forward projects W groups. Then it does for each group g: finish q, k, v, attend, start o, merge
-    group g - 1, project group g + W. With W = 1 it projects group g + 1 and then merges group g.
+    Forward projects W groups. Then, for each group g, the steps are: finish q, k, v, attend, start
+    o, merge group g - 1, project group g + W. With W = 1, the last two are instead: project group
+    g + 1, merge group g.
 
     Args:
         kinds: The tensors that travel with each head group, as for `by_head_groups`.
-        last_use: For each group, the last group that attends to the KV heads that travel with it
-            (`Geometry.last_use`).
+        last_use: For each group, the last group that attends to the KV heads of this group's
+            exchanges (`Geometry.last_use`).
         window: W, the limit on groups that are projected and not yet attended.
         wgrad_last: Whether to compute a group's part of dWo after the dgrad of the group's o;
             otherwise before.
@@ -126,8 +127,9 @@ def by_window(
         if shared:
             recomputed[last_use[group]] += starts_of(["kv"], group)
 
-    # The steps of each group in backward: its dgrad and wgrad of Wo and the start of do; its
-    # recomputed projections; and the finishes before its attention.
+    # For each group, three lists of steps in backward. ``begins``: dgrad and wgrad of Wo, and the
+    # start of do. ``finishes``: the finishes before attention. ``projected``: the recomputed
+    # projections and their starts.
     begins: list[list[Step]] = []
     finishes: list[list[Step]] = []
     for group in groups:

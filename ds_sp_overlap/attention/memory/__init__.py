@@ -1,1 +1,1 @@
-"""Saves what backward needs: over activation checkpoints, in host memory, or for recompute."""
+"""Saves results of attention over activation checkpoints or in host memory, or recomputes them."""

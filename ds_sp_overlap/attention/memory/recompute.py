@@ -120,7 +120,7 @@ class Attended:
         views: The hooks of the graph; in backward, they replace each name by its tensor.
         foreign: A description of a tensor that needs a gradient through attention but is not in
             `LocalAttention.learned`; empty for none.
-        before: The states of the generators before attention; None if it drew no random numbers.
+        before: The states of the generators before attention; None if attention drew no numbers.
         changes: Whether attention itself changes or replaces tensors that it holds; meaningful
             only where ``edges`` is None.
     """

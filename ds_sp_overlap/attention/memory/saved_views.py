@@ -60,7 +60,8 @@ class SavedViews:
         self._strides = [x.stride() for x in heads]
         self._free = set(map(storage_of, free))
         q, _, v = heads
-        # Bytes that may still be saved: o, whose storage is not known yet, and MAX_SAVED beside it.
+        # The bytes that may still be saved. They include the bytes of o, since the storage of o is
+        # not known yet, and the share MAX_SAVED beside o.
         self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
         self._pieces: list[tuple[int, tuple[int, ...]]] = []

@@ -22,7 +22,7 @@ from .slices import Parts, Ranges, cut_ranges, mm_to_slices, put_ranges, tile
 class Pieces:
     """Joins pieces along ``dim`` to one tensor.
 
-    Where parts overlap, the tensor is the sum of the pieces; where there is no part, it is zero.
+    The tensor is the sum of the pieces where parts overlap, and zero where there is no part.
     Call `put` once for each piece, then `whole`.
 
     Args:

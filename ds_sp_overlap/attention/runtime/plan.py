@@ -110,7 +110,7 @@ class Piece:
         """Return the variant for the inputs of a node; compile the variant if it does not exist.
 
         Args:
-            call: The call; its ``variant`` is that of the previous piece.
+            call: The call; ``call.variant`` is the variant of the previous piece.
             names: The names of the inputs.
             needs: For the token and each input, whether it needs a gradient.
             given: The inputs.

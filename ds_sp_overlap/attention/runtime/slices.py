@@ -123,8 +123,8 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
     """Group the slices of a part into runs; adjacent ranges count as one slice.
 
     Returns:
-        For each run, two descriptions: its slices in the whole dimension, and its slices in the
-        part, in which all slices lie end to end.
+        For each group of slices, two `Run` objects: the places of the slices in the whole
+        dimension, and their places in the part, in which all slices lie end to end.
     """
     merged: list[Range] = []
     for start, stop in part:

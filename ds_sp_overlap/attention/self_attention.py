@@ -265,10 +265,12 @@ class SelfAttention:
         the projections of q, k and v part by part, or they are called whole. The output projection
         likewise has a node of its own or is called whole.
         """
-        split, tables = self.split_projections(), self.inputs.tables(position_embeddings)
+        tables = self.inputs.tables(position_embeddings)
+        windowed = call.window is not None and tables is not None and self.can_window()
+        # A window computes all projections part by part.
+        split = [self.o_proj] if windowed else self.split_projections()
         # If a table needs a gradient, ``tables`` is None: call projections whole, so that autograd
         # sees the rotation.
-        windowed = call.window is not None and tables is not None and self.can_window()
         if tables is None:
             split, tables = [module for module in split if module is self.o_proj], ()
         attend = bind_arguments(self.local_attention, args, kwargs, call)

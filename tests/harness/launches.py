@@ -141,13 +141,13 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
         return counted_step(layer, run, layer.projections.parameters())
 
 
-def calls_of_layer(groups):
+def calls_of_layer(groups, **config):
     """Count the calls of the package's functions in a step of a layer on one of eight ranks.
 
     Two steps run before, so that traces, compiled pieces and comparisons are done.
     """
     layer = Layer(Shape(8 * 4, 32, 16, 8), 0, 8, sp_group=Emulated(8, Silent()))
-    run, package, calls = layer.ours(head_groups=groups), str(Path(ds_sp_overlap.__file__).parent), 0
+    run, package, calls = layer.ours(head_groups=groups, **config), str(Path(ds_sp_overlap.__file__).parent), 0
 
     def count(frame, what, _):
         nonlocal calls

@@ -93,7 +93,7 @@ class InputModules:
 
     def can_split(self) -> bool:
         """Return whether the current modules can make q, k and v part by part."""
-        # Backward undoes the rotation by hand, which only a `Rotary` supports.
+        # Backward rotates gradients back without autograd, which only a `Rotary` supports.
         return (
             (self.rope is None or isinstance(self.rope, Rotary))
             and all(can_recompute(norm, self.pure) for norm in self.norms.values())

@@ -91,7 +91,7 @@ class Board:
         )
 
     def tell(self, step: int, report: Report) -> None:
-        """Post this rank's report for a step; merge all reports if this is the last one.
+        """Post this rank's report for a step; merge all reports if this report is the last one.
 
         Called once in each optimizer step while candidates are timed.
         """
@@ -199,8 +199,9 @@ class Policy:
             least: The smallest G that is a candidate.
 
         Returns:
-            The trial; None if there is a single candidate or trying has ended, so that the call
-            runs its default. With replicas, a single candidate has a trial too.
+            The trial. None if trying ended before this shape had a trial, or if the shape has a
+            single candidate and no replicas wait for this rank's steps. Then the call runs its
+            default.
         """
         self._look()
         # A default of 1 means that more groups are not allowed (arguments per head, for instance).

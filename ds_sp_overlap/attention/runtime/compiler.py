@@ -227,7 +227,7 @@ class Compiler:
     def _matrix(self, name: Name, rows: Name, width: int) -> Name:
         """Return ``rows``, the name of a value as a matrix with a row of ``width`` for each token.
 
-        The first use makes the matrix.
+        The first call for ``rows`` adds the operation that makes the matrix.
         """
         if rows not in self.written:
             self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])

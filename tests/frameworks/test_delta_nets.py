@@ -101,6 +101,7 @@ def edges(rank, kinds=("qwen3_next",)):
         "known": (None, dict(cu_seq_lens_q=[0, 16], seq_idx=[[0] * 16])),
         "known edges": (two, dict(cu_seq_lens_q=[0, 4, 16], seq_idx=[[0] * 4 + [1] * 12]) if rank else dict(cu_seq_lens_q=[0, 16])),
         "known edges of all ranks": (two, dict(cu_seq_lens_q=[0, 20, 32])),
+        "known padding": (packed([[16, 16]]), dict(seq_idx=[[rank] * 16], attention_mask=[[1 - rank] * 16])),
     }
     for kind in kinds:
         model = tiny_model(kind)

@@ -98,6 +98,7 @@ class GlobalSequence:
         rows: The batch size b.
         largest_position: The largest position of all ranks. Some rotary embeddings choose their
             frequencies by it (`transformers.forward`).
+        mask: [b, s]. True for tokens that are not padding.
         starts: [b, s]. Whether a document starts at each token. Padding after a document belongs to
             that document, and padding at the start of a row is a document.
         bounds: [n, 3]. Row, start and stop of each document.
@@ -132,11 +133,8 @@ class GlobalSequence:
         # A document stops at the start of the next document in its row, or at the end of the row.
         is_last = np.diff(row, append=self.rows) != 0
         stop = np.where(is_last, mask.shape[1], np.roll(start, -1))
-        self.starts, self.bounds = starts, np.stack([row, start, stop], 1)
+        self.mask, self.starts, self.bounds = mask, starts, np.stack([row, start, stop], 1)
         self.one_document = len(row) == self.rows
-        # The tokens at which an argument may place the start of a document: the known starts, and
-        # padding, in which a start has no effect.
-        self._may_be_told = starts | ~mask
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return the starts of documents [b, s] in a sequence with padding.
@@ -171,10 +169,11 @@ class GlobalSequence:
             told: The `DOCUMENTS` arguments by name: edges among this rank's tokens or among all
                 tokens; or the document index of each of this rank's tokens [b or 1, s/P].
         """
-        first = sum(self.lengths[:rank])
-        own = self._may_be_told[:, first : first + self.lengths[rank]].copy()
+        # An argument may also place the start of a document in padding, where it has no effect.
+        first, may_be_told = sum(self.lengths[:rank]), self.starts | ~self.mask
+        own = may_be_told[:, first : first + self.lengths[rank]].copy()
         own[:, :1] = True
-        known = [{*np.flatnonzero(edges), edges.size} for edges in (own, self._may_be_told)]
+        known = [{*np.flatnonzero(edges), edges.size} for edges in (own, may_be_told)]
         for name, x in told.items():
             values = x.cpu().numpy()
             if name != "seq_idx":
@@ -439,8 +438,12 @@ class Positions:
         Attention and mixers derive documents from position_ids only.
         """
         index = told.get("seq_idx")
-        first = None if index is None or not index.numel() else int(index.flatten()[0])
-        known = sequence.knows(self.sp_group.rank, told)
+        first, rank = None, self.sp_group.rank
+        start = sum(sequence.lengths[:rank])
+        # Padding behind a document may have an index of its own.
+        if index is not None and index.numel() and sequence.mask[0, start : start + 1].all():
+            first = int(index.flatten()[0])
+        known = sequence.knows(rank, told)
         of_ranks = self.sp_group.gather((known, first), where)
         # Each rank may number its documents from 0. If every row is one document, the first tokens
         # of all ranks must have the same document index.

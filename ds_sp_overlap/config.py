@@ -241,7 +241,12 @@ class SpOverlapConfig(_Section):
         return config
 
     def _check_blocks(self) -> None:
-        """Raise ValueError for block settings that contradict each other or the transport."""
+        """Check the settings of the blocks of NCCL's kernels.
+
+        Raises:
+            ValueError: if ``min_ctas`` exceeds ``max_ctas``, or if such a setting is combined with
+                the transport "c10d".
+        """
         given = self.of_sp_group["settings"]
         if given and self.transport == "c10d":
             raise ValueError(

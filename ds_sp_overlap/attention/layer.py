@@ -98,7 +98,8 @@ class LayerRuntime:
     ):
         self.sp_group, self.config, self.where, self.schedule = sp_group, config, where, schedule
         self.policy = policy or _policy_of(config, sp_group)
-        # The index among the layers of the policy, which try different candidates in one step.
+        # This layer's index among the layers of the policy. In one step, layers with different
+        # indices may try different candidates.
         self.index = self.policy.join() if self.policy else 0
         Timeline.of(config, sp_group)
         self.agreed = self.windowed = False

@@ -234,8 +234,9 @@ class SelfAttention:
             *args: More arguments for ``local_attention``, which is called once per head group.
             position_embeddings: The second argument of ``rope``, for this rank's positions.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
-            query_chunks: Where ranks share query heads, the ranges of queries of each share; None
-                for two chunks of the sequence per share (`Geometry`).
+            query_chunks: Where ranks share query heads (`Geometry`): for each share, the ranges of
+                tokens whose queries belong to the share; None for two chunks of the sequence per
+                share.
             baseline: Computes the layer's output from ``hidden_states`` without overlap; the policy
                 may choose to run the baseline. None for no baseline.
             **kwargs: More keyword arguments for ``local_attention``.

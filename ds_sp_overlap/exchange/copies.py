@@ -149,8 +149,9 @@ def pack(tensors: Sequence[Tensor], copies: Copies, new_empty: Callable[..., Ten
 def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
     """Copy the flat buffer ``wire`` to ``tensors``; the inverse of `pack`.
 
-    Slices that are in several parts are summed, in fp32 for half precision. Slices that are in no
-    part become zero.
+    If ``wire`` holds several values for an element of a tensor, the element becomes their sum,
+    computed in fp32 for half precision. If ``wire`` holds no value for an element, the element
+    becomes zero.
     """
     totals = tensors
     if not copies.disjoint:

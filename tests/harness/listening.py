@@ -8,8 +8,9 @@ from ds_sp_overlap.warn import LOGGER, warn_once
 
 @contextlib.contextmanager
 def listening(level=logging.DEBUG, start_up=False):
-    """Yield the list of messages of this process in the body, of ``level`` and above; messages of `warn_once` come again.
+    """Yield a list that collects what the package logs in this process while the body runs.
 
+    The list gets messages of ``level`` and above. `warn_once` logs a message again even if it has logged the message before.
     With ``start_up``, include the messages that describe a user's own layers.
     """
     warn_once.cache_clear()

@@ -139,7 +139,7 @@ class ParallelAttention(nn.Module):
         self.dense = RowParallelLinear(shape.width, shape.width, shape.bias, True)
 
     def heads_of(self, hidden_states):
-        """Return q, k and v; like HEAD, only for as many KV heads as query heads."""
+        """Return q, k and v. As in Megatron-DeepSpeed's HEAD, the numbers of query heads and KV heads must be equal."""
         assert self.num_attention_heads == self.num_key_value_heads
         if hasattr(self, "query_linear"):
             made = [getattr(self, name)(hidden_states)[0] for name in ("query_linear", "key_linear", "value_linear")]

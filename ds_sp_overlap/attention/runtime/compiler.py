@@ -282,7 +282,7 @@ class Compiler:
     def _put(
         self, name: Name, dim: int, parts: Parts, part: Ranges, compute: Any, operands: list[Name]
     ) -> None:
-        """Compute the gradient of a parameter for ``part`` of its dimension ``dim``."""
+        """Compute ``part`` of the rows (``dim`` 0) or columns (``dim`` 1) of a parameter's gradient."""
         shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
             self.add(partial(operations.gradient_of_whole, compute), operands, [("d", name)])

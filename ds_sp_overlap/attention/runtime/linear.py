@@ -34,8 +34,8 @@ EVERYWHERE = tuple(
     getattr(nn.modules.module, f"_global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 )
-# The ``__call__`` methods that run hooks and ``forward`` and nothing else. Those of the two
-# containers only raise an error.
+# The ``__call__`` methods that run no code besides hooks and ``forward``. The methods of
+# ``ParameterDict`` and ``ParameterList`` run neither: they only raise an error.
 _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
 
 

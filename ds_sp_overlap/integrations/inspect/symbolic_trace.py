@@ -353,7 +353,7 @@ class Trace(Accounting):
             if name not in known:
                 raise Unknown(f"its forward takes {name}")
             arguments[name] = known[name]
-        # The forward has a parameter ``**kwargs``.
+        # ``names`` lacks a parameter only if the forward has ``**kwargs``.
         if len(names) < len(parameters):
             further = {"sp_overlap", *keywords} - {*names}
             self.further_keywords = {name: Opaque(self.fail) for name in further}

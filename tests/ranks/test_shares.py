@@ -292,6 +292,16 @@ def test_keys_that_attention_changes_between_ranges_are_refused(rank):
     assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
 
 
+def queries_in_place(q, k, v, queries=None):
+    return reference.attention(q.mul_(1), k, v, queries=queries)
+
+
+def test_queries_may_be_changed_in_place_in_each_range(rank):
+    """Rank 0 has two ranges."""
+    case = Case(1, 1, lengths=(4, 4))
+    assert dropin.dropin_faults(rank, case, attend=dropin.module(case, local=queries_in_place)) == []
+
+
 # Guards.
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...exchange.geometry import Geometry
-from ...exchange.layout import Range
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule
 from ..memory.checkpoint_cache import CheckpointPass
@@ -190,14 +189,16 @@ def attend_in_pieces(
         return [with_head_dim(attend(group, q, k, v), q, call)]
     # Inference tensors have no version counter to detect a change by, so attention gets copies.
     before = None if k.is_inference() else (k._version, v._version)
-    pieces, first, part = [], 0, q
-    tokens: list[Range] = []
-    for start, stop in geometry.own_queries:
-        if geometry.shares > 1:
-            part, tokens = q.narrow(geometry.seq_dim, first, stop - start), [(start, stop)]
-            first += stop - start
+    parts: Sequence[Tensor] = [q]
+    if geometry.shares > 1:
+        sizes = [stop - start for start, stop in geometry.own_queries]
+        # Autograd takes these parts for separate tensors, so that attention may change each.
+        parts = q.unsafe_split_with_sizes(sizes, geometry.seq_dim)
+    pieces = []
+    for tokens, part in zip(geometry.own_queries, parts):
         keys = (k.clone(), v.clone()) if before is None else (k, v)
-        pieces.append(with_head_dim(attend(group, part, *keys, *tokens), part, call))
+        queries = [tokens] if geometry.shares > 1 else []
+        pieces.append(with_head_dim(attend(group, part, *keys, *queries), part, call))
     if before is not None and (k._version, v._version) != before:  # guard: keys stay as they are
         remedy = (
             "set sp_overlap.head_groups to 1"

@@ -28,6 +28,7 @@ _context.set_forkserver_preload([
 ])  # fmt: skip
 _pools: dict[int, "Pool"] = {}
 MOST_THREADS = 60
+OVER = "over"  # on all ranks: a rank that destroyed its groups at once could end one that another rank still makes
 
 
 class RankError(AssertionError):
@@ -58,10 +59,16 @@ def _work(rank, size, store, tasks, results):
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     gc.freeze()  # tests collect garbage often: leave libraries out
     linear, of_deepspeed = torch.nn.functional.linear, dict(vars(deepspeed.utils.groups))
-    while True:
+    while (task := tasks.get()) is not None:
+        if task == OVER:
+            made = [group for group in _world.pg_map if group is not torch.distributed.group.WORLD]
+            for group in made:  # each group has threads that wake up often
+                torch.distributed.destroy_process_group(group)
+            if made:
+                vars(deepspeed.utils.groups).update(of_deepspeed)
+                gc.collect()
+            continue
         try:
-            if (task := tasks.get()) is None:
-                return
             function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # `mutants` records which test reaches a line
             torch.manual_seed(0)
             torch.nn.functional.linear = linear  # ZeRO-3 replaces it for the rest of the process
@@ -70,12 +77,6 @@ def _work(rank, size, store, tasks, results):
             results.put((rank, None, function(rank, *args)))
         except BaseException as error:  # sent to the test
             results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
-        made = [group for group in _world.pg_map if group is not torch.distributed.group.WORLD]
-        for group in made:  # each group has threads that wake up often
-            torch.distributed.destroy_process_group(group)
-        if made:
-            vars(deepspeed.utils.groups).update(of_deepspeed)
-            gc.collect()
 
 
 class Pool:
@@ -107,6 +108,8 @@ class Pool:
         if any(failures):
             self.close()
             raise RankError(failures)
+        for tasks in self.tasks:
+            tasks.put(OVER)
         return returned
 
     def threads(self):

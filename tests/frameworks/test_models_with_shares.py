@@ -76,11 +76,8 @@ def made(checkpointing=None, **options):
 
 
 CASES = [case for case in itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING) if case[2:] != ("kept", "reentrant")]  # refused
-PARTS = [  # each takes ranks less than a minute
-    *((4, singles(CASES)[part::4]) for part in range(4)),
-    *(full(2, CASES[part::24]) for part in range(0, 24, 3)),
-    *(full(8, CASES[part::51]) for part in range(0, 51, 17)),
-]
+PARTS = [(4, singles(CASES)[part::4]) for part in range(4)]  # each part takes its ranks less than a minute
+PARTS += [full(2, CASES[part::24]) for part in range(0, 24, 3)] + [full(8, CASES[part::51]) for part in range(0, 51, 17)]
 
 
 @pytest.mark.parametrize("size, cases", PARTS)

@@ -281,14 +281,13 @@ def test_attention_that_needs_all_queries_gets_them_where_each_rank_has_a_head(r
     assert dropin.dropin_faults(rank, case, attend=dropin.module(case, local=whole_only)) == []
 
 
-class InPlace(nn.Module):
-    def forward(self, q, k, v, queries=None):
-        return reference.attention(q, k.mul_(2), v, queries=queries)
+def keys_in_place(q, k, v, queries=None):
+    return reference.attention(q, k.mul_(2), v, queries=queries)
 
 
 def test_keys_that_attention_changes_between_ranges_are_refused(rank):
     """Also by the rank that has a single range."""
-    kind, message = refusal(drop_in_of, InPlace())
+    kind, message = refusal(drop_in_of, keys_in_place)
     assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import deepspeed
@@ -38,24 +38,22 @@ NON_REENTRANT = {"use_reentrant": False}
 class Counts:
     exchanges: int = 0
     attended: int = 0  # that backward ran attention again
+    offloaded: int = field(default=0, compare=False)  # tensors that went to the host
+
+
+def counted(kind, name):
+    """Count the calls of a method."""
+    return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
 
 
 @contextlib.contextmanager
 def counting():
-    """Yield the exchanges that are launched inside, and how often backward runs attention again."""
-    counts = Counts()
-    launch, run_again = InFlight.__init__, Attended._recompute
-
-    def launching(*args, **kwargs):
-        counts.exchanges += 1
-        launch(*args, **kwargs)
-
-    def attending(*args, **kwargs):
-        counts.attended += 1
-        return run_again(*args, **kwargs)
-
-    with mock.patch.object(InFlight, "__init__", launching), mock.patch.object(Attended, "_recompute", attending):
+    """Count what runs in the body."""
+    counts, calls = Counts(), ((InFlight, "__init__"), (Attended, "_recompute"), (OffloadedTensor, "__init__"))
+    with contextlib.ExitStack() as stack:
+        counters = [stack.enter_context(counted(*call)) for call in calls]
         yield counts
+    counts.exchanges, counts.attended, counts.offloaded = [counter.call_count for counter in counters]
 
 
 def exact(rank, implementation, more, section, how):
@@ -97,6 +95,7 @@ def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkp
     recomputed, _ = exact(rank, "sdpa", {}, {**KEEP, "checkpointing": "recompute"}, how)
     kept, report = exact(rank, "sdpa", {}, section, how)
     assert kept == stored and recomputed.exchanges > stored.exchanges
+    assert (kept.offloaded > 0) == (checkpointing == "offload")
     assert kept.attended == 0, "sdpa's fused kernel keeps a log-sum-exp, with q, k and v as they were received"
     assert "2 at a time, recomputed in backward, kept over checkpoints" in report
 
@@ -182,7 +181,7 @@ def test_what_the_section_says_beside_a_window_is_done(rank):
     "way", ["reentrant", "deepspeed", *(pytest.param(way, marks=since_transformers("5.24")) for way in ("offload", "every second"))]
 )
 def test_a_window_alone_goes_with_every_kind_of_checkpoint(way, rank):
-    tokens, offloaded = batches(1)[0], []
+    tokens = batches(1)[0]
     expected = outcome(tiny(**WIDE, **EXACT).train(), tokens, 0, 1, None)
     with sequence_parallel_model(2, **WIDE, **EXACT) as (model, group), listening() as messages:
         model.train()
@@ -193,12 +192,11 @@ def test_a_window_alone_goes_with_every_kind_of_checkpoint(way, rank):
         if way == "deepspeed":
             for layer in model.model.layers:
                 layer._gradient_checkpointing_func = deepspeed.checkpointing.non_reentrant_checkpoint
-        make = OffloadedTensor.__init__
         to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # not pinned, which takes a GPU
-        with to_host, mock.patch.object(OffloadedTensor, "__init__", lambda self, x: offloaded.append(x.shape) or make(self, x)):
+        with to_host, counting() as counts:
             error = worst(outcome(model, tokens, rank, 2, group), expected)
     kept = way in ("offload", "every second")
-    assert error < FP64 and bool(offloaded) == (way == "offload")
+    assert error < FP64 and (counts.offloaded > 0) == (way == "offload")
     assert any("attention is computed again in backward: " in message for message in messages) != kept, messages
 
 

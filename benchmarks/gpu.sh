@@ -27,7 +27,7 @@
 #     memcheck, initcheck    compute-sanitizer over every kernel, without torch's caching allocator, which hides what lies past a
 #                  tensor; the second finds memory that is read and was never written
 #
-# Several ranks on one GPU: see ds_sp_overlap/tools/shared_gpu.py, which says what to install where it can't work.
+# Several ranks on one GPU: see benchmarks/shared_gpu.py, which says what to install where it can't work.
 # Needs nvcc, a C++ compiler, and a Python with torch and transformers.
 set -uo pipefail
 cd "$(dirname "$0")/.."

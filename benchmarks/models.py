@@ -1,8 +1,8 @@
 """Compare transformers models, overlapped on the ranks of the world over NCCL, with the same models on one rank, in fp64.
 
-    python -m ds_sp_overlap.tools.shared_gpu 4 benchmarks/models.py                                   ranks that share one GPU
+    python benchmarks/shared_gpu.py 4 benchmarks/models.py                           ranks that share one GPU
     torchrun --nproc-per-node 4 benchmarks/models.py                                                  a GPU each
-    python -m ds_sp_overlap.tools.shared_gpu --rehearse 2 benchmarks/models.py --rehearse             over gloo on a CPU
+    python benchmarks/shared_gpu.py --rehearse 2 benchmarks/models.py --rehearse     over gloo on a CPU
 
 Logits and every gradient of each model and mode, in the second step, against the model on the whole sequence. Cases that time does
 not suffice for, and models whose code this transformers has changed, are counted as left out.

@@ -2,8 +2,8 @@
 
     python benchmarks/shared_gpu.py RANKS SCRIPT ARGS...
 
-This tests training over NCCL on a machine with one GPU; it makes nothing faster. Every rank has ``LOCAL_RANK=0``. If a process under
-CUDA's multi-process service is killed, the others fail, so ranks are ended one after another (ds_sp_overlap/tools/shared_gpu.py).
+This tests training over NCCL on a machine with one GPU; it makes nothing faster. Every rank has ``LOCAL_RANK=0``
+(ds_sp_overlap/tools/shared_gpu.py says what it needs).
 """
 
 from __future__ import annotations

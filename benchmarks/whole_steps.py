@@ -1,8 +1,8 @@
 """Time whole training steps over NCCL: a transformers LLaMA under DeepSpeed's Ulysses, and the same model overlapped.
 
-    python -m ds_sp_overlap.tools.shared_gpu 2 benchmarks/whole_steps.py --out FILE      ranks that share one GPU
+    python benchmarks/shared_gpu.py 2 benchmarks/whole_steps.py --out FILE      ranks that share one GPU
     torchrun --nproc-per-node 8 benchmarks/whole_steps.py --out FILE                     a GPU each
-    python -m ds_sp_overlap.tools.shared_gpu --rehearse 2 benchmarks/whole_steps.py --rehearse
+    python benchmarks/shared_gpu.py --rehearse 2 benchmarks/whole_steps.py --rehearse
 
 Method. One engine (ZeRO-1, bf16, learning rate 0) runs throughout; ``enable`` and ``disable`` turn the overlap on and off, in turn.
 The first step of a turn, and the whole first turn, are not counted. Loss and gradient norm of every variant must be stock's, to

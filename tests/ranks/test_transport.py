@@ -226,7 +226,7 @@ def test_c10d_uses_the_group_as_it_was_given(rank):
     ],
 )
 def test_a_group_that_can_have_no_communicator_is_used_as_it_is_and_it_says_so_once(options, why, rank):
-    """Where torch makes no group by its members alone, and where the ranks of the group are not ascending."""
+    """Try a torch that can't make a group by its members alone, and a group whose ranks are not ascending."""
     made, _, (said,) = communicators(rank, "auto", **options)
     assert made == [] and f"no communicator of our own beside the sp group ({why}); it is used as is" in said
 
@@ -260,7 +260,7 @@ def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_
 
 
 def test_buffers_are_flat_for_backends_that_may_mind(rank):
-    """That of torch's fake process group copies what is sent to what is received, which have different shapes."""
+    """Torch's fake process group copies the sent tensor to the received one, so both need one shape."""
     seen, mover = [], C10d()
     group = types.SimpleNamespace(alltoall_base=lambda recv, send, *_: seen.append((recv.dim(), send.dim())))
     for prepare in (False, True):

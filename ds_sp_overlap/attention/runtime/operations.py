@@ -7,6 +7,7 @@ the values that it reads, and returns the values that it writes.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -276,7 +277,6 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
     """
     received, (kept, do, o, *sums) = values[: len(parts)], values[len(parts) :]
     leaves = [x.detach().requires_grad_(part in wanted) for part, x in zip(parts, received)]
-    # `_heads` may cut, join or repeat heads. Autograd computes its backward.
     with torch.enable_grad():
         joined = _heads(parts, call, leaves)
     heads, group = [x.detach() for x in joined], parts[0][1]
@@ -291,5 +291,8 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
                 dx = torch.zeros_like(end)  # guard: others may exchange one
             dxs.append(dx)
     inputs = [x for x in leaves if x.requires_grad]
-    terms = list(torch.autograd.grad(ends, inputs, dxs)) if inputs else []
+    terms = dxs
+    if not all(map(operator.is_, ends, inputs)):
+        # `_heads` cut, joined or repeated heads: autograd computes its backward.
+        terms = list(torch.autograd.grad(ends, inputs, dxs))
     return _one(list(map(_sum, sums, terms + gradients[3:])))

@@ -16,7 +16,7 @@ export DS_BUILD_OPS=0
 there=(--quiet --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_18_x86_64
     --platform manylinux2014_x86_64 --platform any)
 "$python" -m pip download "${there[@]}" --dest "$wheels" einops hjson hypothesis msgpack ninja packaging psutil py-cpuinfo pydantic pytest \
-    tabulate tqdm
+    tabulate tqdm wrapt
 if [ ! -e "$wheels/libnccl.so.2.xz" ]; then
     "$python" -m pip install "${there[@]}" --no-deps --target "$nccl" nvidia-nccl-cu13==2.30.7
     "$python" benchmarks/strip_nccl.py "$nccl/nvidia/nccl/lib/libnccl.so.2" "$wheels/libnccl.so.2.xz"

@@ -23,7 +23,6 @@ it in this list, and from the rooms inside it:
       memory       the tensors that a layer saves over activation checkpoints, offloads, recomputes
       runtime      projections, exchanges and local attention, in the order of a schedule
     integrations   finds attention layers and rebinds their forward
-      after_import runs a function once a framework's module is loaded
       inspect      finds out what the forward of a transformers module computes
       sequence     positions, documents, masks of the whole sequence
       transformers, megatron, deepspeed
@@ -50,8 +49,9 @@ whole layer is a single piece.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from wrapt import register_post_import_hook
+
 from . import profiling
-from .integrations.after_import import after_import
 from .integrations.deepspeed import accelerate
 from .integrations.megatron.bridge import bridge
 from .launch_order import ask_for_launch_order
@@ -108,13 +108,13 @@ def _write_timeline(traces: list[str]) -> None:
     timeline.write(traces)
 
 
-def _honour_section() -> None:
+def _honour_section(deepspeed: Any) -> None:
     """Make ``deepspeed.initialize`` honour the ``sp_overlap`` section."""
     importlib.import_module(".integrations.deepspeed.initialize", __name__)
 
 
 profiling.write_timeline = _write_timeline
-after_import("deepspeed", _honour_section)
-after_import(accelerate.PLUGINS, accelerate.install)
+register_post_import_hook(_honour_section, "deepspeed")
+register_post_import_hook(accelerate.install, accelerate.PLUGINS)
 ask_for_launch_order()
 bridge()

@@ -56,7 +56,7 @@ def made(combination, folder):
             [*pip, "--no-build-isolation", *wanted, *BESIDE.get(versions[2], ["accelerate", "peft"])],
             check=True, env={**os.environ, "DS_BUILD_OPS": "0"},
         )  # fmt: skip
-        of_tests = ["pytest", "hypothesis", "markdown-it-py", "matplotlib", "pydantic", "tabulate", "tqdm", "packaging", "numpy"]
+        of_tests = "pytest hypothesis markdown-it-py matplotlib pydantic tabulate tqdm packaging numpy wrapt".split()
         subprocess.run([*pip, *of_tests], check=True)
         (venv / "ready").touch()
     return venv

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from typing import Any
 
 # The module of Accelerate that fills in "auto".
@@ -19,12 +18,13 @@ PLUGINS = "accelerate.utils.dataclasses"
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
-def install() -> None:
+def install(plugins: Any) -> None:
     """Keep Accelerate from filling in the "auto" values of the ``sp_overlap`` section.
 
-    `after_import` calls this once the module `PLUGINS` is loaded.
+    Args:
+        plugins: The module `PLUGINS`.
     """
-    DeepSpeedPlugin = sys.modules[PLUGINS].DeepSpeedPlugin
+    DeepSpeedPlugin = plugins.DeepSpeedPlugin
     original = DeepSpeedPlugin.fill_match
 
     @functools.wraps(original)

@@ -388,6 +388,6 @@ def _gather(what: Any, group: Any = None) -> list[Any]:
     return every
 
 
-# Call `install` here, and not in the function that the package passes to `after_import`: if this
-# file is the first to import DeepSpeed, that function runs before the rest of this file.
+# Call `install` here, and not in the hook that the package registers: if this file is the first to
+# import DeepSpeed, that hook runs before the rest of this file.
 install()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 # `autotune.trial` runs each of four candidates twice: once untimed, once timed.
 _LEAST_WARMUP = 8
@@ -227,16 +224,15 @@ class SpOverlapConfig(_Section):
         try:
             config = cls.model_validate(section)
         except ValidationError as error:
-            # pydantic reports one fault for each alternative of a key's type; keep one message.
-            faults = dict.fromkeys(cls._explain(fault) for fault in error.errors())
-            raise ValueError("; ".join(faults)) from None
+            raise ValueError(_explain(error)) from None
         config._check_blocks()
         if config.window is not None and "tiles" not in config.model_fields_set:
             config = config.model_copy(update={"tiles": "auto"})
         steps = config.timeline.steps if config.timeline else [0, 0]
         if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
             raise ValueError(
-                f"sp_overlap.timeline.steps must be {_VALID['timeline.steps']}, got {steps}"
+                "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], "
+                f"got {steps}"
             )
         return config
 
@@ -259,48 +255,27 @@ class SpOverlapConfig(_Section):
                 f"got {given['min_ctas']}"
             )
 
-    @classmethod
-    def _explain(cls, fault: ErrorDetails) -> str:
-        """Return the error message for one fault that pydantic found."""
-        # The first part is the key; after it comes a key of a nested section, or a list index.
-        first, *rest = map(str, fault["loc"])
-        nested = first in _SECTIONS and rest
-        key = rest[0] if nested else first
-        name = f"{first}.{key}" if nested else key
-        path = f"sp_overlap.{name}"
-        fields = (_SECTIONS[first] if nested else cls).model_fields
-        keys = list(fields)
-        if fault["type"] == "extra_forbidden":
-            # The key may be a valid key of another section.
-            places = {name.rpartition(".")[2]: name for name in _VALID} | {key: key for key in keys}
-            near = difflib.get_close_matches(key.lower(), places, n=1)
-            hint = f"; did you mean {places[near[0]]!r}?" if near else "."
-            return f"{path}: unknown key{hint} Valid keys: {', '.join(keys)}"
-        if name not in _VALID:
-            return f"sp_overlap: {key!r} is no key; valid keys: {', '.join(keys)}"
-        if fault["type"] == "missing":
-            return f"{path} is missing; it must be {_VALID[name]}"
-        return f"{path} must be {_VALID[name]}, got {fault['input']!r}"
-
 
 _SECTIONS: dict[str, type[BaseModel]] = {"policy": PolicyConfig, "timeline": TimelineConfig}
-_VALID = {
-    **dict.fromkeys(
-        ("enabled", "kv_once_per_node", "projections", "wgrad", "check"), "true or false"
-    ),
-    **dict.fromkeys(("head_groups", "shares"), 'a whole number of at least 1, or "auto"'),
-    "window": "null or a whole number of at least 1",
-    "tiles": 'null, a whole number of at least 1, or "auto"',
-    "checkpointing": '"recompute", "keep" or "offload"',
-    "kernels": '"auto", "compiled" or "torch"',
-    "transport": '"auto", "c10d" or "copy_engine"',
-    **dict.fromkeys(("max_ctas", "min_ctas"), 'a whole number of at least 1, or "auto"'),
-    "cga_cluster_size": 'a whole number from 0 to 8, or "auto"',
-    "on_unsupported": '"warn" or "error"',
-    "documents": '"anywhere" or "per_rank"',
-    "timeline": 'a section such as {"path": "timeline", "steps": [20, 22]}',
-    "timeline.path": "the path of a folder",
-    "timeline.steps": "the first and the last step, such as [20, 22]",
-    "policy": 'a section such as {"warmup_steps": 16}',
-    "policy.warmup_steps": f"0 or a whole number of at least {_LEAST_WARMUP}",
-}
+_KEYS = list(SpOverlapConfig.model_fields)
+for _name, _section in _SECTIONS.items():
+    _KEYS += [f"{_name}.{_key}" for _key in _section.model_fields]
+
+
+def _explain(error: ValidationError) -> str:
+    """Return the message for all faults that pydantic found: each key, its value, its limits."""
+    messages: dict[str, str] = {}
+    for fault in error.errors():
+        key, *rest = map(str, fault["loc"])
+        # Beside the key of a nested section, the rest is an index, or an alternative of the type.
+        key = ".".join([key, *rest[:1]]) if key in _SECTIONS else key
+        limit = fault["msg"].replace("Input should", "must")
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key.lower(), _KEYS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            messages[key] = f"unknown key{hint} Valid keys: {', '.join(_KEYS)}"
+        elif key in messages:
+            messages[key] += f", or {limit}"
+        else:
+            messages[key] = f"got {fault['input']!r}; {limit}"
+    return "; ".join(f"sp_overlap.{key}: {text}" for key, text in messages.items())

@@ -11,34 +11,32 @@ REFUSED = [
         {"head_group": 2},
         "sp_overlap.head_group: unknown key; did you mean 'head_groups'? Valid keys: enabled, head_groups, "
         "shares, kv_once_per_node, window, checkpointing, tiles, projections, "
-        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check",
+        "wgrad, kernels, transport, max_ctas, min_ctas, cga_cluster_size, on_unsupported, documents, policy, timeline, check, "
+        "policy.warmup_steps, timeline.path, timeline.steps",
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
     ({"sp_size": 8}, "sp_size: unknown key. V"),
-    ({"head_groups": 0}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got 0'),
-    ({"head_groups": True}, 'sp_overlap.head_groups must be a whole number of at least 1, or "auto", got True'),
-    ({"enabled": "yes"}, "sp_overlap.enabled must be true or false, got 'yes'"),
-    ({"on_unsupported": "ignore"}, 'sp_overlap.on_unsupported must be "warn" or "error", got \'ignore\''),
-    ({"kernels": "triton"}, 'sp_overlap.kernels must be "auto", "compiled" or "torch", got \'triton\''),
-    ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps must be 0 or a whole number of at least 8, got 3"),
-    ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'warmup_steps'? Valid keys: warmup_steps"),
-    ({"policy": 8}, 'sp_overlap.policy must be a section such as {"warmup_steps": 16}, got 8'),
-    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path is missing; it must be the path of a folder"),
-    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path must be the path of a folder, got 3"),
+    ({"head_groups": 0}, "sp_overlap.head_groups: got 0; must be 'auto', or must be greater than or equal to 1"),
+    ({"head_groups": True}, "sp_overlap.head_groups: got True; must be 'auto', or must be a valid integer"),
+    ({"enabled": "yes"}, "sp_overlap.enabled: got 'yes'; must be a valid boolean"),
+    ({"on_unsupported": "ignore"}, "sp_overlap.on_unsupported: got 'ignore'; must be 'warn' or 'error'"),
+    ({"kernels": "triton"}, "sp_overlap.kernels: got 'triton'; must be 'auto', 'compiled' or 'torch'"),
+    ({"policy": {"warmup_steps": 3}}, "sp_overlap.policy.warmup_steps: got 3; must be 0, or must be greater than or equal to 8"),
+    ({"policy": {"warmup": 8}}, "sp_overlap.policy.warmup: unknown key; did you mean 'policy.warmup_steps'? Valid keys: enabled, "),
+    ({"policy": 8}, "sp_overlap.policy: got 8; must be a valid dictionary or instance of PolicyConfig"),
+    ({"timeline": {"steps": [1, 2]}}, "sp_overlap.timeline.path: got {'steps': [1, 2]}; Field required"),
+    ({"timeline": {"path": 3}}, "sp_overlap.timeline.path: got 3; must be a valid string"),
     (
         {"timeline": {"path": "x", "steps": [5, 3]}},
         "sp_overlap.timeline.steps must be the first and the last step, such as [20, 22], got [5, 3]",
     ),
     (True, 'sp_overlap: expected a section such as {"enabled": true}, got True'),
-    ({"max_ctas": 0}, 'sp_overlap.max_ctas must be a whole number of at least 1, or "auto", got 0'),
-    ({"cga_cluster_size": 9}, 'sp_overlap.cga_cluster_size must be a whole number from 0 to 8, or "auto", got 9'),
+    ({"max_ctas": 0}, "sp_overlap.max_ctas: got 0; must be 'auto', or must be greater than or equal to 1"),
+    ({"cga_cluster_size": 9}, "sp_overlap.cga_cluster_size: got 9; must be 'auto', or must be less than or equal to 8"),
     ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
     ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
-    *(
-        ({"tiles": tiles}, f'sp_overlap.tiles must be null, a whole number of at least 1, or "auto", got {tiles!r}')
-        for tiles in (0, -1, "some", True, 2.5)
-    ),
+    *(({"tiles": tiles}, f"sp_overlap.tiles: got {tiles!r}; must be 'auto', or must be ") for tiles in (0, -1, "some", True, 2.5)),
     # Of earlier releases.
     *(({key: 1}, f"sp_overlap.{key}: unknown key") for key in ("Scope", "memory", "memory_", "token_chunks", "sm_carveout")),
 ]

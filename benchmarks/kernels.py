@@ -42,7 +42,7 @@ if importlib.util.find_spec("deepspeed") is None:
 from benchmarks.record import Rows  # noqa: E402
 from ds_sp_overlap.attention.runtime.slices import Run, by_rank, cut_ranges  # noqa: E402
 from ds_sp_overlap.relayout import kernels  # noqa: E402
-from ds_sp_overlap.rotary import rotate, rotate_back  # noqa: E402
+from ds_sp_overlap.rotary import rotate  # noqa: E402
 from tests.harness import relayout  # noqa: E402
 
 compiled = torch.ops.ds_sp_overlap
@@ -197,7 +197,7 @@ class Row:
         unpack = {
             "copy": copy,
             "ours": lambda i: compiled.unpack_rotate_back(wire[i], *sets[i], *parts, x[i]),
-            "naive": lambda i: rotate_back(wire[i].view(self.P, self.tokens, -1).transpose(0, 1).reshape(shape), *of_heads),
+            "naive": lambda i: rotate(wire[i].view(self.P, self.tokens, -1).transpose(0, 1).reshape(shape), *of_heads, back=True),
             "copy again": copy,
         }
         yield (

@@ -10,31 +10,28 @@ import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Apply rotary embedding.
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False, back: bool = False
+) -> Tensor:
+    """Apply rotary embedding, or its backward.
 
     Args:
         x: [..., d].
         cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
         sin: [..., d_rot].
         neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
+        back: Whether ``x`` is the gradient of the output, and the result that of the input.
 
     Returns:
         A tensor of the shape of ``x``, in the dtype that ``x`` and the tables promote to.
     """
     if (width := cos.shape[-1]) < x.shape[-1]:
-        rotated = rotate(x[..., :width], cos, sin, neighbours=neighbours)
+        rotated = rotate(x[..., :width], cos, sin, neighbours=neighbours, back=back)
         return torch.cat((rotated, x[..., width:]), dim=-1)
+    if back:
+        # The transpose of the quarter turn is the quarter turn back.
+        return x * cos - _quarter(x * sin, neighbours)
     return x * cos + _quarter(x, neighbours) * sin
-
-
-def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Apply the backward of `rotate`: return dx [..., d] for ``dy`` [..., d]."""
-    if (width := cos.shape[-1]) < dy.shape[-1]:
-        rotated = rotate_back(dy[..., :width], cos, sin, neighbours=neighbours)
-        return torch.cat((rotated, dy[..., width:]), dim=-1)
-    # `rotate` computes x cos + Q(x) sin, where Q is the quarter turn; the transpose of Q is -Q.
-    return dy * cos - _quarter(dy * sin, neighbours)
 
 
 def _quarter(x: Tensor, neighbours: bool) -> Tensor:
@@ -102,18 +99,11 @@ class Rotary:
         tables = self.of(position_embeddings, x.shape[-1])
         return x if tables is None else self.rotate(x, *tables)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
         """Apply `rotate` with the layer's order of dims and rounding."""
-        y = rotate(self._exact(x), cos, sin, neighbours=self.neighbours)
+        exact = x.float() if self.rounding == "fp32" else x
+        y = rotate(exact, cos, sin, neighbours=self.neighbours, back=back)
         return y if self.rounding == "promoted" else y.to(x.dtype)
-
-    def rotate_back(self, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply `rotate_back` with the layer's order of dims; the caller rounds the result."""
-        return rotate_back(self._exact(dy), cos, sin, neighbours=self.neighbours)
-
-    def _exact(self, x: Tensor) -> Tensor:
-        """Return ``x``, in fp32 if ``rounding`` asks for it."""
-        return x.float() if self.rounding == "fp32" else x
 
     def of(self, position_embeddings: Any, head_dim: int) -> tuple[Tensor, Tensor] | None:
         """Return (cos, sin) of ``position_embeddings``; None if the layer does not rotate.

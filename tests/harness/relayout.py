@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ds_sp_overlap.relayout.ops import Relayout, sum_dtype
-from ds_sp_overlap.rotary import rotate, rotate_back
+from ds_sp_overlap.rotary import rotate
 
 
 def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
@@ -71,7 +71,7 @@ def unpack_rotate_back(wire: Tensor, cos: Tensor, sin: Tensor, starts: list[int]
     exact = _accumulator(out.dtype)
     total = torch.empty(out.shape, dtype=exact, device=out.device)
     unpack(wire.to(exact), out.dim() - 2, starts, stops, total)
-    out.copy_(rotate_back(total, *_of_heads(cos, sin, exact)))
+    out.copy_(rotate(total, *_of_heads(cos, sin, exact), back=True))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -132,7 +132,8 @@ def norm_and_rotate(part: Part, tables: int, call: Call, heads: Tensor, *rest: T
 
 def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, *tables: Tensor) -> Tensor:
     # The backward of a rotation needs only the tables, no saved input.
-    return matrix(call.projections.rope.rotate_back(dy.flatten(2, -2), *tables).to(dtype))
+    dx = call.projections.rope.rotate(dy.flatten(2, -2), *tables, back=True)
+    return matrix(dx.to(dtype))
 
 
 def norm_back(

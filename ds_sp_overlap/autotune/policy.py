@@ -67,7 +67,7 @@ from ..profiling.clocks import clock_of
 from ..profiling.steps import in_backward, listen, listeners
 from ..profiling.timed import TimedCall
 from ..warn import by_rank, inform, say
-from .trial import Candidate, Report, Trial, candidates_for, merged
+from .trial import Candidate, Report, Shape, Trial, candidates_for, merged
 
 # The seconds after which replicas stop waiting for ranks whose optimizers have not stepped.
 WAIT_S = 60
@@ -125,8 +125,7 @@ class Board:
 class Policy:
     """Chooses candidates for the layers of one model.
 
-    Layers of the same shape share a trial. The shape is heads, sizes, dtype and candidates; without
-    replicas also the batch, and the length rounded to a power of two.
+    Layers of the same `Shape` share a trial.
 
     A layer's call asks for its `trial`, runs the candidate that the trial returns, and passes its
     `TimedCall` to `follow`, which times the call.
@@ -143,7 +142,7 @@ class Policy:
 
     def __init__(self, sp_group: SPGroup, warmup_steps: int, replicas: bool = False):
         self.sp_group, self.warmup_steps, self.replicas = sp_group, warmup_steps, replicas
-        self.trials: dict[tuple, Trial] = {}
+        self.trials: dict[Shape, Trial] = {}
         self.board = Board() if replicas else None
         # Whether trying has ended for all shapes.
         self.over = False
@@ -212,29 +211,14 @@ class Policy:
         # this rank's steps.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
-        batch: tuple[int, ...] = ()
-        # The length is rounded to a power of two, so that varying lengths share a trial.
-        if not self.replicas:  # guard: their lengths differ
-            batch = (geometry.batch, sum(geometry.seq_lens).bit_length())
-        heads = geometry.heads, geometry.kv_heads, geometry.shares
-        key = (*heads, x.shape[2:], x.dtype, *batch, candidates, geometry.groups)
-        if key not in self.trials:
+        shape = _shape(geometry, x.shape[2:], x.dtype, candidates, self.replicas)
+        if shape not in self.trials:
             # Trying has ended, and the other replicas may not have this shape.
             if self.over:
                 return None
-            what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
-            if geometry.shares > 1:
-                what += f", r = {geometry.shares}"
-            if not self.replicas:
-                what += f", batch {geometry.batch}, about {sum(geometry.seq_lens)} tokens"
-            what += f" over {geometry.sp_size} ranks, {str(x.dtype).removeprefix('torch.')}"
-            self.trials[key] = self._trial(key, what)
+            self.trials[shape] = Trial(shape, self.warmup_steps)
         self.clock = self.clock or clock_of(x.device)
-        return self.trials[key]
-
-    def _trial(self, key: tuple, what: str) -> Trial:
-        *_, candidates, default = key
-        return Trial(what, candidates, default, self.warmup_steps)
+        return self.trials[shape]
 
     def _back(self, trial: Trial, _: Tensor) -> None:
         """Note that the backward of a call has begun, see Note [What ranks have in common].
@@ -261,10 +245,10 @@ class Policy:
         Without replicas, the report has only trials whose shape had a backward in this step.
         """
         report: Report = {}
-        for key, trial in self.trials.items():
+        for shape, trial in self.trials.items():
             goes_on = trial.chosen is None
             if goes_on and (self.replicas or trial.met == self.step):
-                report[key] = trial.what, trial.milliseconds(self.clock)
+                report[shape] = trial.milliseconds(self.clock)
         return report
 
     def _look(self) -> None:
@@ -287,9 +271,7 @@ class Policy:
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
-            tried = by_rank(
-                [what for what, _ in report.values()] or "nothing" for report in reports
-            )
+            tried = by_rank([shape.what for shape in report] or "nothing" for report in reports)
             raise RuntimeError(
                 'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
                 f"things ({tried}); give a number"
@@ -302,12 +284,12 @@ class Policy:
         self._back_since = self._due = self._stepped = False
         if isinstance(outcome, list):
             return self._give_up(outcome)
-        for key, (what, slowest) in outcome.items():
-            trial = self.trials.setdefault(key, self._trial(key, what))
+        for shape, slowest in outcome.items():
+            trial = self.trials.setdefault(shape, Trial(shape, self.warmup_steps))
             trial.next_step(slowest)
             if trial.chosen is not None:
                 self.inform(str(trial))
-        all_chosen = all(self.trials[key].chosen is not None for key in outcome)
+        all_chosen = all(self.trials[shape].chosen is not None for shape in outcome)
         if self.replicas and self.step > self.warmup_steps and all_chosen:
             self.close()
 
@@ -343,5 +325,25 @@ class Policy:
         """End trying: trials that have not chosen choose their default."""
         self.over = True
         for trial in self.trials.values():
-            trial.chosen = trial.chosen or trial.default
+            trial.chosen = trial.chosen or trial.shape.default
         listeners.discard(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(
+    geometry: Geometry,
+    sizes: torch.Size,
+    dtype: torch.dtype,
+    candidates: tuple[Candidate, ...],
+    replicas: bool,
+) -> Shape:
+    """Return the shape of a call; the default is the number of groups of ``geometry``."""
+    what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
+    if geometry.shares > 1:
+        what += f", r = {geometry.shares}"
+    if not replicas:  # guard: their lengths differ
+        # Round the length to a power of two, so that varying lengths share a trial.
+        tokens = 2 ** (sum(geometry.seq_lens).bit_length() - 1)
+        what += f", batch {geometry.batch}, about {tokens} tokens"
+    what += f" over {geometry.sp_size} ranks, {str(dtype).removeprefix('torch.')}"
+    return Shape(what, sizes, candidates, geometry.groups)

@@ -6,7 +6,9 @@ from collections import ChainMap
 from collections.abc import Sequence
 from itertools import chain
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 OFF = "off"
 # The numbers of head groups that are tried, and that the planner simulates. With "off" there are at
@@ -19,10 +21,28 @@ CLOSE = 0.01
 Candidate = int | str
 # A candidate that takes longer than this multiple of the fastest is not tried again.
 PRUNED_ABOVE = 1.5
-# One rank's report: for the key of each trial, the shape in words, and `Trial.milliseconds`.
-Report = dict[tuple, tuple[str, list[float]]]
+
+
+class Shape(NamedTuple):
+    """Identifies the calls of layers that share a trial.
+
+    Attributes:
+        what: Heads, ranks and dtype in words; without replicas also batch and number of tokens.
+        sizes: The sizes of the layer's first input after batch and sequence.
+        candidates: The candidates; a single candidate is chosen at once.
+        default: The candidate that runs before trying begins, and that is chosen if none was timed.
+    """
+
+    what: str
+    sizes: torch.Size
+    candidates: tuple[Candidate, ...]
+    default: Candidate
+
+
+# One rank's report: `Trial.milliseconds` of each trial.
+Report = dict[Shape, list[float]]
 # The result of `merged`.
-MergedReport = dict[tuple, tuple[str, list[float] | None]]
+MergedReport = dict[Shape, list[float] | None]
 
 
 def _name(candidate: Candidate | None) -> str:
@@ -41,16 +61,15 @@ def merged(reports: Sequence[Report]) -> MergedReport:
     Only ranks that have timed all remaining candidates (`Trial.left`) count.
 
     Returns:
-        For the key of each trial: the shape in words, and the time of each candidate that is left,
-        in ms; None instead of the times if no rank counts.
+        For each trial, the time of each candidate that is left, in ms; None if no rank counts.
     """
     merged_reports: MergedReport = {}
-    for key, (what, _) in ChainMap(*reports).items():
-        of_ranks = [report[key][1] for report in reports if key in report]
+    for shape in ChainMap(*reports):
+        of_ranks = [report[shape] for report in reports if shape in report]
         # A rank reports inf for a candidate that it has not timed; leave this rank out.
         complete = [times for times in of_ranks if max(times) < float("inf")]
         slowest = [max(times) for times in zip(*complete)]  # guard: the slowest rank counts
-        merged_reports[key] = what, slowest or None
+        merged_reports[shape] = slowest or None
     return merged_reports
 
 
@@ -67,20 +86,13 @@ class Trial:
     After each timed round, slow candidates are pruned.
 
     Args:
-        what: The shape, in words.
-        candidates: The candidates; a single candidate is chosen at once.
-        default: The candidate that runs before trying begins, and that is chosen if none was timed.
+        shape: The shape.
         warmup_steps: The limit on steps of trying.
     """
 
-    def __init__(
-        self,
-        what: str,
-        candidates: tuple[Candidate, ...],
-        default: Candidate,
-        warmup_steps: int,
-    ):
-        self.what, self.default, self.warmup_steps = what, default, warmup_steps
+    def __init__(self, shape: Shape, warmup_steps: int):
+        self.shape, self.warmup_steps = shape, warmup_steps
+        candidates = shape.candidates
         # The candidates that are not pruned yet.
         self.left = list(candidates)
         # The step within the current round; the number of finished rounds, and of finished steps.
@@ -99,7 +111,9 @@ class Trial:
         """Return the candidate that layer ``index`` runs in this step."""
         if self.chosen is not None:
             return self.chosen
-        return self.left[(self.place + index) % len(self.left)] if self.started else self.default
+        if not self.started:
+            return self.shape.default
+        return self.left[(self.place + index) % len(self.left)]
 
     @property
     def timed(self) -> bool:
@@ -152,15 +166,15 @@ class Trial:
         if len(self.left) == 1 or self.steps + len(self.left) > self.warmup_steps:
             # Choose the fastest candidate that was timed; the default if none was.
             timed = [each for each in self.left if each in self.slowest_ms]
-            self.chosen = min(timed, key=self.slowest_ms.__getitem__, default=self.default)
+            self.chosen = min(timed, key=self.slowest_ms.__getitem__, default=self.shape.default)
             self.marks = {}
 
     def __str__(self) -> str:
         choice = "off, stock is fastest here" if self.chosen == OFF else _name(self.chosen)
         if not self.slowest_ms:
-            return f"sp_overlap: {self.what}: no call was timed, {_name(self.chosen)}"
+            return f"sp_overlap: {self.shape.what}: no call was timed, {_name(self.chosen)}"
         times = ", ".join(f"{_name(each)} {ms:.2f} ms" for each, ms in self.slowest_ms.items())
         return (
-            f"sp_overlap: {self.what}: {times} a layer, forward and backward on the slowest rank; "
+            f"sp_overlap: {self.shape.what}: {times} a layer, forward and backward on the slowest rank; "
             f"kept: {choice}"
         )

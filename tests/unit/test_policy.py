@@ -194,9 +194,9 @@ def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
     none = float("inf")
 
     def drop(every):
-        reports = [{"key": ("shape", times)} for times in every]
+        reports = [{"shape": times} for times in every]
         trial.started, trial.place = True, len(trial.left) - 1  # the last step of a round
-        trial.next_step(merged([*reports, {}])["key"][1])
+        trial.next_step(merged([*reports, {}])["shape"])
 
     drop([[1.0, none, 2.0], [none, none, none]])
     assert trial.left == [1, 2, 4] and trial.slowest_ms == {}

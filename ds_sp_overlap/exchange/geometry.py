@@ -64,9 +64,8 @@ class Geometry(Heads):
         cut = self.exchange("q", 0, (1,)).sources.cut
         return cut is None or cut[0] != HEADS
 
-    @lru_cache(maxsize=4096)
     def divides(self, kind: str) -> bool:
-        """Return whether all `parts` receive equally many heads, evenly spaced, in each group.
+        """Return whether all `parts` receive equally many heads, and no head twice, in each group.
 
         The local tensor may then have a dimension for the parts (``by_rank`` of `exchange`).
 
@@ -76,15 +75,9 @@ class Geometry(Heads):
         # With shares, k and v go to all ranks of a part, and q may also be cut along tokens.
         if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
-        for group in range(self.groups):
-            ranks = range(0, self.sp_size, self.shares)
-            ranges = [self.sent_range(kind, rank, group) for rank in ranks]
-            counts = {stop - start for start, stop in ranges}
-            steps = {after[0] - before[0] for before, after in zip(ranges, ranges[1:])}
-            # If a step is smaller than the count, two ranks receive the same head.
-            if len(counts) > 1 or len(steps) > 1 or any(step < max(counts) for step in steps):
-                return False
-        return True
+        heads = self.heads if kind == "q" else self.kv_heads
+        # If the ranks of a node are not successive, neither are the heads of successive ranks.
+        return heads % self.parts == 0 and self.places == sorted(self.places)
 
     @cached_property
     def in_slices(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ ranks, heads are dealt to ranks first instead, and the rows of a group lie apart
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from itertools import combinations, product
+from itertools import product
 
 from .layout import Range, common, joined
 from .shares import Shares
@@ -136,12 +136,9 @@ class Heads(Shares):
         This is the last such group over all ranks, and g itself if no later group attends to them.
         """
         uses = list(range(self.groups))
-        for rank, (sent, group) in product(
-            range(self.sp_size), combinations(range(self.groups), 2)
-        ):
-            # The group attends to a KV head that came with the group ``sent``.
-            if common([self.sent_range("k", rank, sent)], [self.kv_range(rank, group)]):
-                uses[sent] = max(uses[sent], group)
+        for group, rank in product(range(self.groups), range(self.sp_size)):
+            for sent, *_ in self.kv_pieces(group, rank):
+                uses[sent] = group
         return tuple(uses)
 
     @cached_property
@@ -163,19 +160,19 @@ class Heads(Shares):
         return max(counts)
 
     @lru_cache(maxsize=4096)
-    def kv_pieces(self, group: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the places of the KV heads that this rank attends to in ``group``, as pieces.
+    def kv_pieces(self, group: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the places of the KV heads that ``rank`` attends to in ``group``, as pieces.
 
-        Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that this
+        Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that the
         rank received with the group ``sent``, which is ``group`` or an earlier one. The pieces,
         joined, are the heads of `kv_range`.
         """
         pieces = []
         for sent in range(group + 1):
-            received = self.sent_range("k", self.sp_rank, sent)
-            held = common([received], [self.kv_range(self.sp_rank, group)])
-            # The k that travels with the group itself is a piece even if this rank receives no head
-            # of this k. Otherwise k would not be in this rank's graph, and this rank would not join
+            received = self.sent_range("k", rank, sent)
+            held = common([received], [self.kv_range(rank, group)])
+            # The k that travels with the group itself is a piece even if the rank receives no head
+            # of this k. Otherwise k would not be in the rank's graph, and the rank would not join
             # the exchange of dk.
             own = sent == group and "k" in self.kinds[group]
             if held or own:  # guard: read by every rank

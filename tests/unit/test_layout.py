@@ -83,7 +83,7 @@ def test_every_query_head_finds_its_own_kv_head(ranks):
         shared = rank.heads // rank.kv_heads
         arrived = [members([rank.sent_range("k", rank.sp_rank, group)]) for group in range(rank.groups)]
         for group in range(rank.groups):
-            held = [head for sent, start, stop in rank.kv_pieces(group) for head in arrived[sent][start:stop]]
+            held = [head for sent, start, stop in rank.kv_pieces(group, rank.sp_rank) for head in arrived[sent][start:stop]]
             attended = members([rank.query_range(rank.sp_rank, group)])
             index = rank.kv_expansion(group)
             if index is None:
@@ -102,7 +102,7 @@ def test_every_rank_reads_each_piece_that_travels_with_a_group(ranks):
     """
     for rank in ranks:
         for group in (group for group in range(rank.groups) if "k" in rank.kinds[group]):
-            assert group in [sent for sent, _, _ in rank.kv_pieces(group)], (rank, group)
+            assert group in [sent for sent, _, _ in rank.kv_pieces(group, rank.sp_rank)], (rank, group)
 
 
 @given(geometries())

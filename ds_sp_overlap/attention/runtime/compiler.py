@@ -315,7 +315,7 @@ class Compiler:
 
     def attend(self, step: Step) -> None:
         """Run the local attention of a group, or its backward."""
-        group, pieces = step.group, self.geometry.kv_pieces(step.group)
+        group, pieces = step.group, self.geometry.kv_pieces(step.group, self.geometry.sp_rank)
         parts: list[Part] = [("q", group)]
         parts += [(kind, sent) for kind in "kv" for sent, *_ in pieces]
         (o,), kept = step.parts, ("kept", group)

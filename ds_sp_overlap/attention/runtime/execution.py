@@ -113,7 +113,7 @@ def with_kv(geometry: Geometry, group: int, received: dict[Part, Tensor]) -> lis
     both, index = [], geometry.kv_expansion(group)
     for kind in "kv":
         pieces = []
-        for sent, start, stop in geometry.kv_pieces(group):
+        for sent, start, stop in geometry.kv_pieces(group, geometry.sp_rank):
             pieces.append(cut_ranges(received[kind, sent], 2, ((start, stop),)))
         heads = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
         if index is not None:

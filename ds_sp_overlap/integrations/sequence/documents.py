@@ -39,6 +39,20 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     return [part.view(array.shape) for part, array in zip(parts, arrays)]
 
 
+def overlapping(bounds: np.ndarray, first: int, last: int) -> np.ndarray:
+    """Return row, start and stop of the documents with tokens in a range, [3, n].
+
+    A document stops at ``last`` at the latest; it may start before the range.
+
+    Args:
+        bounds: [n, 3]. Row, start and stop of each document.
+        first: The first token of the range.
+        last: The first token behind the range.
+    """
+    row, start, stop = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)].T
+    return np.stack([row, start, np.minimum(stop, last)])
+
+
 class Documents:
     """The documents of every row of a batch, sorted into calls of attention.
 
@@ -65,23 +79,21 @@ class Documents:
         last_row, _, seq = bounds[-1].tolist()
         self.rows, self.queries = last_row + 1, queries or (0, seq)
         first, last = self.queries
+        row, start, stop = found = overlapping(bounds, first, last)
         # From here on, a row consists of its queries only, and indices count from the first query.
-        seq = last - first
-        bounds = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)]
-        bounds[:, 2] = np.minimum(bounds[:, 2], last)
-        length = bounds[:, 2] - bounds[:, 1]
-        is_long = (bounds[:, 1] < first) | (length * _LONG > seq)
-        self.long: list[tuple[int, int, int]] = bounds[is_long].tolist()
+        seq, length = last - first, stop - start
+        is_long = (start < first) | (length * _LONG > seq)
+        self.long: list[tuple[int, int, int]] = found.T[is_long].tolist()
         self.short: list[tuple[Tensor, Tensor]] = []
         self.order: Tensor | None = None
         if is_long.all():
             return
         # For each call, the queries of its results, as indices into the concatenated rows.
         tokens_of_calls: list[np.ndarray] = []
-        for row, start, stop in self.long:
-            tokens_of_calls.append(row * seq - first + np.arange(max(start, first), stop))
+        for at, begin, end in self.long:
+            tokens_of_calls.append(at * seq - first + np.arange(max(begin, first), end))
         index_arrays: list[np.ndarray] = []
-        starts = bounds[:, 0] * seq + bounds[:, 1] - first
+        starts = row * seq + start - first
         # For each document, the padded length in its call; 0 for a long document.
         powers = np.where(is_long, 0, 2 ** np.ceil(np.log2(length)).astype(int))
         for power in np.unique(powers[powers > 0]):

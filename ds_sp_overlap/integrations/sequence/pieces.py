@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...attention.mixer import Pieces
-from .documents import Documents, to_device
-from .positions import GlobalSequence, once
+from .documents import Documents, overlapping, to_device
+from .positions import GlobalSequence, first_tokens, once
 
 
 @once
@@ -22,7 +22,7 @@ def pieces_of(
         by_states: Whether the mixer exchanges states.
         by_heads: Whether the mixer exchanges heads.
     """
-    starts, lengths, bounds = sequence.starts, sequence.lengths, sequence.bounds
+    lengths = sequence.lengths
     if sequence.one_document:
         return Pieces(lengths)
     first = sum(lengths[:rank])
@@ -30,24 +30,22 @@ def pieces_of(
 
     def documents(begin: int) -> Documents | None:
         """Return the documents of the tokens from ``begin``; None if each row has one piece."""
-        row, start, stop = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > begin)].T
+        row, start, stop = overlapping(sequence.bounds, begin, last)
         if len(row) == sequence.rows:
             return None
-        start, stop = np.maximum(start, begin) - begin, np.minimum(stop, last) - begin
-        return Documents(np.stack([row, start, stop], 1), sequence.device)
+        within = np.stack([row, np.maximum(start, begin) - begin, stop - begin], 1)
+        return Documents(within, sequence.device)
 
-    start_of = np.where(starts, np.arange(starts.shape[1]), 0)
-    # For each row, the first token of the document that contains this rank's first token.
-    began = start_of[:, : first + 1].max(1, keepdims=True)
-    last_starts = (start_of[:, first:last].max(1) - first).clip(0)
-    arrays = [starts[:, first:last].cumsum(1) == 0, began < np.cumsum(lengths)[:rank]]
+    # [b, s/P]. For each token of this rank, the first token of its document.
+    began = first_tokens(sequence.starts)[:, first:last]
+    arrays = [began < first, began[:, :1] < np.cumsum(lengths)[:rank]]
     reached, reaches = to_device(arrays, sequence.device)
     return Pieces(
         lengths,
         window=documents(max(0, first - reach)) if reach else None,
         own=documents(first) if by_states else None,
         whole=sequence.documents() if by_heads else None,
-        last_starts=last_starts.tolist(),
+        last_starts=(began[:, -1] - first).clip(0).tolist(),
         reached=reached,
         reaches=reaches,
     )

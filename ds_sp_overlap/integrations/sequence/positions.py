@@ -25,7 +25,7 @@ from ...exchange.sp_group import SPGroup
 from ...exchange.streams import refuse_captured
 from ...warn import by_rank
 from .balance import balanced
-from .documents import Documents, to_device
+from .documents import Documents, overlapping, to_device
 
 # Note [One message, one wait]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -61,6 +61,12 @@ def restarts(position_ids: np.ndarray) -> np.ndarray:
     """
     of_text = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
     return (np.diff(of_text) != 1) & (position_ids.shape[:-2] != (3,))
+
+
+def first_tokens(starts: np.ndarray) -> np.ndarray:
+    """Return the first token of each token's document [b, s], from `GlobalSequence.starts`."""
+    token = np.arange(starts.shape[1])
+    return np.maximum.accumulate(np.where(starts, token, 0), 1)
 
 
 _Method = TypeVar("_Method", bound=Callable)
@@ -145,12 +151,10 @@ class GlobalSequence:
         Raises:
             ValueError: if there is padding between the tokens of a document.
         """
-        token = np.arange(mask.shape[1])
         # For each token, the number of earlier tokens that are not padding.
         real_before = mask.cumsum(1) - mask
-        first_of_document = np.maximum.accumulate(np.where(starts, token, 0), 1)
         behind_padding = mask & ~np.roll(mask, 1, 1) & ~starts
-        real_before_document = np.take_along_axis(real_before, first_of_document, 1)
+        real_before_document = np.take_along_axis(real_before, first_tokens(starts), 1)
         if (behind_padding & (real_before != real_before_document)).any():
             raise ValueError(
                 f"{where}: attention_mask has padding between the tokens of a document; put it "
@@ -176,12 +180,11 @@ class GlobalSequence:
         known = [{*np.flatnonzero(edges), edges.size} for edges in (own, may_be_told)]
         for name, x in told.items():
             values = x.cpu().numpy()
-            if name != "seq_idx":
-                fits = any({*values.flatten()} <= edges for edges in known)
-            else:
-                fits = values.shape[-1] == own.shape[1]
+            fits = any({*values.flatten()} <= edges for edges in known)
+            if name == "seq_idx":
                 # Each change of the index must be at a known edge.
-                fits = fits and ((np.diff(values) != 0) <= own[:, 1:]).all()
+                same_length = values.shape[-1] == own.shape[1]
+                fits = same_length and ((np.diff(values) != 0) <= own[:, 1:]).all()
             if not fits:
                 return False
         return True
@@ -229,10 +232,8 @@ class GlobalSequence:
         """
         if self.one_document:
             return [0] * self.rows, {}
-        (first, last), (row, start, stop) = queries, self.bounds.T
-        (inside,) = np.nonzero((start < last) & (stop > first))
-        row, start, stop = row[inside], start[inside], np.minimum(stop[inside], last)
-        lengths = [stop - np.maximum(start, first), stop - start]
+        row, start, stop = overlapping(self.bounds, *queries)
+        lengths = [stop - np.maximum(start, queries[0]), stop - start]
         edges = [np.append(0, length.cumsum()).astype(np.int32) for length in lengths]
         of_queries, of_keys = to_device(edges, self.device)
         keywords = dict(
@@ -269,9 +270,7 @@ class GlobalSequence:
 
     def _places(self) -> np.ndarray:
         """Return the index of each token in its document [b, s], counted from 0."""
-        seq, (row, start, stop) = sum(self.lengths), self.bounds.T
-        places = np.arange(self.rows * seq) - (row * seq + start).repeat(stop - start)
-        return places.reshape(self.rows, seq)
+        return np.arange(sum(self.lengths)) - first_tokens(self.starts)
 
     @once
     def window_mask(self, queries: int, keys: int, window: int) -> Tensor:

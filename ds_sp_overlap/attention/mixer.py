@@ -89,6 +89,8 @@ class Projected:
 # The sections of a parameter's rows, in order. For each: the kind of its heads ("q", or "k" for the
 # heads of k and v), and the number of rows of each head.
 Sections = Sequence[tuple[str, int]]
+# Parameters that are cut by heads, each with its sections; None for a parameter that a layer lacks.
+Parameters = Sequence[tuple[Tensor | None, Sections]]
 
 
 class Mixer:
@@ -110,7 +112,8 @@ class Mixer:
             Together they give "x" [b, s/P, width], the input of the convolution or the scan, or
             they give "q", "k" and "v" of ``mix``. They also give the results that ``beside`` and
             ``late`` name.
-        merge: Takes y, and the results of ``beside`` and ``late`` by name; returns the output.
+        merge: Takes y; and by name position_ids ("positions") if given, and the results of
+            ``beside`` and ``late``. Returns the output.
         convolve: Takes x [b, n, width] of one document; returns y [b, n, ..]. None for no
             convolution.
         scan: Scans one document from a zero state. Takes tensors [b, s/P, ..]: the convolved x,
@@ -125,8 +128,7 @@ class Mixer:
             both ``by_states`` and ``by_heads``.
         counts: Returns ``h``, the heads of q and o, and ``h_kv``, the heads of k and v; ``h_kv``
             divides ``h``.
-        parameters: Returns the parameters that are cut by heads, each with its sections; None for a
-            parameter that the layer lacks.
+        parameters: Returns the parameters that are cut by heads.
         inputs: Takes the results of ``beside`` by name; returns the projections of the convolved x
             to q, k and v [b, s/P, heads, ..]. Needed where the mixer has both ``convolve`` and
             ``by_heads``.
@@ -139,15 +141,15 @@ class Mixer:
     late: Sequence[str] = ()
     by_positions = by_states = False
     sources: Callable[[bool], Sequence[Source]]
-    merge: Callable[[Tensor, dict[str, Tensor]], Any]
+    merge: Callable[..., Any]
     convolve: Callable[[Tensor], Tensor] | None = None
     scan: Callable[..., tuple[Tensor, Any]]
     log_decay: Callable[..., Tensor]
     read: Callable[..., Tensor]
     widths: Callable[[], Sequence[int]]
     counts: Callable[[], tuple[int, int]]
-    parameters: Callable[[], Sequence[tuple[Tensor | None, Sections]]]
-    inputs: Callable[[dict[str, Tensor]], Sequence[Source]]
+    parameters: Callable[[], Parameters]
+    inputs: Callable[..., Sequence[Source]]
     mix: Callable[..., Tensor]
 
     def __init__(self, layer: Any):

@@ -153,7 +153,7 @@ class MixerLayer:
             y, beside = self._convolved(projected, pieces, call.checked)
             given.update(beside)
             if mixer.by_heads:
-                of_heads = Projected(mixer.inputs(given), y)
+                of_heads = Projected(mixer.inputs(**given), y)
         elif mixer.by_states:
             y = projected("x")
 
@@ -164,7 +164,7 @@ class MixerLayer:
             y = self._by_states((y, *given.values()), pieces, call.checked, late)
         elif mixer.by_heads:
             y = mix_by_heads(call, mixer, of_heads, pieces.whole, late)
-        return mixer.merge(y, given)
+        return mixer.merge(y, **given)
 
     def _convolved(
         self, projected: Projected, pieces: Pieces, checked: bool

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Mixer, Sections, Source
+from ...attention.mixer import Mixer, Parameters, Sections, Source
 from ..inspect.library import names_around, own_class
 from .mixers_by_states import PER_HEAD, Mamba, StandIn, convolve, itself
 
@@ -47,12 +47,12 @@ class _DeltaNet(Mixer):
         """Return the number of heads of v, and the number of heads of q and k."""
         return self.layer.num_v_heads, self.layer.num_k_heads
 
-    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+    def parameters(self) -> Parameters:
         """Return weight and bias of the convolution, the log decays, and the bias of a."""
         few, many = self.layer.head_k_dim, self.layer.head_v_dim
         return self._learned(self.layer, few, many)
 
-    def _learned(self, gate: Any, few: int, many: int) -> list[tuple[Tensor | None, Sections]]:
+    def _learned(self, gate: Any, few: int, many: int) -> Parameters:
         """Return the parameters of the convolution and of ``gate``, with their sections.
 
         Args:
@@ -104,11 +104,11 @@ class _DeltaNet(Mixer):
         """Return the logarithm of each token's decay, [b, s, h']."""
         return -decay.float().exp() * F.softplus(a.float() + bias).squeeze(-1)
 
-    def merge(self, o: Tensor, given: dict[str, Tensor]) -> Tensor:
+    def merge(self, o: Tensor, z: Tensor) -> Tensor:
         """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
         norm, out = [getattr(self.layer, name) for name in self.norm_and_out]
         width = o.shape[-1]
-        y = norm(o.reshape(-1, width), given["z"].reshape(-1, width))
+        y = norm(o.reshape(-1, width), z.reshape(-1, width))
         return out(y.view(o.shape).flatten(2))
 
 
@@ -177,7 +177,7 @@ class Bailing(Separate):
     def counts(self) -> tuple[int, int]:
         return self.layer.num_heads, self.layer.num_heads
 
-    def parameters(self) -> list[tuple[Tensor | None, Sections]]:
+    def parameters(self) -> Parameters:
         return self._learned(self.layer.forget_gate, self.layer.head_dim, self.layer.head_dim)
 
     def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Mamba1(Mamba):
     def sizes(self) -> dict[str, int]:
         return dict.fromkeys(("x", "z"), self.layer.intermediate_size)
 
-    def inputs(self, given: dict[str, Tensor]) -> list[Source]:
+    def inputs(self) -> list[Source]:
         """Return the source of three tensors: x by channels, dt's latent, and B with C."""
         return [Source("qkv", self._project)]
 
@@ -273,8 +273,8 @@ class Mamba1(Mamba):
             mixed.append(y)
         return torch.cat(mixed, 1).transpose(1, 2).unsqueeze(-1).to(x.dtype)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return self.layer.out_proj(y.squeeze(-1) * F.silu(given["z"]))
+    def merge(self, y: Tensor, z: Tensor) -> Tensor:
+        return self.layer.out_proj(y.squeeze(-1) * F.silu(z))
 
 
 class Zamba(Mamba1):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Mixer, Sections, Source
+from ...attention.mixer import Mixer, Parameters, Sections, Source
 from ..inspect.library import names_around
 
 # The sections of a parameter with one row for each head.
@@ -80,8 +80,8 @@ class Short(Mixer):
     def convolve(self, x: Tensor) -> Tensor:
         return convolve(self.layer, x, self.layer.conv.weight, self.layer.conv.bias)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return self.layer.out_proj(given["c"] * y)
+    def merge(self, y: Tensor, c: Tensor) -> Tensor:
+        return self.layer.out_proj(c * y)
 
 
 class Mamba(Mixer):
@@ -113,7 +113,7 @@ class Mamba(Mixer):
         layer, taps = self.layer, self.layer.conv1d
         return convolve(layer, x, taps.weight, taps.bias, activation=layer.activation)
 
-    def parameters(self) -> list[tuple[Tensor, Sections]]:
+    def parameters(self) -> Parameters:
         return [(x, PER_HEAD) for x in self.learned()]
 
 
@@ -171,12 +171,12 @@ class Mamba2(Mamba):
     def counts(self) -> tuple[int, int]:
         return self.layer.num_heads, self.layer.n_groups
 
-    def inputs(self, given: dict[str, Tensor]) -> list[Source]:
+    def inputs(self, dt: Tensor) -> list[Source]:
         """Return the source of three tensors: x with dt appended to each head, B, and C."""
 
         def project(x: Tensor) -> list[Tensor]:
             inner, b, c = self.parts(x)
-            return [torch.cat([inner, given["dt"].unsqueeze(-1)], -1), b, c]
+            return [torch.cat([inner, dt.unsqueeze(-1)], -1), b, c]
 
         return [Source("qkv", project)]
 
@@ -184,8 +184,8 @@ class Mamba2(Mamba):
         x, dt = x_dt.split([self.layer.head_dim, 1], -1)
         return self._kernel(x, dt.squeeze(-1), b, c, *learned)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> Tensor:
-        layer, z, y = self.layer, given["z"], y.flatten(2)
+    def merge(self, y: Tensor, dt: Tensor, z: Tensor) -> Tensor:
+        layer, y = self.layer, y.flatten(2)
         y = layer.norm(y, z) if getattr(layer, "mamba_rms_norm", True) else y * F.silu(z)
         return layer.out_proj(y.to(z.dtype))
 
@@ -223,8 +223,8 @@ class Lightning(Mixer):
         q = x.unflatten(-1, (self.layer.num_attention_heads, -1))[..., : self.layer.head_dim]
         return (q.transpose(1, 2).to(state.dtype) @ state).transpose(1, 2)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
-        y = F.sigmoid(given["z"]) * self.layer.norm(y.flatten(2))
+    def merge(self, y: Tensor, z: Tensor) -> tuple[Tensor, None]:
+        y = F.sigmoid(z) * self.layer.norm(y.flatten(2))
         return self.layer.out_proj(y), None
 
 
@@ -260,8 +260,8 @@ class Lru(Mixer):
     def read(self, state: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         return state.unsqueeze(1)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, None]:
-        return self.layer.linear_out(y.squeeze(-1) * given["z"]), None
+    def merge(self, y: Tensor, positions: Tensor, z: Tensor) -> tuple[Tensor, None]:
+        return self.layer.linear_out(y.squeeze(-1) * z), None
 
 
 class Cca(Mixer):
@@ -280,7 +280,7 @@ class Cca(Mixer):
     def convolve(self, x: Tensor) -> Tensor:
         return torch.cat([y.flatten(2) for y in StandIn(self.layer).run(x, None)], -1)
 
-    def merge(self, y: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def merge(self, y: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v [b, s/P, heads, d]."""
         heads, few = self.layer.num_attention_heads, self.layer.num_key_value_heads
         return y.unflatten(-1, (-1, self.layer.head_dim)).split([heads, few, few], 2)

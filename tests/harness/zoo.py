@@ -196,7 +196,7 @@ def judge(program):
     layer, module = build(program)
     attention = layer.self_attn
     try:
-        reader = Reader("layers.0.self_attn", attention)
+        reader = Reader("layers.0.self_attn", attention, [])
     except Unknown as error:
         return "own", str(error)
     overlap = OverlapSettings(SPGroup(None), SpOverlapConfig(), None)

@@ -77,11 +77,11 @@ def layer(*changes):
 
 
 def reading(*changes):
-    return Reader("layer", layer(*changes)).reading
+    return Reader("layer", layer(*changes), []).reading
 
 
 def test_a_layer_is_read():
-    reader = Reader("layer", layer())
+    reader = Reader("layer", layer(), [])
     found = reader.reading
     rows = tuple(range(0, HEADS * HEAD_DIM, HEAD_DIM))
     assert found.sources == {
@@ -90,7 +90,7 @@ def test_a_layer_is_read():
         "v": Source(("v_proj",), rows[:KV_HEADS]),
     }
     assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, {})
-    assert reader.read.options[True] == dict(dropout=0.25, scaling=0.5, window=5)
+    assert reader.reading.options[True] == dict(dropout=0.25, scaling=0.5, window=5)
     assert found.rotary["neighbours"] is False and found.first_rows is None
 
 
@@ -110,7 +110,7 @@ def test_spelling_makes_no_difference(spelling):
 @pytest.mark.parametrize("hidden", [HEAD_DIM, HIDDEN])
 def test_heads_may_be_as_wide_as_the_hidden_states(hidden, monkeypatch):
     monkeypatch.setitem(globals(), "HIDDEN", hidden)
-    assert reading(*BARE).heads == dict(q=HEADS, k=KV_HEADS, v=KV_HEADS)
+    assert reading(*BARE).heads == (HEADS, KV_HEADS)
 
 
 def test_a_norm_over_all_heads_belongs_to_the_projection():
@@ -196,7 +196,7 @@ def renaming(old, new):
         ("past_key_values=None", "cache=None"), ("if past_key_values is", "if cache is"), ("= past_key_values.", "= cache.")
     )
     type(module).forward = deprecate_kwarg(old, version="99.0", new_name=new)(type(module).forward)
-    return Reader("layer", module).reading
+    return Reader("layer", module, []).reading
 
 
 def test_a_cache_may_have_a_new_name():
@@ -235,12 +235,12 @@ def test_the_numbers_by_which_zero_3_counts_modules_are_no_sizes():
     module.v_proj.adapters = nn.ModuleList(nn.Identity() for _ in range(50))
     for number, part in enumerate(module.modules(), 180):
         part.ds_id = number
-    assert Reader("layer", module).reading == reading()
+    assert Reader("layer", module, []).reading == reading()
 
 
 def test_what_a_forward_looked_at_is_looked_at_again():
     module = layer(("self.config.window", "self.config.window if self.scaling else self.k_proj"))
-    reader = Reader("model.layer", module)
+    reader = Reader("model.layer", module, [])
     module.config.window, module.attention_dropout = 7, 0.75
     assert reader.options(module) == dict(dropout=0.75, scaling=0.5, window=7)
     module.eval()
@@ -363,7 +363,7 @@ def as_a_module(function):
 def test_a_rotary_function_may_be_a_module_as_long_as_its_forward_stays(monkeypatch):
     expected, rotary = reading(), as_a_module(apply_rotary_pos_emb)
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", rotary)
-    reader = Reader("layer", module := layer())
+    reader = Reader("layer", module := layer(), [])
     assert reader.reading == expected and reader.options(module)["window"] == 5
     rotary.forward = lambda q, k, cos, sin: (q, k)
     with pytest.raises(RuntimeError, match="computes something else since forward changed"):
@@ -438,7 +438,7 @@ def changed(name, value):
 def test_code_of_ones_own_is_not_read(what):
     made, message = OWN[what]
     with pytest.raises(Unknown, match=message):
-        Reader("layer", made())
+        Reader("layer", made(), [])
 
 
 DEFINITIONS = """
@@ -485,14 +485,14 @@ def by_hidden_state(what):
 def test_a_layer_that_goes_by_hidden_state_is_not_read(what):
     module, message = by_hidden_state(what)
     with pytest.raises(Unknown, match=message):
-        Reader("layer", module)
+        Reader("layer", module, [])
 
 
 def test_a_constant_of_another_file_is_looked_at_again(monkeypatch):
     names = {"__name__": "transformers.made_up_elsewhere", "SCALE": 0.5}
     exec("def of_file(): return SCALE", names)
     monkeypatch.setitem(globals(), "of_file", names["of_file"])
-    reader = Reader("layer", module := layer(("scaling=self.scaling", "scaling=of_file()")))
+    reader = Reader("layer", module := layer(("scaling=self.scaling", "scaling=of_file()")), [])
     names["SCALE"] = 2.0
     assert reader.options(module)["scaling"] == 2.0
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...attention.unobserved import unobserved
 from .accounting import Code, LoadedGlobal, Unknown, is_plain
-from .library import MISSING, own_class, whole_shape
+from .library import MISSING, Keywords, own_class, whole_shape
 from .probe import ProbeSchedule
 from .rotary_function import rotary_of
-from .symbolic_trace import CASES, Case, Lookup, Trace, TracedOutput
+from .symbolic_trace import CASES, ROTATION, Case, Lookup, Trace, TracedOutput
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call, probe_tokenwise
 
@@ -35,12 +35,14 @@ class Source:
             linear layer, or a norm over all heads after a linear layer.
         rows: The index of the first feature of each head in the output of the chain.
         norm: The name of a norm over the d dims of each head; None if there is none.
+        is_rotated: Whether the heads are rotated.
         last: Whether the norm comes after the rotation; False without a norm or a rotation.
     """
 
     chain: tuple[str, ...]
     rows: tuple[int, ...]
     norm: str | None = None
+    is_rotated: bool = field(default=False, compare=False)
     last: bool = False
 
 
@@ -59,19 +61,26 @@ class Reading:
             with one slice for each query head: the name of the parameter.
         passes_keywords: Whether further keywords of the forward are passed on to the attention
             function.
+        options: The constant keywords that the forward passes to the attention function, in
+            training (True) and in evaluation (False).
+        lookups: The attributes that the forward looked up.
+        loaded_globals: The globals that the code of the forward names.
     """
 
     sources: dict[str, Source]
     head_dim: int
-    rotary: dict[str, Any] | None
+    rotary: Keywords | None
     output: str
     per_head: dict[str, str]
     passes_keywords: bool
+    options: dict[bool, Keywords] = field(compare=False)
+    lookups: Collection[Lookup] = field(compare=False)
+    loaded_globals: Collection[LoadedGlobal] = field(compare=False)
 
     @property
-    def heads(self) -> dict[str, int]:
-        """Return the numbers of heads of "q", "k" and "v"."""
-        return {kind: len(source.rows) for kind, source in self.sources.items()}
+    def heads(self) -> tuple[int, int]:
+        """Return the numbers of query heads and KV heads."""
+        return len(self.sources["q"].rows), len(self.sources["k"].rows)
 
     @property
     def children(self) -> dict[str, tuple[str, ...]]:
@@ -104,24 +113,6 @@ class Reading:
                 return rows_by_kind
         return None
 
-
-@dataclass(frozen=True)
-class Read:
-    """A reading with the attributes and globals that it depends on.
-
-    Attributes:
-        reading: What the layer's forward computes.
-        options: The constant keywords that the forward passes to the attention function, in
-            training (True) and in evaluation (False).
-        lookups: The attributes that the forward looked up.
-        loaded_globals: The globals that the code of the forward names.
-    """
-
-    reading: Reading
-    options: dict[bool, dict[str, Any]]
-    lookups: list[Lookup]
-    loaded_globals: list[LoadedGlobal]
-
     def changed(self, module: Any) -> list[str]:
         """Return the names of the attributes and globals that have other values for ``module``.
 
@@ -144,51 +135,45 @@ class Reader:
             reader shares that reading. Otherwise, this reader is added to the list.
 
     Attributes:
-        read: The reading, with the attributes and globals that it depends on.
+        reading: What the layer's forward computes.
         probes: The schedule of probes, which layers with the same reading share.
 
     Raises:
         Unknown: if the computation of the layer's forward can't be determined.
     """
 
-    def __init__(self, where: str, module: Any, known: list[Reader] | None = None):
-        known = [] if known is None else known
+    def __init__(self, where: str, module: Any, known: list[Reader]):
         self.where, self._form, self.probes = where, _form(module), ProbeSchedule()
-        self.read: Read
+        self.reading: Reading
         # Layers that are alike are traced and probed only once.
         for reader in known:
-            if reader._form == self._form and not reader.read.changed(module):
-                self.read, self.probes = reader.read, reader.probes
+            if reader._form == self._form and not reader.reading.changed(module):
+                self.reading, self.probes = reader.reading, reader.probes
                 return
-        self.read = _read(module)
+        self.reading = _read(module)
         known.append(self)
 
-    @property
-    def reading(self) -> Reading:
-        """Return what the layer's forward computes."""
-        return self.read.reading
-
-    def options(self, module: Any) -> dict[str, Any]:
+    def options(self, module: Any) -> Keywords:
         """Return the current keywords of the attention function; called in each call of the layer.
 
         Raises:
             RuntimeError: on this rank, if the layer's computation has changed since `enable`.
         """
-        if changes := self.read.changed(module):  # guard: read again where something changed
+        if changes := self.reading.changed(module):  # guard: read again where something changed
             now, reason = None, ""
             try:
                 now = _read(module)
             except Unknown as error:
                 reason = f" ({error})"
-            if now is None or now.reading != self.reading:
+            if now is None or now != self.reading:
                 names = ", ".join(dict.fromkeys(changes))
                 raise RuntimeError(
                     f"{self.where}: {type(module).__name__} computes something else since {names} "
                     f"changed{reason}; call ds_sp_overlap.enable again"
                 )
-            self.read = now
+            self.reading = now
         parameters = {key: getattr(module, name) for key, name in self.reading.per_head.items()}
-        return {**self.read.options[module.training], **parameters}
+        return {**self.reading.options[module.training], **parameters}
 
 
 def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
@@ -216,7 +201,7 @@ def _form(module: Any) -> tuple:
     return parts, {name: whole_shape(parameter) for name, parameter in module.named_parameters()}
 
 
-def _read(module: Any) -> Read:
+def _read(module: Any) -> Reading:
     """Determine the `Reading` of a layer on the CPU; raise Unknown for any error.
 
     Preserves torch's random state.
@@ -233,8 +218,8 @@ def _read(module: Any) -> Read:
         raise Unknown(f"its forward computes what is not known here ({message})") from error
 
 
-def _read_cases(module: Any) -> Read:
-    """Determine the `Reading` of a layer in every case, and collect the lookups of all cases.
+def _read_cases(module: Any) -> Reading:
+    """Determine the `Reading` of a layer in every case, with the lookups of all cases.
 
     Raises:
         Unknown: if the cases don't all give the same reading.
@@ -242,7 +227,7 @@ def _read_cases(module: Any) -> Read:
     code, keywords = Code(own_class(type(module))), set[str]()
     lookups: dict[Any, Lookup] = {}
     rotary = functools.cache(rotary_of)  # All cases call it with the same arguments.
-    first, options, is_optional = None, dict[bool, dict[str, Any]](), False
+    first, options, is_optional = None, dict[bool, Keywords](), False
     # The last case has no tables, so the forward may omit the rotation (`is_optional`). The case
     # has position_ids, so that a forward that computes tables from position_ids raises Unknown.
     for case in [*CASES, Case(True, True, True, gives_tables=False)]:
@@ -255,7 +240,8 @@ def _read_cases(module: Any) -> Read:
             if case.gives_tables:
                 raise
             break  # This forward always rotates: it fails to unpack None into cos and sin.
-        reading, of_case = trace.reading(rotary)
+        reading = trace.reading(rotary)
+        of_case = reading.options[case.training]
         first = first or reading
         is_optional = not case.gives_tables and reading.rotary is None
         if is_optional:
@@ -270,11 +256,12 @@ def _read_cases(module: Any) -> Read:
         # Later cases also pass a keyword for each identifier among the strings in the code.
         keywords |= code.words - trace.options.keys()
     assert first is not None
+    first = dataclasses.replace(first, options=options, lookups=lookups.values())
     if is_optional and first.rotary is not None:
         first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
     for name in sorted({source.norm for source in first.sources.values() if source.norm}):
         probe_tokenwise(name, getattr(module, name), first.head_dim)
-    return Read(first, options, list(lookups.values()), list(code.loaded_globals.values()))
+    return first
 
 
 class _Interpreted(Trace):
@@ -288,8 +275,8 @@ class _Interpreted(Trace):
         covered: The rows of each projection that belong to a head of q, k or v.
     """
 
-    def reading(self, rotary_of: Callable) -> tuple[Reading, dict[str, Any]]:
-        """Return the reading of the forward, and the constant keywords of the attention function.
+    def reading(self, rotary_of: Callable) -> Reading:
+        """Return the reading of the forward, with the options of this case.
 
         Args:
             rotary_of: The function `rotary_function.rotary_of`, or a cached version.
@@ -297,20 +284,16 @@ class _Interpreted(Trace):
         Raises:
             Unknown: if a `Reading` can't express the computation.
         """
-        self.used, self.covered = set[str](), dict[str, set[int]]()
-        output = self._output()
-        heads = {"q": self.q, "k": self.k, "v": self.v}
-        sources, rotated = {}, []
-        for kind, x in heads.items():
-            sources[kind], is_rotated = self._source(x.transpose(1, 2))
-            if is_rotated:
-                rotated.append(kind)
+        self.used, self.covered = {ROTATION}, dict[str, set[int]]()
+        output, heads = self._output(), {"q": self.q, "k": self.k, "v": self.v}
+        sources = {kind: self._source(x.transpose(1, 2)) for kind, x in heads.items()}
+        rotated = [kind for kind, source in sources.items() if source.is_rotated]
         head_dims = {x.shape[-1] for x in heads.values()}
-        norms_last = {source.last for source in sources.values() if source.norm is not None}
+        norms_last = {source.last for source in sources.values() if source.norm}
         # `SelfAttention` rotates either both q and k or neither, applies both norms before or both
         # after the rotation, and does neither to v.
         alike = rotated in ([], ["q", "k"]) and len(head_dims) == 1 and len(norms_last) < 2
-        if not alike or sources["v"].norm is not None:
+        if not alike or sources["v"].norm:
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
         options = dict(self.options)
@@ -335,16 +318,17 @@ class _Interpreted(Trace):
             # An unused parameter or buffer could be used in another call.
             if name.split(".")[0] not in self.used:  # guard: all that learns is known
                 raise Unknown(f"its forward does nothing that is known here with {name}")
-        rotary = self._rotary(rotary_of) if rotated else None
-        reading = Reading(
+        return Reading(
             sources,
             self.q.shape[-1],
-            rotary,
+            self._rotary(rotary_of) if rotated else None,
             output=output,
             per_head=per_head,
             passes_keywords=any(passed),
+            options={self.training: constants},
+            lookups=self.lookups,
+            loaded_globals=self.code.loaded_globals.values(),
         )
-        return reading, constants
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
         """Raise Unknown if the forward calls its children otherwise than `SelfAttention` does.
@@ -368,7 +352,7 @@ class _Interpreted(Trace):
             if rows is not None and len(rows) < output.labels.shape[-1]:
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
-    def _rotary(self, rotary_of: Callable) -> dict[str, Any]:
+    def _rotary(self, rotary_of: Callable) -> Keywords:
         """Return the keywords of the layer's `Rotary`; raise Unknown if its calls differ."""
         found = []
         for call in self.rotations:
@@ -382,7 +366,8 @@ class _Interpreted(Trace):
         if any(other != first for other in found):
             raise Unknown("q and k are not alike")
         # The forward may also rotate part of a head by passing only these dims to the function.
-        narrow = any(output.labels.shape[-1] < self.q.shape[-1] for output in self.rotated)
+        widths = [x.labels.shape[-1] for x in self.outputs if x.name == ROTATION]
+        narrow = min(widths) < self.q.shape[-1]
         return {**first, "partial": first["partial"] or narrow}
 
     def _output(self) -> str:
@@ -403,23 +388,29 @@ class _Interpreted(Trace):
             raise Unknown(f"{last.name} is not given the output of attention as it is")
         return last.name
 
-    def _source(self, heads: Tensor) -> tuple[Source, bool]:
-        """Return how ``heads`` [b, s, h, d] are computed, and whether they are rotated."""
-        # Backwards from attention: a norm after the rotation, the rotation, a norm before it.
-        norm, heads = self._before_norm(heads)
-        rotation, heads = self._before(self.rotated, heads)
-        norm_is_last = norm is not None and rotation is not None
-        if norm is None:
-            norm, heads = self._before_norm(heads)
+    def _source(self, heads: Tensor) -> Source:
+        """Return how ``heads`` [b, s, h, d] are computed."""
+        # Backwards from attention: a norm, the rotation, or both in either order.
+        steps, size = list[str](), heads.shape[-1]
+        while True:
+            output = self._output_with(heads)
+            rows = output.rows_of(heads)
+            if rows is None:
+                break
+            self._check_step(output, rows, size)
+            steps.append(output.name)
+            heads = output.before(heads, rows)
+        norms, is_rotated = [name for name in steps if name != ROTATION], ROTATION in steps
+        if len(norms) > 1 or steps.count(ROTATION) > 1:
+            raise Unknown("its forward rotates or normalises q or k more than once")
         # The projection.
-        output = self._output_with(heads[0, 0, 0, 0])
         labels = output.labels.view(self.batch, self.seq, -1)
         first_rows = heads[0, 0, :, 0] - labels[0, 0, 0]
-        rows = first_rows[:, None] + torch.arange(heads.shape[-1])
         # All runs of d successive rows; a head that goes past the last row is none of them.
-        runs = labels.unfold(-1, heads.shape[-1], 1)
+        runs = labels.unfold(-1, size, 1)
         if not torch.equal(runs[:, :, first_rows % runs.shape[2]], heads):
             raise Unknown("a head is not d successive rows of one projection, at its own token")
+        rows = first_rows[:, None] + torch.arange(size)
         self.covered.setdefault(output.name, set()).update(rows.flatten().tolist())
         # The modules between the hidden states and the projection.
         chain = [output]
@@ -429,55 +420,39 @@ class _Interpreted(Trace):
                 raise Unknown(f"{chain[0].name} is not given the hidden states as they are")
             chain[:0] = earlier
         names = tuple(part.name for part in chain)
-        self.used.update(names)
-        source = Source(names, tuple(first_rows.tolist()), norm, norm_is_last)
-        return source, rotation is not None
+        if ROTATION in names:
+            raise Unknown("its forward rotates more than heads of q and k")
+        self.used.update(names, norms)
+        is_last, norm = is_rotated and steps[:1] == norms, norms[0] if norms else None
+        return Source(names, tuple(first_rows.tolist()), norm, is_rotated, is_last)
 
-    def _output_with(self, label: Tensor) -> TracedOutput:
-        """Return the output of a child that contains ``label``; raise Unknown if none does."""
+    def _output_with(self, heads: Tensor) -> TracedOutput:
+        """Return the output that contains the first of ``heads``; raise Unknown if none does."""
         for output in self.outputs:
-            if (output.labels == label).any():
+            if (output.labels == heads[0, 0, 0, 0]).any():
                 return output
         raise Unknown("its forward computes with q, k or v what is not known here")
 
-    def _before_norm(self, heads: Tensor) -> tuple[str | None, Tensor]:
-        """Return the name of the norm whose output is ``heads`` [b, s, h, d], and its input.
+    def _check_step(self, output: TracedOutput, rows: Tensor, size: int) -> None:
+        """Check that an output with the shape of its input is a rotation, or a norm over each head.
 
-        Returns None and ``heads`` if they are not the output of a norm over each head.
+        Args:
+            output: The output.
+            rows: [b, s, h]. The row of ``output`` that each head is (`TracedOutput.rows_of`).
+            size: The head dim.
 
         Raises:
-            Unknown: if they are the output of a module that is no norm.
+            Unknown: if it is neither, or if heads of other tokens were rotated.
         """
-        output, before = self._before(self.outputs, heads)
-        if output is None:
-            return None, heads
-        norm, size = getattr(self.module, output.name), heads.shape[-1:]
-        alike = all(whole_shape(parameter) == size for parameter in norm.parameters())
+        if output.name == ROTATION:
+            # The dims before the last are the batch, then heads and sequence in either order.
+            shape, seq = output.labels.shape[:-1], self.seq
+            token = torch.unravel_index(rows, shape)[1 if shape[1] == seq else 2]
+            if (token != torch.arange(seq).view(1, -1, 1)).any():
+                raise Unknown("its forward rotates heads of other tokens")
+            return
+        norm = getattr(self.module, output.name)
+        alike = all(whole_shape(parameter) == (size,) for parameter in norm.parameters())
         is_norm = "norm" in type(norm).__name__.lower() and not any(norm.children())
-        if not alike or not is_norm or output.labels.shape[-1:] != size:
+        if not alike or not is_norm or output.labels.shape[-1] != size:
             raise Unknown(f"{output.name} is no norm that is alike for all heads")
-        self.used.add(output.name)
-        return output.name, before
-
-    def _before(
-        self, outputs: list[TracedOutput], heads: Tensor
-    ) -> tuple[TracedOutput | None, Tensor]:
-        """Return the output that contains the first dims of ``heads`` [b, s, h, d], and its input.
-
-        The input has the other dims of ``heads`` appended. Returns None and ``heads`` if there is
-        no such output.
-
-        Raises:
-            Unknown: if heads of other tokens were rotated.
-        """
-        for output in outputs:
-            if (rows := output.rows_of(heads)) is None:
-                continue
-            if not output.name:
-                # The dims before the last are the batch, then heads and sequence in either order.
-                shape, seq = output.labels.shape[:-1], self.seq
-                token = torch.unravel_index(rows, shape)[1 if shape[1] == seq else 2]
-                if (token != torch.arange(seq).view(1, -1, 1)).any():
-                    raise Unknown("its forward rotates heads of other tokens")
-            return output, output.before(heads, rows)
-        return None, heads

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 _Result = TypeVar("_Result")
 
+# Keyword arguments of a call, by name.
+Keywords = dict[str, Any]
+
 # The "value" of an attribute or a global that does not exist.
 MISSING: Any = object()
 

@@ -85,7 +85,7 @@ def _describe_difference(own: Tensor, driven: Tensor) -> str:
         return " overflows in one of the two alone"
     own, driven = own.where(finite, 0), driven.where(finite, 0)
     error, size = (own - driven).double().norm(), own.double().norm()
-    relative = float(error / size) if size else float(error)
+    relative = float(error / (size or 1))
     # Allow fp32 rounding even for fp64 tensors, since norms may compute in fp32.
     rounding = max(256 * torch.finfo(torch.float32).eps, 4 * torch.finfo(own.dtype).eps)
     # Under autocast, hidden states may be fp32 while products are rounded to a narrower dtype.

@@ -17,39 +17,42 @@ from torch import Tensor
 
 from ...rotary import Rotary
 from .accounting import Accounting, free_primes
+from .library import Keywords
+
+CosSin = tuple[Tensor, Tensor]
 
 # The following functions turn position embeddings, [b, s, d_rot] or [b, s, d_rot / 2], into
 # (cos, sin) [b, s, 1, d_rot].
 
 
-def as_given(tables: Any) -> tuple[Tensor, Tensor]:
+def as_given(tables: Any) -> CosSin:
     """Return (cos, sin) with their values as they are, and a dim for heads."""
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
 
-def backwards(tables: Any) -> tuple[Tensor, Tensor]:
+def backwards(tables: Any) -> CosSin:
     """Return the tables of a rotation by negative angles."""
     cos, sin = tables
     return as_given((cos, -sin))
 
 
-def half_twice(tables: Any) -> tuple[Tensor, Tensor]:
+def half_twice(tables: Any) -> CosSin:
     """Return each table followed by itself."""
     return as_given([torch.cat((table, table), -1) for table in tables])
 
 
-def each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+def each_twice(tables: Any) -> CosSin:
     """Return tables with each entry repeated: a, a, b, b, .."""
     return as_given([table.repeat_interleave(2, -1) for table in tables])
 
 
-def first_half_each_twice(tables: Any) -> tuple[Tensor, Tensor]:
+def first_half_each_twice(tables: Any) -> CosSin:
     """Return tables with each entry of the first half repeated: a, a, b, b, .."""
     return each_twice(tuple(table[..., : table.shape[-1] // 2] for table in tables))
 
 
-def of_complex(table: Any) -> tuple[Tensor, Tensor]:
+def of_complex(table: Any) -> CosSin:
     """Return real and imaginary part of a complex table, each entry repeated: a, a, b, b, .."""
     return each_twice((table.real, table.imag))
 
@@ -74,7 +77,7 @@ ARITHMETIC = (
 
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> dict[str, Any]:
+) -> Keywords:
     """Return the keywords of the `Rotary` that computes the same as a call of ``function``.
 
     Args:
@@ -93,7 +96,7 @@ def rotary_of(
     """
     call = _Call(functools.partial(function, **dict(kwargs)), args)
     # Assume that a function with both tables in one argument expects complex numbers.
-    possible = [of_complex] if Table.WHOLE in args else [*WIDE, *NARROW]
+    possible = (of_complex,) if Table.WHOLE in args else WIDE + NARROW
     # For each function of tables and order of dims, the first rounding with which results agree.
     fitting: dict[Any, str] = {}
     for tables, neighbours, rounding in product(possible, (False, True), ROUNDINGS):

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from .accounting import Accounting, Code, Unknown, free_primes, is_plain
-from .library import CACHES, MISSING, attention_functions, own_class, replaced
+from .library import CACHES, MISSING, Keywords, attention_functions, own_class, replaced
 from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
 # Arguments that layers ignore in training; `Driven` drops them.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
+# The name of the outputs of rotary functions; no child has this name.
+ROTATION = "rotation()"
 # An attribute that a forward looked up: its path, starting at the layer, and its value.
 Lookup = tuple[tuple[str, ...], Any]
 
@@ -60,7 +62,7 @@ class TracedOutput:
     """The labels that a stand-in returned.
 
     Attributes:
-        name: The name of the child that the stand-in replaces; empty for a rotary function.
+        name: The name of the child that the stand-in replaces; `ROTATION` for a rotary function.
         input: The labels that the stand-in was given.
         labels: The new labels that the stand-in returned.
     """
@@ -144,19 +146,18 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the object, or a proxy of the attribute."""
-        trace = self._trace
+        trace, path, is_layer = self._trace, self._path + (name,), not self._path
         with torch._C.DisableTorchFunction():
             value = getattr(self._value, name, MISSING)
         if value is MISSING:
             # Somebody may set the attribute before a later call.
-            trace.lookups.append(((*self._path, name), MISSING))
+            trace.lookups.append((path, MISSING))
             raise AttributeError(name)
-        is_layer = not self._path
         # Return the mode of the case, not the current mode of the layer.
         if is_layer and name == "training":
             return trace.training
         if is_layer and isinstance(value, nn.Module):
-            return ChildProxy(value, (name,), trace)
+            return ChildProxy(value, path, trace)
         function: Any = getattr(type(self._value), name, None)
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
             if function not in trace.code.functions:
@@ -166,10 +167,10 @@ class Proxy:
             return types.MethodType(function, self)
         # Record constants and tensors, which later calls compare.
         if is_plain(value) or isinstance(value, Tensor):
-            trace.lookups.append(((*self._path, name), value))
+            trace.lookups.append((path, value))
             return value
         # For any other object, a proxy records the lookups of its attributes.
-        return Proxy(value, (*self._path, name), trace)
+        return Proxy(value, path, trace)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._trace.fail(f"sets {name}")
@@ -177,7 +178,7 @@ class Proxy:
     def _class(self) -> Any:
         """Return the class of the object, and record the lookup."""
         kind = own_class(type(self._value))
-        self._trace.lookups.append(((*self._path, "__class__"), kind))
+        self._trace.lookups.append((self._path + ("__class__",), kind))
         return kind
 
     # For isinstance: a proxy of a layer is an instance of the layer's class.
@@ -266,10 +267,9 @@ class Trace(Accounting):
         position_ids: The `Opaque` that replaces the positions.
         further_keywords: The values of the further keywords that are passed, by name.
         widths: The number of output features of each child; None if the child doesn't have one.
-        outputs: The outputs of the children, in the order of their calls.
+        outputs: The outputs of children and of rotary functions, in the order of their calls.
         rotations: The calls of rotary functions: the function, its arguments in the form that
             `rotary_of` expects, and its keywords.
-        rotated: The outputs of the rotary functions.
         q, k, v: [b, h, s, d]. The arguments of the attention function.
         options: The keywords of the attention function.
         o: [b, s, h, d]. The labels that the attention function returned.
@@ -285,7 +285,6 @@ class Trace(Accounting):
         self.module, self.training, self.case, self.code = module, case.training, case, code
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
-        self.rotated: list[TracedOutput] = []
         kind = own_class(type(module))
         # The functions of the class that a call of a module runs.
         self.lookups: list[Lookup] = []
@@ -330,7 +329,7 @@ class Trace(Accounting):
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
 
-    def _arguments(self, forward: Callable, keywords: set[str]) -> dict[str, Any]:
+    def _arguments(self, forward: Callable, keywords: set[str]) -> Keywords:
         """Return the arguments of the forward in this case, by name.
 
         Raises:
@@ -338,7 +337,7 @@ class Trace(Accounting):
         """
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        known: dict[str, Any] = dict.fromkeys(UNUSED)
+        known: Keywords = dict.fromkeys(UNUSED)
         known |= dict(
             hidden_states=self.x,
             attention_mask=self.mask,
@@ -384,7 +383,7 @@ class Trace(Accounting):
                 argument = tables.get(id(argument), argument)
                 if isinstance(argument, Tensor):
                     labels.append(self.new_labels(*argument.shape))
-                    self.rotated.append(TracedOutput("", argument, labels[-1]))
+                    self.outputs.append(TracedOutput(ROTATION, argument, labels[-1]))
                     argument = tuple(sizes.get(size, size) for size in argument.shape)
                 recorded.append(argument)
         self.rotations.append((function, tuple(recorded), tuple(kwargs.items())))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.runtime.linear import without_hooks
 from ...attention.runtime.sharded import has_plain_parameters
 from .accounting import Unknown
 from .library import is_library_function, own_class, whole_shape
@@ -73,10 +74,8 @@ def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) 
     # (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
-    # Don't call the constructor, which would allocate weights as large as the module's own.
-    copy: Any = object.__new__(own_class(type(module)))
-    hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-    vars(copy).update({**vars(module), **hooks, "training": training})
+    copy = without_hooks(module)
+    copy.training = training
     # Parameters, buffers and children that are None stay None.
     for kind in ("_parameters", "_buffers", "_modules"):
         vars(copy)[kind] = dict(vars(module)[kind])
@@ -115,8 +114,8 @@ def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
     Raises:
         Unknown: if the module fails the check, or contains third-party code.
     """
-    where, norm = f"{name} ({type(module).__name__})", not any(True for _ in module.children())
-    if norm and any(True for _ in module.buffers()):
+    where, norm = f"{name} ({type(module).__name__})", not [*module.children()]
+    if norm and [*module.buffers()]:
         raise Unknown(f"{where} has more than parameters")
     _check_parts(name, module, norm)
     for training in (True, False):

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...attention.arguments import PerHead
 from ...attention.call_geometry import Tokens
 from ...attention.declared import UNKNOWN, AttentionFunction, declared
+from ...attention.mixer_heads import in_documents
 from ...attention.projected import ProjectedAttention
 from ...attention.runtime.linear import autocast
 from ...exchange.layout import Range
-from ..inspect.library import attention_functions, defined_in, replaced
+from ..inspect.library import Keywords, attention_functions, defined_in, replaced
 from ..layers import OverlapSettings
 from ..rebinding import Undo, rebind
 from ..sequence.masks import Pattern
@@ -109,11 +110,13 @@ def attention_of(name: str, module: Any) -> Callable | str:
     return f"{name}: {why}" if why else local_attention
 
 
-def with_queries_if_taken(module: Any, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``attend``, but hide its parameter ``queries`` if the layer needs all queries at once.
+def bound_attention(module: Any, **bound: Any) -> Callable[..., Tensor]:
+    """Return `local_attention` of a layer, with the keywords ``bound``.
 
-    `shares_of` looks for this parameter.
+    The result has no parameter ``queries`` if the layer needs all queries at once: `shares_of` looks
+    for this parameter.
     """
+    attend = functools.partial(local_attention, module, **bound)
     return (lambda *args, **kwargs: attend(*args, **kwargs)) if why_no_share(module) else attend
 
 
@@ -148,7 +151,7 @@ def local_attention(
     *,
     sequence: GlobalSequence,
     pattern: Pattern,
-    options: dict[str, Any],
+    options: Keywords,
     queries: Range | None = None,
     **per_head: Tensor,
 ) -> Tensor:
@@ -188,10 +191,7 @@ def local_attention(
         if known.documents is None:
             if known.takes_masks:
                 attention = functools.partial(_with_mask, attention, sequence, pattern.window)
-            documents = sequence.documents(pattern.chunk, queries)
-            if documents is None:
-                return attention(q, k, v)
-            return documents.attend(attention, q, k, v)
+            return in_documents(sequence.documents(pattern.chunk, queries), attention, q, k, v)
         if pattern.chunk is not None:
             raise ValueError(
                 f'{type(module).__name__}: "{module.config._attn_implementation}" has no attention '
@@ -215,7 +215,7 @@ def local_attention(
 def _call(
     function: Callable,
     module: Any,
-    options: dict[str, Any],
+    options: Keywords,
     *qkv: Tensor,
     mask: Any = None,
     **more: Any,
@@ -253,15 +253,13 @@ def _with_mask(
     return attention(q, k, v, mask=mask, is_causal=False)
 
 
-def _by_stock(
-    stock: Callable, module: Any, mask: Any, keywords: dict[str, Any], *qkv: Tensor
-) -> Tensor:
+def _by_stock(stock: Callable, module: Any, mask: Any, keywords: Keywords, *qkv: Tensor) -> Tensor:
     """Attend with stock Ulysses to q, k, v [b, s/P, h, d]; return o [b, s/P, h, d]."""
     o = stock(module, *[x.transpose(1, 2) for x in qkv], mask, **keywords)[0]
     return o.unflatten(-1, (qkv[0].shape[2], -1)) if o.dim() == 3 else o
 
 
-def _named(function: Callable, options: tuple) -> dict[str, Any]:
+def _named(function: Callable, options: tuple) -> Keywords:
     """Return by name the options that were passed to an attention function by position.
 
     These are the arguments after the mask.
@@ -320,7 +318,7 @@ class Layer:
         return self._reference()
 
     def refuse_unhonoured(
-        self, options: dict[str, Any], sequence: GlobalSequence, pattern: Pattern
+        self, options: Keywords, sequence: GlobalSequence, pattern: Pattern
     ) -> None:
         """Raise an error if the attention function would compute something else than on one rank.
 
@@ -342,7 +340,7 @@ class Layer:
             )
         option = known.causal if isinstance(known.causal, str) else ""
         told = getattr(self.module, "is_causal", True), options.get(option)
-        if any(x is not None and not x for x in told):  # guard: causal whatever a layer asks
+        if False in told:  # guard: causal whatever a layer asks
             raise ValueError(
                 f"{self.name}: {kind} is told that its attention is not causal "
                 f"({option or 'is_causal'}=False); not supported here"
@@ -366,7 +364,7 @@ class Layer:
         heads: tuple[int, int],
         sequence: GlobalSequence,
         pattern: Pattern,
-        keywords: dict[str, Any],
+        keywords: Keywords,
     ) -> bool:
         """Return whether stock Ulysses computes this call correctly, so that a policy may time it.
 
@@ -413,7 +411,7 @@ class FunctionLayer(Layer):
             running.note(self.name, self.module)
         return own(*args, **kwargs)
 
-    def attend(self, stock: Callable, mask: Any, options: dict[str, Any], *qkv: Tensor) -> Tensor:
+    def attend(self, stock: Callable, mask: Any, options: Keywords, *qkv: Tensor) -> Tensor:
         """Attend over the global sequence. Collective.
 
         Args:
@@ -435,10 +433,7 @@ class FunctionLayer(Layer):
         if options.get("s_aux") is not None:
             per_head["s_aux"] = PerHead(options.pop("s_aux"))
         q = _scaled_by_position(module, q, sequence, rank=overlap.sp_group.rank)
-        local = functools.partial(
-            local_attention, module, sequence=sequence, pattern=pattern, options=options
-        )
-        attention = with_queries_if_taken(module, local)
+        attention = bound_attention(module, sequence=sequence, pattern=pattern, options=options)
         heads, baseline = (q.shape[2], k.shape[2]), None
         if self.has_baseline(q, heads, sequence, pattern=pattern, keywords=options_of_stock):
             baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
@@ -460,9 +455,9 @@ class FunctionLayer(Layer):
             The function that undoes this, for `disable`.
         """
         functions, implementation = attention_functions(), self.module.config._attn_implementation
-        if not isinstance(functions[implementation], Dispatch):
-            functions[implementation] = Dispatch(functions[implementation])
         dispatch, self.attention = functions[implementation], self.make_attention()
+        if not isinstance(dispatch, Dispatch):
+            dispatch = functions[implementation] = Dispatch(dispatch)
         dispatch.layers[self.module] = self
         undo_forward = rebind(self.module, self.forward, whole=False, of_copy=refuse_copy)
 

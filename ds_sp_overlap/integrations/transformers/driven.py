@@ -18,16 +18,11 @@ from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
 from ...rotary import Rotary
 from ..inspect.attention import Reader
-from ..inspect.library import CACHES
+from ..inspect.library import CACHES, Keywords
 from ..inspect.symbolic_trace import UNUSED
 from ..inspect.tokenwise import is_library_code
 from ..layers import OverlapSettings
-from .attention_function import (
-    Layer,
-    attention_of,
-    local_attention,
-    with_queries_if_taken,
-)
+from .attention_function import Layer, attention_of, bound_attention
 from .forward import Forwards
 from .modules import by_name, off_in_eval
 from .probe import refuse_difference
@@ -63,7 +58,7 @@ class Driven(Layer):
     ):
         super().__init__(name, module, forwards, overlap)
         self.reader, reading = reader, reader.reading
-        self.children, self.heads = reading.children, (reading.heads["q"], reading.heads["k"])
+        self.children, self.heads = reading.children, reading.heads
         # Cached, so that the same modules give the same Sequential in every call.
         self._joined = functools.lru_cache(maxsize=16)(_join)
         # Forwards that depend on input and weight only, so that backward may recompute them.
@@ -72,9 +67,7 @@ class Driven(Layer):
             if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
                 pure.add(type(norm).forward)
         self.block = SelfAttention(
-            local_attention=with_queries_if_taken(
-                module, functools.partial(local_attention, module)
-            ),
+            local_attention=bound_attention(module),
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=reading.head_dim,
@@ -93,7 +86,7 @@ class Driven(Layer):
         if self.block.may_window:
             forwards.fallible[name] = self
 
-    def _children(self) -> dict[str, Any]:
+    def _children(self) -> Keywords:
         """Return the layer's current submodules, as keyword arguments of `SelfAttention`.
 
         The user may have replaced submodules since `enable`, for instance by adapters.

@@ -321,7 +321,7 @@ def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on
 
 def checkpointed_alone(rank):
     """Return whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
-    with mock.patch.object(Masks, "for_attention", side_effect=NotImplementedError("went on")):
+    with mock.patch.object(Masks, "for_layers", side_effect=NotImplementedError("went on")):
         kind, message = on_one_rank(rank, later=False, kinds=(False, None))
     return [message] if "went on" in message else []
 

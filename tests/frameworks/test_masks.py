@@ -269,7 +269,7 @@ def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implem
     found = masks.Masks()
     found.placeholder((1, 4), SimpleNamespace(device=torch.device("cpu")))
     assert len(found._placeholders) == 1
-    with found.for_attention("the model", None, "one without masks"):
+    with found.for_layers("the model", None, "one without masks"):
         assert not found._placeholders
 
 

@@ -53,7 +53,7 @@ class Pattern:
 def read(function: Callable, seq: int) -> Pattern:
     """Return the pattern of a mask function of transformers, for a sequence of ``seq`` tokens.
 
-    `Masks.for_attention` calls this once for each mask that a model makes. Computes no mask. Layers
+    `Masks.for_layers` calls this once for each mask that a model makes. Computes no mask. Layers
     that declare themselves not causal were refused before (`modules.why_not`,
     `Layer.refuse_unhonoured`).
 
@@ -97,7 +97,7 @@ _FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_a
 def _documents_of(position_ids: Tensor) -> Tensor:
     """Return the index of each token's document [b, s/P], without waiting for the device.
 
-    Replaces a function of transformers while `Masks.for_attention` runs, because that function
+    Replaces a function of transformers while `Masks.for_layers` runs, because that function
     waits for the device. Attention does not use this result: it takes the documents from
     `positions.restarts`.
     """
@@ -136,7 +136,7 @@ class Masks:
         """Make a placeholder of ``shape``, which masks nothing; record its sequence and pattern.
 
         The weak reference lets the memory be freed but reserves its address (``_cdata``), so no
-        later mask is mistaken for this one. `for_attention` removes the entries of freed
+        later mask is mistaken for this one. `for_layers` removes the entries of freed
         placeholders.
         """
         mask = torch.ones((), dtype=torch.bool, device=sequence.device).expand(shape)
@@ -145,27 +145,12 @@ class Masks:
         return mask
 
     @contextlib.contextmanager
-    def for_recurrent(self, sequence: GlobalSequence) -> Iterator[None]:
-        """Give recurrent layers placeholders [b, s/P] while the body runs.
-
-        Args:
-            sequence: The global sequence of the forward that the body runs.
-        """
-
-        @torch.compiler.disable
-        def create_mask(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
-            return self.placeholder(inputs_embeds.shape[:2], sequence)
-
-        with contextlib.ExitStack() as stack:
-            for names in self.namespaces:
-                stack.enter_context(replaced(names, RECURRENT, create_mask))
-            yield
-
-    @contextlib.contextmanager
-    def for_attention(
+    def for_layers(
         self, where: str, sequence: GlobalSequence, implementation: str
     ) -> Iterator[None]:
-        """Give attention layers placeholders [b, 1, s/P, s/P] while the body runs.
+        """Give placeholders to layers while the body runs.
+
+        Placeholders are [b, 1, s/P, s/P] for attention layers, and [b, s/P] for recurrent layers.
 
         Args:
             where: The name of the model, for errors.
@@ -177,11 +162,13 @@ class Masks:
                 del self._placeholders[key]
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
-        # This version of transformers, or this implementation, uses no mask functions.
-        if implementation not in functions:
-            yield
-            return
-        config_ids, original = {id(config) for config in self.configs}, functions[implementation]
+        config_ids = {id(config) for config in self.configs}
+        # None if this version of transformers, or this implementation, uses no mask functions.
+        original = functions.get(implementation)
+
+        @torch.compiler.disable
+        def create_recurrent(config: Any, inputs_embeds: Tensor, *_: Any, **__: Any) -> Tensor:
+            return self.placeholder(inputs_embeds.shape[:2], sequence)
 
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +192,12 @@ class Masks:
                 sequence.mask_made = sequence.has_padding or not is_flash
             return self.placeholder(shape, sequence, pattern)
 
-        with replaced(functions._local_mapping, implementation, create_mask):
-            find_documents = replaced(vars(library), _FIND_DOCUMENTS, _documents_of)
-            with find_documents:  # guard: documents need no wait
-                yield
+        with contextlib.ExitStack() as stack:
+            for names in self.namespaces:
+                recurrent = replaced(names, RECURRENT, create_recurrent)
+                stack.enter_context(recurrent)  # guard: recurrent layers are told
+            if original is not None:
+                stack.enter_context(replaced(functions._local_mapping, implementation, create_mask))
+                find_documents = replaced(vars(library), _FIND_DOCUMENTS, _documents_of)
+                stack.enter_context(find_documents)  # guard: documents need no wait
+            yield

@@ -21,11 +21,11 @@ from ...attention.runtime import sharded
 from ...config import SpOverlapConfig
 from ...exchange.sp_group import SPGroup
 from ...exchange.streams import refuse_captured
-from ..inspect.library import CACHES
+from ..inspect.library import CACHES, Keywords, replaced
 from ..sequence.masks import Masks, Pattern
 from ..sequence.positions import DOCUMENTS, NO_GRAPH, TOKENS, GlobalSequence, Positions
 from .checkpoints import Checkpoints
-from .modules import Watched, by_name, first_of, off_in_eval
+from .modules import Watched, by_name, first_of, first_tokens, off_in_eval
 
 # Keywords that describe only the tokens of this rank.
 _LOCAL_KEYWORDS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -80,7 +80,7 @@ class Forwards:
         return self.running.sequence
 
     def of(
-        self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]
+        self, where: str, module: nn.Module, x: Tensor, mask: Any, kwargs: Keywords
     ) -> tuple[GlobalSequence, Pattern]:
         """Return the global sequence and the mask pattern of a layer's call.
 
@@ -150,7 +150,7 @@ class _Running(NamedTuple):
         self.ran[name] = module
 
 
-def given(arguments: dict[str, Any], names: Iterable[str]) -> Any:
+def given(arguments: Keywords, names: Iterable[str]) -> Any:
     """Return the first of these arguments that is not None; None if all are None."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
@@ -202,7 +202,7 @@ class Host:
         with (
             self._running(arguments) as sequence,
             self.checkpoints.keeping(),
-            masks.for_attention(self.name, sequence, implementation),
+            masks.for_layers(self.name, sequence, implementation),
         ):
             for name, layer in self.forwards.fallible.items():
                 layer.falls_back = name in sequence.fallbacks
@@ -214,9 +214,7 @@ class Host:
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence)
                 return own(**{**arguments, "attention_mask": mask})
-            recurrent = masks.for_recurrent(sequence)
-            with recurrent:  # guard: recurrent layers are told
-                return own(*args, **kwargs)
+            return own(*args, **kwargs)
 
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
@@ -231,7 +229,7 @@ class Host:
             )
 
     @contextlib.contextmanager
-    def _running(self, arguments: dict[str, Any]) -> Iterator[GlobalSequence]:
+    def _running(self, arguments: Keywords) -> Iterator[GlobalSequence]:
         """Gather the global sequence, and provide it while the body runs the forward. Collective.
 
         Raises:
@@ -248,17 +246,13 @@ class Host:
             names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
             told={key: x for key in DOCUMENTS if (x := arguments.get(key)) is not None},
         )
-        running, outer, hooks = _Running(self, sequence, {}, set()), forwards.running, []
-        for name, module in self.watched.suspects().items():
-            ran = functools.partial(running.note, name)
-            hooks.append(module.register_forward_pre_hook(ran))
-        forwards.running = running
-        try:
+        running = _Running(self, sequence, {}, set())
+        with contextlib.ExitStack() as stack:
+            for name, module in self.watched.suspects().items():
+                ran = functools.partial(running.note, name)
+                stack.enter_context(module.register_forward_pre_hook(ran))
+            stack.enter_context(replaced(vars(forwards), "running", running))
             yield sequence
-        finally:
-            forwards.running = outer
-            for hook in hooks:
-                hook.remove()
         if local := sorted(running.ran.keys() - running.attended):
             raise RuntimeError(
                 f"{first_of(local[0], running.ran[local[0]], len(local))} ran without an exchange, "
@@ -309,6 +303,4 @@ def run_with_largest_position(
     token, most = position_ids[..., :1], sequence.largest_position
     largest = torch.full_like(token, most)  # guard: the longest of all ranks
     tables = own(x, torch.cat([position_ids, largest], -1), *args, **kwargs)
-    if not isinstance(tables, tuple):
-        return tables[..., :-1, :].contiguous()
-    return tuple(table[..., :-1, :].contiguous() for table in tables)
+    return first_tokens(tables, -1)

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from ...attention.latent import LatentAttention, can_expand_rows, latents_pay
 from ..inspect.library import digest, replaced, source_of
-from ..layers import OverlapSettings, kind_of
+from ..layers import kind_of
 from .attention_function import FunctionLayer
-from .forward import Forwards
 from .modules import off_in_eval
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
@@ -104,12 +103,8 @@ class LatentLayer(FunctionLayer):
 
     falls_back = False
 
-    def __init__(self, name: str, module: Any, forwards: Forwards, overlap: OverlapSettings):
-        super().__init__(name, module, forwards, overlap)
-        self.code = _code_of(type(module))
-        forwards.fallible[name] = self
-
     def make_attention(self) -> LatentAttention:
+        self.code, self.forwards.fallible[self.name] = _code_of(type(self.module)), self
         runtime, nope_dim = self.overlap.runtime(self.name), self.module.qk_nope_head_dim
         return LatentAttention(runtime, lambda: getattr(self.module, PROJECTION), nope_dim)
 

@@ -123,12 +123,12 @@ class _Search:
         self.model, self.overlap, self.binds = model, overlap, binds
         self.forwards = Forwards(overlap.sp_group, overlap.config)
         self.named = dict(model.named_modules())
-        self.mixers: dict[str, nn.Module] = {}
+        self.mixers: modules.Named = {}
         for name, module in self.named.items():
             if mixers.mixer_of(module) and modules.models_around(name, self.named):
                 self.mixers[name] = module
         self.layers: list[FoundLayer] = []
-        self.hosted: dict[str, nn.Module] = {}
+        self.hosted: modules.Named = {}
         self.own_code = [*self.mixers]
         self.saving: set[nn.Module] = set()
         self.known: list[Reader] = []
@@ -139,21 +139,21 @@ class _Search:
         Raises:
             ValueError: if neither this package nor stock Ulysses can exchange for the layer.
         """
-        models = modules.models_around(name, self.named)
+        model = modules.model_around(name, self.named)
         # A layer of images or sound needs no exchange: it gets no ``bind``.
-        is_told = models and not modules.hides_arguments(models[0][1])
-        if is_told and not modules.takes_tokens(models[0][1]):
+        is_told = model is not None and not modules.hides_arguments(model)
+        if is_told and not modules.takes_tokens(model):
             lacks = "not of the sequence that is split"
             self.layers.append(FoundLayer(name, module, lacks=lacks))
             forward = functools.partial(modules.run_without_stock, module)
             self.binds[module] = functools.partial(rebind, module, forward, whole=False)
             return
-        if (reason := modules.why_not(name, module, models)) is not None:
+        if (reason := modules.why_not(name, module, model)) is not None:
             raise ValueError(
                 f"{name} ({type(module).__name__}): {reason}; not supported with sequence "
                 "parallelism"
             )
-        self._refuse_going_by_mask(name, models)
+        self._refuse_going_by_mask(name, model)
         # Only stock Ulysses can exchange for this layer.
         if (reason := modules.unfit(module.config._attn_implementation)) is not None:
             lacks = f"{reason}; DeepSpeed's exchanges stay"
@@ -173,19 +173,18 @@ class _Search:
         else:
             self._add_driven(name, module, reader, overlap)
         # Any of these models may be the outermost model that is called, and must then gather.
-        for at, outer in models:
+        for at, outer in modules.models_around(name, self.named).items():
             if modules.takes_tokens(outer):
                 self.hosted.setdefault(at, module)
 
-    def _refuse_going_by_mask(self, name: str, models: list[tuple[str, nn.Module]]) -> None:
+    def _refuse_going_by_mask(self, name: str, model: Any) -> None:
         """Raise ValueError if a module between a layer and its model compares the mask with None.
 
         Such a module would take a wrong branch: it is given a placeholder where transformers would
         give None.
         """
         around = name.rpartition(".")[0]
-        while models and around != models[0][0]:
-            module = self.named[around]
+        while model is not None and (module := self.named[around]) is not model:
             if modules.goes_by_mask(module):
                 raise ValueError(
                     f"{around} ({type(module).__name__}): its forward goes by attention_mask being "
@@ -252,7 +251,7 @@ class _Search:
             ValueError: if AutoTP cut a mixer.
         """
         for name, module in self.mixers.items():
-            (at, model), *outer = modules.models_around(name, self.named)
+            (at, model), *outer = modules.models_around(name, self.named).items()
             if outer and at not in self.hosted:
                 # A model with mixers only takes no position_ids; the outermost model takes them.
                 at, model = outer[-1]
@@ -343,7 +342,7 @@ def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, type[Mixe
     found: dict[str, list] = {}
     for module in model.modules():
         mixer = mixers.mixer_of(module)
-        if modules.is_attention(module) or (mixer is not None and mixer is not Cca):
+        if modules.is_attention(module) or mixer not in (None, Cca):
             found.setdefault(type(module).__name__, []).append((module, mixer))
     has_mixers = any(mixer for layers in found.values() for _, mixer in layers)
     return found if has_mixers else {}

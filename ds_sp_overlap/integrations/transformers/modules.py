@@ -20,6 +20,7 @@ from torch import nn
 
 from ..inspect.library import (
     CACHES,
+    Keywords,
     attention_functions,
     by_class,
     defined_in,
@@ -31,6 +32,9 @@ from ..inspect.library import (
 from ..rebinding import is_ours
 from ..sequence.positions import TOKENS
 from .registration import refusal_of
+
+# Modules of a model, by their names.
+Named = dict[str, nn.Module]
 
 # Parameters of a forward that only modules which mix tokens have.
 _SEQUENCE_ARGUMENTS = {
@@ -115,13 +119,13 @@ class Watched:
             which keeps no module alive.
     """
 
-    def __init__(self, model: nn.Module, bound: dict[str, nn.Module]):
+    def __init__(self, model: nn.Module, bound: Named):
         self.model, self.bound = model, bound
         self.kinds = {type(x) for x in bound.values() if not hasattr(x, "rope_type")}
         self.known = weakref.WeakSet(filter(self._needs_tokens_of_all, model.modules()))
 
     @torch._disable_dynamo
-    def suspects(self) -> dict[str, nn.Module]:
+    def suspects(self) -> Named:
         """Return the modules, by name, that may run without an exchange.
 
         These are modules whose forward is no longer the one that `enable` set, and modules that
@@ -189,7 +193,7 @@ def parameters_of(module: nn.Module) -> list[str]:
 
 # Dynamo would trace the cache of names, and warn of it.
 @torch._disable_dynamo
-def by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(module: nn.Module, args: tuple, kwargs: Keywords) -> Keywords:
     """Return the arguments of a call of a module's forward by name."""
     return {**dict(zip(parameters_of(module), args)), **kwargs}
 
@@ -205,6 +209,13 @@ def is_attention(kind: type[nn.Module]) -> bool:
     return any(x.__globals__.get(name, library) is library for x in using)
 
 
+def first_tokens(x: Any, stop: int) -> Any:
+    """Return the tokens up to ``stop`` of a tensor [.., s, d], or of each tensor of a tuple."""
+    if isinstance(x, (tuple, list)):
+        return tuple(first_tokens(table, stop) for table in x)
+    return x if x is None else x[..., :stop, :].contiguous()
+
+
 def mixes(module: nn.Module) -> bool:
     """Return whether a module seems to mix tokens, judged by the parameters of its forward."""
     if isinstance(module, nn.Embedding):
@@ -217,15 +228,20 @@ def pretrained() -> type:
     return sys.modules["transformers.modeling_utils"].PreTrainedModel
 
 
-def models_around(name: str, modules: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return names and modules of the transformers models around a module, innermost first."""
-    around = []
+def models_around(name: str, modules: Named) -> Named:
+    """Return the transformers models around a module by name, innermost first."""
+    around = {}
     # Around "a.b.c" are "a.b", "a", and the whole model, whose name is empty.
     while name:
         name, _, _ = name.rpartition(".")
         if isinstance(modules[name], pretrained()):
-            around.append((name, modules[name]))
+            around[name] = modules[name]
     return around
+
+
+def model_around(name: str, modules: Named) -> Any:
+    """Return the innermost transformers model around a module; None if there is none."""
+    return next(iter(models_around(name, modules).values()), None)
 
 
 @by_class
@@ -279,7 +295,7 @@ def refuse_prompts(model: nn.Module) -> None:
                 )
 
 
-def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]) -> None:
+def refuse_unexchanged(modules: Named, exchanged: Collection[str]) -> None:
     """Raise an error for a model in which tokens are mixed outside an exchange.
 
     Args:
@@ -292,22 +308,21 @@ def refuse_unexchanged(modules: dict[str, nn.Module], exchanged: Collection[str]
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
     # The innermost models around attention layers. Convolutions in other models are harmless.
-    around = (models_around(name, modules) for name in attention)
-    decoders = {models[0][1] for models in around if models}
+    decoders = {model_around(name, modules) for name in attention}
     # Decoder layers and whole models take masks and caches only to pass them to their children.
     library = sys.modules.get("transformers.modeling_layers")
     passing_on = getattr(library, "GradientCheckpointingLayer", ()), pretrained()
-    mixing: dict[str, nn.Module] = {}
+    mixing: Named = {}
     known = (*attention, *exchanged)
     inside_exchanged = tuple(f"{name}." for name in exchanged)
     # Inner modules come first, so that the error names the innermost module that mixes tokens.
     for name, module in reversed(modules.items()):
-        models = models_around(name, modules)
-        of_tokens = models and takes_tokens(models[0][1])
+        model = model_around(name, modules)
+        of_tokens = model is not None and takes_tokens(model)
         if not of_tokens or f"{name}.".startswith(inside_exchanged):
             continue
         if isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1:
-            if models[0][1] not in decoders:
+            if model not in decoders:
                 continue
             name = name.rpartition(".")[0]
         elif name in attention or isinstance(module, passing_on) or not mixes(module):
@@ -330,7 +345,7 @@ def first_of(name: str, module: nn.Module, count: int) -> str:
     return f"{name} ({type(module).__name__}{more})"
 
 
-def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str | None:
+def why_not(name: str, module: Any, model: Any) -> str | None:
     """Explain why neither this package nor stock Ulysses can exchange for a layer.
 
     Returns None if one of the two can.
@@ -338,7 +353,7 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
     Args:
         name: The layer's name.
         module: The layer.
-        models: Names and modules of the models around the layer, innermost first.
+        model: The innermost model around the layer; None if there is none.
     """
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:
@@ -358,12 +373,12 @@ def why_not(name: str, module: Any, models: list[tuple[str, nn.Module]]) -> str 
                 "Accelerate's context parallelism (cp_size) splits the sequence around it; "
                 "give sp_size, and no cp_size"
             )
-    if models and "position_ids" not in parameters_of(models[0][1]):
-        model = type(models[0][1]).__name__
-        if hides_arguments(models[0][1]):
+    if model is not None and "position_ids" not in parameters_of(model):
+        kind = type(model).__name__
+        if hides_arguments(model):
             return (
-                f"the forward of {model} takes *args, which don't tell whether it takes tokens; "
+                f"the forward of {kind} takes *args, which don't tell whether it takes tokens; "
                 "use functools.wraps in the wrapper around it"
             )
-        return f"{model} takes no position_ids and counts each rank's tokens from 0"
+        return f"{kind} takes no position_ids and counts each rank's tokens from 0"
     return None

@@ -25,9 +25,10 @@ from ...attention.runtime.linear import without_hooks
 from ...attention.unobserved import unobserved
 from ...exchange.modes import outside_modes
 from ...warn import by_rank
-from ..inspect.library import MISSING, in_registry, own_class, replaced
+from ..inspect.library import MISSING, Keywords, in_registry, own_class, replaced
 from ..inspect.probe import UNSEEN, first_difference
 from ..inspect.tensor_parallel import out_features
+from .modules import first_tokens
 
 # The largest number of tokens that are compared. With all tokens of a long sequence, the comparison
 # would need more memory than a training step.
@@ -89,9 +90,7 @@ def _stood_in(driven: Any) -> Iterator[None]:
 
 
 @outside_modes()
-def refuse_difference(
-    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
+def refuse_difference(driven: Any, own: Callable, arguments: Keywords, options: Keywords) -> None:
     """Compare a layer's own forward with its block. Collective; see `difference` for arguments.
 
     `Driven` calls this in the first call of one layer of each kind, before any exchange.
@@ -119,9 +118,7 @@ def refuse_difference(
         )
 
 
-def difference(
-    driven: Any, own: Callable, arguments: dict[str, Any], options: dict[str, Any]
-) -> str:
+def difference(driven: Any, own: Callable, arguments: Keywords, options: Keywords) -> str:
     """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
     Instead of attention, the own forward gets a random o, which is also the input of the block's
@@ -136,9 +133,9 @@ def difference(
     Returns:
         The first difference, in words; empty if there is none.
     """
-    x = _first_tokens(arguments["hidden_states"])
-    tables = _first_tokens(arguments.get("position_embeddings"))
-    o, theirs, own_options = x, list[Tensor](), dict[str, Any]()
+    x = first_tokens(arguments["hidden_states"], TOKENS)
+    tables = first_tokens(arguments.get("position_embeddings"), TOKENS)
+    o, theirs, own_options = x, list[Tensor](), Keywords()
 
     def made_up(
         _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **more: Any
@@ -173,13 +170,6 @@ def difference(
         if not is_same:
             return f"attention's {name} is {own_options.get(name)}, not {value}"
     return text
-
-
-def _first_tokens(x: Any) -> Any:
-    """Return the first `TOKENS` of a tensor [.., s, d], or of each tensor of a tuple."""
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_first_tokens, x))
-    return x if x is None else x[..., :TOKENS, :]
 
 
 def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor:

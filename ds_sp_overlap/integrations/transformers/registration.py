@@ -61,12 +61,10 @@ def install() -> None:
             arguments = bound.arguments
             size = dist.get_world_size(arguments["process_group"])
             heads, kv_heads = arguments["attn_head_count"], arguments["kv_head_count"]
-            # DeepSpeed supports these counts, so the error has another reason.
-            if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
-                raise
             reason = str(error)
-        # Run the constructor again, with counts that it supports. Only stock's own exchange needs
-        # the attributes that are now wrong. Then set the true counts.
+        # Run the constructor again, with counts that it supports. It raises an error again that has
+        # another reason. Only stock's own exchange needs the attributes that are now wrong. Then set
+        # the true counts.
         arguments["attn_head_count"] = arguments["kv_head_count"] = size
         original_init(*bound.args, **bound.kwargs)
         stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads

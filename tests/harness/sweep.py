@@ -50,25 +50,25 @@ class Double(TorchFunctionMode):
 
 @contextlib.contextmanager
 def in_double():
-    shape, exact, rotary_of = InputModules.shape, Rotary._exact, attention.rotary_of
+    shape, rotate, rotary_of = InputModules.shape, Rotary.rotate, attention.rotary_of
 
     def read(*args):  # runs outside of modes, with the usual rounding
-        with mock.patch.object(Rotary, "_exact", exact):
+        with mock.patch.object(Rotary, "rotate", rotate):
             return rotary_of(*args)
 
-    def in_backward_too(*args, **kwargs):  # backward recomputes norms, without PyTorch's modes
-        with Double():
-            return shape(*args, **kwargs)
+    def in_backward_too(function):  # backward recomputes norms and rotates back, without PyTorch's modes
+        def run(*args, **kwargs):
+            with Double():
+                return function(*args, **kwargs)
 
-    def in_backward(rotary, x):
-        return x.double() if rotary.rounding == "fp32" else x
+        return run
 
     torch.set_default_dtype(torch.float64)
     try:
         with (
             Double(),
-            mock.patch.object(InputModules, "shape", in_backward_too),
-            mock.patch.object(Rotary, "_exact", in_backward),
+            mock.patch.object(InputModules, "shape", in_backward_too(shape)),
+            mock.patch.object(Rotary, "rotate", in_backward_too(rotate)),
             mock.patch.object(attention, "rotary_of", read),
         ):
             yield

@@ -170,6 +170,11 @@ class SpOverlapConfig(_Section):
         return self.window is not None and "checkpointing" not in self.model_fields_set
 
     @property
+    def saves_attention(self) -> bool:
+        """Return whether to save attention over checkpoints, over all of them or where possible."""
+        return self.checkpointing != "recompute" or self.keeps_where_possible
+
+    @property
     def times_groups(self) -> bool:
         """Return whether timing chooses G; with a window, only if the section says "auto" for G."""
         is_asked = self.window is None or "head_groups" in self.model_fields_set

@@ -12,14 +12,12 @@ from ..config import SpOverlapConfig
 from ..exchange.copy_engines import CopyEngine
 from ..exchange.geometry import Geometry, shares_for
 from ..exchange.shares import QueryChunks
+from ..exchange.sp_group import SPGroup
 from ..warn import warn_once
 from .arguments import PerHead, takes
 from .layer import LayerRuntime
 
 make_geometry = lru_cache(maxsize=4096)(Geometry)
-# Tells users why copy engines can't run where ranks share query heads: the parts of an exchange may
-# then be equal on one rank and unequal on another.
-EQUAL_PARTS = 'sp_overlap.transport "copy_engine" moves equal parts only'
 
 
 class Tokens(NamedTuple):
@@ -42,8 +40,8 @@ def geometry_of(
     x: Tensor,
     all_heads: tuple[int, int],
     tokens: Tokens,
-    extra: tuple,
     attend: Callable[..., Any] | str,
+    extra: tuple = (),
 ) -> Geometry:
     """Return the geometry of a call, with the default number of head groups.
 
@@ -54,9 +52,9 @@ def geometry_of(
         x: A tensor of the call, [b, s/P, ..] or [s/P, b, ..]; its shape gives ``b`` and ``s/P``.
         all_heads: ``h`` and ``h_kv``.
         tokens: The tokens of the call.
+        attend: The local attention; or, if all queries are needed at once, a text that says why.
         extra: Arguments of the local attention beside q, k and v. A tensor that may have a slice
             for each head of a rank makes the layer run in one head group.
-        attend: The local attention; or, if all queries are needed at once, a text that says why.
 
     Raises:
         ValueError: for a `PerHead` that lacks slices, for ``tokens`` that don't fit ``x``, or for
@@ -70,10 +68,7 @@ def geometry_of(
     # Cached, so that the signature of the attention is read once a layer and not in every call.
     chosen = layer.shares_and_groups.get(all_heads)
     if chosen is None:
-        # The config does not name the transport if the caller passed a `CopyEngine` object.
-        if isinstance(sp_group.transport, CopyEngine):
-            attend = EQUAL_PARTS
-        shares = shares_of(layer.config, sp_group.size, heads, kv_heads, attend)
+        shares = shares_of(layer.config, sp_group, heads, kv_heads, attend)
         parts = max(1, sp_group.size // shares)
         groups = layer.config.groups_for(heads, parts, layer.windowed)
         chosen = layer.shares_and_groups[all_heads] = shares, groups
@@ -106,7 +101,7 @@ def geometry_of(
 
 def shares_of(
     config: SpOverlapConfig,
-    sp_size: int,
+    sp_group: SPGroup,
     heads: int,
     kv_heads: int,
     attend: Callable[..., Any] | str,
@@ -115,7 +110,7 @@ def shares_of(
 
     Args:
         config: The ``sp_overlap`` section.
-        sp_size: ``P``.
+        sp_group: The sp group.
         heads: ``h``.
         kv_heads: ``h_kv``.
         attend: The local attention; or, if all queries are needed at once, a text that says why.
@@ -124,14 +119,15 @@ def shares_of(
         ValueError: if the layer can't attend with a share of the queries, but the config asks for
             r > 1, or there are fewer heads than ranks.
     """
-    asked = config.shares
+    asked, sp_size = config.shares, sp_group.size
     shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked
     if shares == 1:
         return 1
     if isinstance(attend, str):
         lacks = attend
-    elif config.transport == "copy_engine":
-        lacks = EQUAL_PARTS
+    elif isinstance(sp_group.transport, CopyEngine):
+        # Parts of an exchange may be equal on one rank and unequal on another.
+        lacks = 'sp_overlap.transport "copy_engine" moves equal parts only'
     elif not takes(attend, "queries"):
         name = getattr(attend, "__qualname__", type(attend).__name__)
         lacks = (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config import SpOverlapConfig
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
+from .arguments import LocalAttention
 from .declared import config_for
 from .layer import LayerRuntime
 from .projected import ProjectedAttention
@@ -117,17 +118,11 @@ class DistributedAttention(nn.Module):
             ValueError: for tensors or lengths that don't fit together. In the layer's first call,
                 all ranks raise.
         """
-        tokens, arrive = self._attend.translate(
-            query, batch_dim_idx, rotary_pos_emb, sequence_lengths
-        )
-        return self._attend(
-            self.local_attn,
-            query,
-            key,
-            value,
-            args=args,
-            kwargs=kwargs,
-            tokens=tokens,
-            num_kv_heads=self.num_kv_heads,
-            arrive=arrive,
+        return self._attend.of_module(
+            self,
+            (query, key, value),
+            batch_dim_idx,
+            rotary_pos_emb=rotary_pos_emb,
+            local=LocalAttention(self.local_attn, args, kwargs),
+            sequence_lengths=sequence_lengths,
         )

@@ -119,32 +119,24 @@ class InputModules:
         # Kernels that can't rotate while they pack would be slower than PyTorch's rotation.
         return rope if ops.implementation(sp_group.kernels).folds else None
 
-    def rotation(self, position_embeddings: Any) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that rotates q or k by ``rope``; None without ``rope``.
+    def _rotated(self, heads: Tensor, position_embeddings: Any) -> Tensor:
+        """Rotate q or k by the caller's ``rope``.
 
-        The function raises ValueError if the caller's ``rope`` fails, or doesn't return a tensor of
-        the shape of its input.
+        Raises:
+            ValueError: if ``rope`` fails, or doesn't return a tensor of the shape of its input.
         """
-        rope = self.rope
-        if rope is None:
-            return None
-
-        def rotate(heads: Tensor) -> Tensor:
-            """Call the caller's ``rope``; raise ValueError if the result has another shape."""
-            try:
-                rotated = rope(heads, position_embeddings)
-            except (AttributeError, IndexError, TypeError) as error:
-                raise ValueError(f"{self.where}: rope= failed ({error}); {ROPE}") from error
-            if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
-                return rotated
-            got = type(rotated).__name__
-            if isinstance(rotated, Tensor):
-                got = f"a tensor {list(rotated.shape)}"
-            raise ValueError(
-                f"{self.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
-            )
-
-        return rotate
+        try:
+            rotated = self.rope(heads, position_embeddings)
+        except (AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.where}: rope= failed ({error}); {ROPE}") from error
+        if isinstance(rotated, Tensor) and rotated.shape == heads.shape:
+            return rotated
+        got = type(rotated).__name__
+        if isinstance(rotated, Tensor):
+            got = f"a tensor {list(rotated.shape)}"
+        raise ValueError(
+            f"{self.where}: rope= returned {got} for heads {list(heads.shape)}; {ROPE}"
+        )
 
     def tables(self, position_embeddings: Any) -> tuple[Tensor, ...] | None:
         """Return the tables (cos, sin) by which q and k are rotated.
@@ -220,10 +212,7 @@ class InputModules:
         return heads.movedim(0, 2) if ranks else heads
 
     def whole(
-        self,
-        call: Call,
-        x: Tensor,
-        rotate: Callable[[Tensor], Tensor] | None,
+        self, call: Call, x: Tensor, position_embeddings: Any
     ) -> Callable[[str, int], Tensor]:
         """Return a function that returns q, k or v of a head group, from projections called whole.
 
@@ -233,7 +222,7 @@ class InputModules:
         Args:
             call: The call.
             x: Hidden states, [b, s/P, m] or [s/P, b, m].
-            rotate: Rotates q or k; None for no rotation.
+            position_embeddings: The second argument of ``rope``.
         """
         cuts = self._cuts(call)
         rows, parts = cuts.rows, cuts.parts
@@ -256,8 +245,8 @@ class InputModules:
             norm = self.norms.get(kind)
             if norm is not None and not self.norm_last:
                 heads = norm(heads)
-            if rotate is not None and (kind, group) not in call.folded:
-                heads = rotate(heads)
+            if self.rope is not None and (kind, group) not in call.folded:
+                heads = self._rotated(heads, position_embeddings)
             return norm(heads) if norm is not None and self.norm_last else heads
 
         return project

@@ -20,7 +20,7 @@ over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,15 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..exchange.geometry import Geometry
-from .arguments import bind_arguments
-from .call_geometry import Tokens, geometry_of
+from .arguments import LocalAttention, PerHead
+from .call_geometry import Tokens
 from .layer import LayerRuntime
-from .projected import ProjectedAttention, types_of
-from .runtime.execution import Attend, Call
+from .projected import ProjectedAttention
 from .runtime.linear import call_through, can_split
-from .runtime.parts import cut
-from .runtime.slices import Ranges
 
 
 def latents_pay(sp_size: int, heads: int, latent: int, rotated: int, per_head: int) -> bool:
@@ -76,14 +72,7 @@ class LatentAttention(ProjectedAttention):
 
     @torch._disable_dynamo
     def __call__(
-        self,
-        local_attention: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
-        **how: Any,
+        self, local: LocalAttention, query: Tensor, key: Tensor, value: Tensor, **how: Any
     ) -> Tensor:
         """Attend over the global sequence.
 
@@ -91,12 +80,10 @@ class LatentAttention(ProjectedAttention):
         instance where an adapter changes the expansion; k and v are then exchanged as they are.
 
         Args:
-            local_attention: q, k, v, *args, **kwargs -> o; called once per head group.
+            local: The local attention; called once per head group.
             query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: The latent: as ``query``, with one head and the dim of the projection's input.
             value: The rotated key: as ``query``, with one head of d_rot.
-            args: More arguments for ``local_attention``.
-            kwargs: More keyword arguments for ``local_attention``.
             **how: ``tokens``; and for k and v of all heads, the other keyword arguments of
                 `ProjectedAttention`.
 
@@ -106,76 +93,39 @@ class LatentAttention(ProjectedAttention):
         Raises:
             ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
-        if key.shape[2] == query.shape[2]:
-            whole = ProjectedAttention.__call__
-            return whole(self, local_attention, query, key, value, args, kwargs, **how)
-        body = partial(self._of_latents, local_attention, args, kwargs or {}, how["tokens"])
         tensors = query, key, value
+        if key.shape[2] == query.shape[2]:
+            return ProjectedAttention.__call__(self, local, *tensors, **how)
+        body = partial(self._of_latents, local, how["tokens"])
         # Run inside of the projection's own call, so that ZeRO-3 has gathered the weight.
         return call_through([self.projection()], body, *tensors)  # guard: its weight is whole
 
-    def _of_latents(
-        self,
-        local_attention: Callable[..., Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        tokens: Tokens,
-        *tensors: Tensor,
-    ) -> Tensor:
+    def _of_latents(self, local: LocalAttention, tokens: Tokens, *tensors: Tensor) -> Tensor:
         """Run attention inside of the call of the projection, after the projection's pre-hooks."""
         weight: Any = self.projection().weight
-        geometry = partial(self._one_head, tensors, tokens, (*args, *kwargs.values()))
-        learned = "gradients of q, latent, rotated key and projection"
-        types = partial(types_of, tensors, (*tensors, weight), learned)
-        # The weight has this many rows for each head: d - d_rot of k, then d_v of v.
-        per_head = weight.shape[0] // tensors[0].shape[2]
-
-        def bind(call: Call) -> Attend:
-            own = [call.geometry.query_range(call.geometry.sp_rank, group) for group in call.groups]
-            parts: list[Ranges] = [((start * per_head, stop * per_head),) for start, stop in own]
-            rows = cut(weight, 0, parts)  # guard: rows of its heads
-            attend = bind_arguments(local_attention, args, kwargs, call)
-            return partial(self._expand, attend, rows, per_head)
-
-        return self.layer.run(geometry, types, tensors, partial(self.overlapped, bind, None))
-
-    def _one_head(self, tensors: Sequence[Tensor], tokens: Tokens, extra: tuple) -> Geometry:
-        """Return the geometry of a call; the latent counts as one KV head."""
-        _check(*tensors)
-        query, why = tensors[0], "latent attention needs all queries at once"
-        return geometry_of(self.layer, query, (query.shape[2], 1), tokens, extra, attend=why)
-
-    def _expand(
-        self,
-        attend: Attend,
-        rows: Sequence[Tensor],
-        per_head: int,
-        group: int,
-        q: Tensor,
-        latent: Tensor,
-        rotated: Tensor,
-    ) -> Tensor:
-        """Expand the latent to k and v of the group's heads on this rank, and attend.
-
-        See Note [Gradients of parts].
-        """
-        kv = F.linear(latent.squeeze(2), rows[group]).unflatten(-1, (-1, per_head))
-        k, v = kv.split([self.nope_dim, per_head - self.nope_dim], -1)
-        k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
-        return attend(group, q, k, v)
+        # The weight has equally many rows for each head: d - d_rot of k, then d_v of v.
+        rows = PerHead(weight.unflatten(0, (tensors[0].shape[2], -1)))
+        attend = partial(_expand, local.attention, self.nope_dim)
+        local = LocalAttention(attend, local.args, {**local.kwargs, "rows": rows})
+        return super().__call__(local, *tensors, tokens=tokens, one_head_dim=False)
 
 
-def _check(query: Tensor, latent: Tensor, rotated: Tensor) -> None:
-    """Raise ValueError unless q, latent and rotated key have matching shapes and one dtype."""
-    one_head = latent.shape[2] == rotated.shape[2] == 1
-    if not (query.shape[:2] == latent.shape[:2] == rotated.shape[:2] and one_head):
-        raise ValueError(
-            f"query, latent and rotated key don't belong together: query {list(query.shape)}, "
-            f"latent {list(latent.shape)}, rotated key {list(rotated.shape)}; give the latter "
-            "one head each"
-        )
-    if not query.dtype == latent.dtype == rotated.dtype:
-        raise ValueError(
-            f"query is {query.dtype}, latent {latent.dtype}, rotated key {rotated.dtype}; "
-            "give all one dtype"
-        )
+def _expand(
+    attend: Callable[..., Tensor],
+    nope_dim: int,
+    q: Tensor,
+    latent: Tensor,
+    rotated: Tensor,
+    *args: Any,
+    rows: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """Expand the latent to k and v of the group's heads on this rank, and attend.
+
+    See Note [Gradients of parts]. ``rows`` are the projection's rows for these heads.
+    """
+    # Copy the rows: autograd saves them, and a view would keep the weight that ZeRO-3 has gathered.
+    kv = F.linear(latent.squeeze(2), rows.flatten(0, 1).clone())
+    k, v = kv.unflatten(-1, (q.shape[2], -1)).tensor_split([nope_dim], -1)
+    k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
+    return attend(q, k, v, *args, **kwargs)

@@ -140,7 +140,7 @@ class LayerRuntime:
     ) -> Any:
         """Run a call, with the number of head groups that the policy chooses.
 
-        Collective whenever `call`, `Calls.count` or `Policy.trial` is collective.
+        Collective whenever `compare`, `Calls.count` or `Policy.trial` is collective.
 
         Args:
             geometry_of_call: Returns the geometry.
@@ -156,18 +156,19 @@ class LayerRuntime:
         Raises:
             RuntimeError: if a CUDA graph is being captured that can't hold the call; or if
                 `Calls.count` finds that the ranks called different layers.
-            ValueError: if the arguments don't fit or the ranks differ, see `call`.
+            ValueError: if the arguments don't fit or the ranks differ, see `compare`; or if the
+                layer can't run by its schedule.
         """
         if self._no_graph:
             self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
-        call = self.call(geometry_of_call, types)
-        # Read the device after `call`: if a rank's input is no tensor, `call` raises on all ranks.
+        geometry, checked = self.compare(geometry_of_call, types)
+        # Read the device now: if a rank's input is no tensor, `compare` raises on all ranks.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
             self.refuse_graph("exchanges by gloo")
         self.sp_group.calls.count(self.sp_group, self._name_of_calls, inputs[0].device)
-        policy, geometry, run = self.policy, call.geometry, None
+        policy, run = self.policy, None
         # The baseline is stock attention, which needs a query head for each rank.
         has_baseline = baseline is not None and geometry.heads >= geometry.sp_size
         least = 1
@@ -187,9 +188,11 @@ class LayerRuntime:
             assert baseline is not None and run is not None
             return run.end(baseline(*run.inputs))
         if candidate != geometry.groups:
-            call = self._call_of(geometry.in_groups(candidate), call.checked)
-        call.window = self.config.window_of(candidate)
-        call.begin(inputs[0])
+            geometry = geometry.in_groups(candidate)
+        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
+        call = Call(
+            self.sp_group, geometry, schedule, where=self.where, x=inputs[0], checked=checked
+        )
         return body(call, *inputs) if run is None else run.end(body(call, *run.inputs))
 
     def refuse_graph(self, what: str) -> None:
@@ -242,11 +245,14 @@ class LayerRuntime:
             )
         return self._reads_o.setdefault(kind, any(reads for reads, _ in answers))
 
-    def call(self, geometry_of_call: FindGeometry, types: FindTypes) -> Call:
-        """Compare the ranks if needed, and make the `Call`; the arguments are those of `run`.
+    def compare(self, geometry_of_call: FindGeometry, types: FindTypes) -> tuple[Geometry, bool]:
+        """Compare the ranks if needed; the arguments are those of `run`.
 
         Collective in the layer's first call, and with ``sp_overlap.check`` in every call. See
         Note [Agreement of the ranks].
+
+        Returns:
+            The geometry of the call, and whether to check all its exchanges.
 
         Raises:
             ValueError: in a collective call, on all ranks, if ``geometry_of_call`` or ``types``
@@ -267,7 +273,7 @@ class LayerRuntime:
         geometry = geometry_of_call()
         if is_first and self.tells:
             self._tell(geometry)
-        return self._call_of(geometry, is_first and self.config.check)
+        return geometry, is_first and self.config.check
 
     def _tell(self, geometry: Geometry) -> None:
         """Log heads and head groups of the layer, once in a process for layers of one shape."""
@@ -282,11 +288,6 @@ class LayerRuntime:
             _told.add(what)
             inform(f"sp_overlap: {self.where}, and layers of one's own like it: {what}")
 
-    def _call_of(self, geometry: Geometry, checked: bool) -> Call:
-        """Make a `Call` with this geometry and its schedule; ``checked`` to check all exchanges."""
-        schedule = _checked(self.schedule, geometry.kinds, self.config.wgrad)
-        return Call(self.sp_group, geometry, schedule, self.where, checked=checked)
-
     def refuse(self, error: Exception) -> None:
         """Raise ``error``, on every rank if this is the layer's first call.
 
@@ -297,7 +298,7 @@ class LayerRuntime:
         def raising() -> NoReturn:
             raise error
 
-        self.call(raising, raising)
+        self.compare(raising, raising)
 
     def _comparable(self, geometry: Geometry, types: FindTypes) -> str:
         """Return a text that must be the same on all ranks.

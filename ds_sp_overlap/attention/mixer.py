@@ -85,6 +85,11 @@ class Projected:
             self._results.update(zip(source.names, results))
         return self._results.pop(name)
 
+    def give(self, given: dict[str, Tensor], names: Sequence[str]) -> None:
+        """Put the results called ``names`` into ``given``."""
+        for name in names:
+            given[name] = self(name)
+
 
 # The sections of a parameter's rows, in order. For each: the kind of its heads ("q", or "k" for the
 # heads of k and v), and the number of rows of each head.

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
 from ..schedule import Part
 from .mixer import Documents, Mixer, Projected, Sections
 from .runtime.execution import Call
-from .runtime.parts import cut, cut_heads, join_heads
-from .runtime.slices import Ranges
+from .runtime.parts import cut_heads, join_heads
 from .runtime.walk import Walk
 
 
@@ -55,17 +55,10 @@ def mix_by_heads(
             pieces.update(cut_heads(call, kind, projected(kind)))
         return pieces.pop((kind, group))
 
-    # For each parameter, a slice for each group: the rows of the group's heads on this rank.
-    slices: list[tuple[Tensor | None, ...]] = []
-    for parameter, sections in mixer.parameters():
-        if parameter is None:
-            slices.append((None,) * len(call.groups))
-        else:
-            rows = [_rows(call.geometry, group, sections) for group in call.groups]
-            slices.append(cut(parameter, 0, rows))
+    learned = mixer.parameters()
 
     def attend(group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = [of_groups[group] for of_groups in slices]
+        own = [_of_heads(call.geometry, group, *sections) for sections in learned]
 
         def mix(*xs: Tensor) -> Tensor:
             return mixer.mix(*xs, *own)
@@ -84,11 +77,15 @@ def in_documents(documents: Documents | None, mix: Callable[..., Tensor], *xs: T
     return mix(*xs) if documents is None else documents.attend(mix, *xs)
 
 
-def _rows(geometry: Geometry, group: int, sections: Sections) -> Ranges:
+def _of_heads(
+    geometry: Geometry, group: int, parameter: Tensor | None, sections: Sections
+) -> Tensor | None:
     """Return the rows of a parameter for the heads of a group on this rank.
 
     Where `with_kv` repeats a KV head for several query heads, its rows are repeated too.
     """
+    if parameter is None:
+        return None
     rows, first = [], 0
     for kind, size in sections:
         if kind == "q":
@@ -99,6 +96,6 @@ def _rows(geometry: Geometry, group: int, sections: Sections) -> Ranges:
             heads = [(start, stop)]
             if index is not None:
                 heads = [(start + offset, start + offset + 1) for offset in index]
-        rows += [(first + start * size, first + stop * size) for start, stop in heads]
+        rows += [parameter[first + start * size : first + stop * size] for start, stop in heads]
         first += count * size  # guard: rows of their own
-    return tuple(rows)
+    return torch.cat(rows)

@@ -77,19 +77,11 @@ class MixerLayer:
         Raises:
             ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
-        projection: Any = getattr(self.mixer.layer, self.mixer.split, None)
-        splits = projection is not None and can_split(projection)
-        modules = [projection] if splits else []
-
-        def body(call: Call, x: Tensor) -> Any:
-            """Run the mixer inside of the call of the projection that is computed in parts."""
-            return call_through(modules, partial(self._mix, call, splits, pieces, positions), x)
-
         return self.runtime.run(
             partial(self._geometry, hidden_states, pieces.lengths),
             partial(self._types, hidden_states),
             (hidden_states,),
-            body,
+            partial(self._called, pieces, positions),
         )
 
     def _geometry(self, hidden_states: Tensor, lengths: list[int]) -> Geometry:
@@ -106,9 +98,7 @@ class MixerLayer:
                 size, group.rank, tuple(lengths), batch, size, size, batch_first=True
             )
         counts, why = mixer.counts(), f"its {mixer.by_heads} needs all queries at once"
-        return geometry_of(
-            self.runtime, hidden_states, counts, Tokens(True, lengths), (), attend=why
-        )
+        return geometry_of(self.runtime, hidden_states, counts, Tokens(True, lengths), attend=why)
 
     def _types(self, hidden_states: Tensor) -> tuple:
         """Return further values that must be equal on all ranks; called after `_geometry`."""
@@ -142,6 +132,13 @@ class MixerLayer:
         )
         mixer.by_states = False
 
+    def _called(self, pieces: Pieces, positions: Tensor | None, call: Call, x: Tensor) -> Any:
+        """Run the mixer inside of the call of the projection that is computed in parts."""
+        projection: Any = getattr(self.mixer.layer, self.mixer.split, None)
+        splits = projection is not None and can_split(projection)
+        mix = partial(self._mix, call, splits, pieces, positions)
+        return call_through([projection] if splits else [], mix, x)
+
     def _mix(
         self, call: Call, splits: bool, pieces: Pieces, positions: Tensor | None, x: Tensor
     ) -> Any:
@@ -150,46 +147,37 @@ class MixerLayer:
         projected = of_heads = Projected(mixer.sources(splits), x)
         given = {} if positions is None else {"positions": positions}
         if mixer.convolve is not None:
-            y, beside = self._convolved(projected, pieces, call.checked)
-            given.update(beside)
+            y = self._convolved(call, projected, pieces, given)
             if mixer.by_heads:
                 of_heads = Projected(mixer.inputs(**given), y)
         elif mixer.by_states:
             y = projected("x")
-
-        def late() -> None:
-            given.update((name, projected(name)) for name in mixer.late)
-
+        late = partial(projected.give, given, mixer.late)
         if mixer.by_states:
-            y = self._by_states((y, *given.values()), pieces, call.checked, late)
+            y = self._by_states(call, (y, *given.values()), pieces, late)
         elif mixer.by_heads:
             y = mix_by_heads(call, mixer, of_heads, pieces.whole, late)
         return mixer.merge(y, **given)
 
     def _convolved(
-        self, projected: Projected, pieces: Pieces, checked: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Convolve x; return y and the results of ``beside``.
+        self, call: Call, projected: Projected, pieces: Pieces, given: dict[str, Tensor]
+    ) -> Tensor:
+        """Convolve x; put the results of ``beside`` into ``given``.
 
         The projections of ``beside`` hide the exchange of tokens.
         """
-        mixer, group, y = self.mixer, self.runtime.sp_group, projected("x")
+        mixer, y = self.mixer, projected("x")
         assert mixer.convolve is not None
-        (batch, tokens, width), lengths = y.shape, tuple(pieces.lengths)
-        layout = tail_layout(group.rank, lengths, mixer.reach(), batch=batch, width=width)
-        most = layout.sources.shapes[0][1]
-        exchange = Exchange(group, layout, self.runtime.where, "x", checked)
-        token = exchange.start(y[:, tokens - most :])
-        beside = {name: projected(name) for name in mixer.beside}
-        window = torch.cat([exchange.finish(token), y], 1)
-        y = in_documents(pieces.window, mixer.convolve, window)
-        return y[:, -tokens:], beside
+        beside = partial(projected.give, given, mixer.beside)
+        before = _tail(call, "x", y, lengths=pieces.lengths, reach=mixer.reach(), meanwhile=beside)
+        window = torch.cat([before, y], 1)
+        return in_documents(pieces.window, mixer.convolve, window)[:, -y.shape[1] :]
 
     def _by_states(
         self,
+        call: Call,
         tensors: Sequence[Tensor],
         pieces: Pieces,
-        checked: bool,
         meanwhile: Callable[[], None],
     ) -> Tensor:
         """Scan this rank's tokens and add ``read(H)`` of the earlier ranks, see Note [States].
@@ -198,14 +186,12 @@ class MixerLayer:
         """
         y, state, log_decay = self._scan(tensors, pieces)
         sent = torch.cat([state.float().flatten(2), log_decay[:, -1, :, None]], -1)
-        group, (batch, heads, width) = self.runtime.sp_group, sent.shape
         # Each rank receives the states of all earlier ranks; the last rank sends none.
-        lengths = (heads,) * group.size
-        layout = tail_layout(group.rank, lengths, sum(lengths), batch=batch, width=width)
-        exchange = Exchange(group, layout, self.runtime.where, "s", checked)
-        token = exchange.start(sent[:, : layout.sources.shapes[0][1]])
-        meanwhile()
-        earlier = _combined(exchange.finish(token), heads, pieces)
+        heads, size = sent.shape[1], call.sp_group.size
+        received = _tail(
+            call, "s", sent, lengths=[heads] * size, reach=heads * size, meanwhile=meanwhile
+        )
+        earlier = _combined(received, heads, pieces)
         scale = log_decay.exp()
         if pieces.reached is not None:  # guard: a document that begins lacks nothing
             scale = scale.masked_fill(~pieces.reached[..., None], 0)
@@ -243,6 +229,32 @@ class MixerLayer:
                 scan(*(x[row : row + 1, start:] for x in tensors))
                 of_rows[row] = finals[-1]
         return y, torch.cat([of_rows[row] for row in range(len(y))]), log_decay
+
+
+def _tail(
+    call: Call,
+    name: str,
+    x: Tensor,
+    lengths: Sequence[int],
+    reach: int,
+    meanwhile: Callable[[], None],
+) -> Tensor:
+    """Return the last ``reach`` rows before this rank's, from the earlier ranks.
+
+    Args:
+        call: The call.
+        name: Name of the exchange, for errors and logs.
+        x: [b, rows, width]. The rows of this rank.
+        lengths: The number of rows of every rank.
+        reach: The number of rows to receive; all rows of the earlier ranks if they have fewer.
+        meanwhile: Called while the rows travel.
+    """
+    batch, rows, width = x.shape
+    layout = tail_layout(call.sp_group.rank, tuple(lengths), reach, batch=batch, width=width)
+    exchange = Exchange(call.sp_group, layout, call.where, name, call.checked)
+    token = exchange.start(x[:, rows - layout.sources.shapes[0][1] :])
+    meanwhile()
+    return exchange.finish(token)
 
 
 def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:

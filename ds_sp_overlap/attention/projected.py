@@ -12,12 +12,15 @@ from torch import Tensor
 from ..exchange.geometry import Geometry
 from ..exchange.layout import Range
 from ..rotary import check_tables, rotate
-from .arguments import bind_arguments
+from .arguments import LocalAttention
 from .call_geometry import Tokens, geometry_of
 from .layer import LayerRuntime
-from .runtime.execution import Attend, Call
+from .runtime.execution import Call
 from .runtime.parts import cut_heads, join_heads
 from .runtime.walk import Arrive, Walk
+
+# Computes o from q, k and v without overlap.
+Baseline = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ProjectedAttention:
@@ -35,117 +38,109 @@ class ProjectedAttention:
     def __init__(self, layer: LayerRuntime):
         self.layer = layer
 
-    def translate(
+    def of_module(
         self,
-        query: Tensor,
+        module: Any,
+        qkv: tuple[Tensor, Tensor, Tensor],
         batch_dim_idx: Any,
         rotary_pos_emb: tuple[Tensor, Tensor] | None,
+        local: LocalAttention,
         sequence_lengths: list[int] | None,
-    ) -> tuple[Tokens, Arrive | None]:
-        """Translate the arguments of DeepSpeed's class; only this method reads DeepSpeed's indices.
+        baseline: Baseline | None = None,
+    ) -> Tensor:
+        """Attend for a ``DistributedAttention``; only this method reads DeepSpeed's indices.
+
+        Collective.
 
         Args:
-            query: [s/P, b, h, d] or [b, s/P, h, d].
+            module: The ``DistributedAttention``, DeepSpeed's or ours.
+            qkv: q, k and v, [s/P, b, h, d] or [b, s/P, h, d] each.
             batch_dim_idx: 0 or 1.
             rotary_pos_emb: (cos, sin), each [s, 1, 1, d_rot]; None without RoPE.
+            local: The local attention.
             sequence_lengths: Local sequence length of every rank; None if all are the same.
+            baseline: See `__call__`.
 
         Returns:
-            The arguments ``tokens`` and ``arrive`` of `__call__`.
+            The result of `__call__`.
 
         Raises:
-            ValueError: for another ``batch_dim_idx``, or tables of a wrong shape. In the layer's
-                first call, all ranks raise.
+            ValueError: for another ``batch_dim_idx``, tables of a wrong shape, or tensors that
+                don't fit. In the layer's first call, all ranks raise.
         """
-        if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
-            got = repr(batch_dim_idx)
-            if isinstance(batch_dim_idx, Tensor):
-                got = f"a tensor of shape {list(batch_dim_idx.shape)}"
-            self.layer.refuse(
-                ValueError(
+        arrive = None
+        try:
+            if isinstance(batch_dim_idx, (bool, Tensor)) or batch_dim_idx not in (0, 1):
+                got = repr(batch_dim_idx)
+                if isinstance(batch_dim_idx, Tensor):
+                    got = f"a tensor of shape {list(batch_dim_idx.shape)}"
+                raise ValueError(
                     f"batch_dim_idx must be 0 (batch first) or 1 (sequence first), got {got}"
                 )
-            )
-        tokens = Tokens(batch_dim_idx == 0, sequence_lengths)
-        if rotary_pos_emb is None:
-            return tokens, None
-        try:
-            check_tables(rotary_pos_emb, query.shape[-1], partial=True)
+            if rotary_pos_emb is not None:
+                check_tables(rotary_pos_emb, qkv[0].shape[-1], partial=True)
+                arrive = partial(_rotated, rotary_pos_emb, batch_dim_idx == 0)
         except ValueError as error:
             self.layer.refuse(error)
-        return tokens, partial(_rotated, *rotary_pos_emb, tokens.batch_first)
+        tokens, kv_heads = Tokens(batch_dim_idx == 0, sequence_lengths), module.num_kv_heads
+        return self(
+            local, *qkv, tokens=tokens, num_kv_heads=kv_heads, arrive=arrive, baseline=baseline
+        )
 
     @torch._disable_dynamo
     def __call__(
         self,
-        local_attention: Callable[..., Tensor],
+        local: LocalAttention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
         *,
         tokens: Tokens,
         num_kv_heads: int | None = None,
+        one_head_dim: bool = True,
         arrive: Arrive | None = None,
-        baseline: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        baseline: Baseline | None = None,
     ) -> Tensor:
         """Attend over the global sequence.
 
         Collective.
 
         Args:
-            local_attention: q, k, v, *args, **kwargs -> o, over the global sequence with this
-                rank's heads; called once per head group.
+            local: The local attention, over the global sequence with this rank's heads; called once
+                per head group. Its o may be 3-D, with heads and head dim flattened.
             query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: As ``query``, with h_kv heads.
             value: As ``key``; its head dim may differ.
-            args: More arguments for ``local_attention``.
-            kwargs: More keyword arguments for ``local_attention``.
             tokens: The layout of the tokens.
             num_kv_heads: The h_kv that ``key`` must have; None for no check.
+            one_head_dim: Whether ``query`` and ``key`` must have one head dim.
             arrive: Transforms q, k or v after its exchange (RoPE); None for no change.
             baseline: Computes o from q, k and v without overlap; the policy may choose to run the
                 baseline. None for no baseline.
 
         Returns:
             o in the layout of ``query``, with the head dim of the local attention's output; 3-D if
-            ``local_attention`` returns 3-D.
+            the local attention returns 3-D.
 
         Raises:
             ValueError: for tensors that don't fit. In the layer's first call, all ranks raise.
         """
-        kwargs = kwargs or {}
+        inputs = query, key, value
 
         def geometry() -> Geometry:
-            _check(query, key, value, num_kv_heads)
-            heads, extra = (query.shape[2], key.shape[2]), (*args, *kwargs.values())
-            return geometry_of(self.layer, query, heads, tokens, extra, attend=local_attention)
+            _check(query, key, value, num_kv_heads=num_kv_heads, one_head_dim=one_head_dim)
+            heads, attend = (query.shape[2], key.shape[2]), local.attention
+            return geometry_of(self.layer, query, heads, tokens, attend=attend, extra=local.extra)
 
-        inputs = query, key, value
-        types = partial(types_of, inputs, inputs, "gradients of q, k, v")
-        bind = partial(bind_arguments, local_attention, args, kwargs)
-        body = partial(self.overlapped, bind, arrive)
-        return self.layer.run(geometry, types, inputs, body, baseline)
+        body = partial(self._overlapped, local, arrive)
+        return self.layer.run(geometry, partial(_types, inputs, local), inputs, body, baseline)
 
-    def overlapped(
-        self, bind: Callable[[Call], Attend], arrive: Arrive | None, call: Call, *inputs: Tensor
+    def _overlapped(
+        self, local: LocalAttention, arrive: Arrive | None, call: Call, *inputs: Tensor
     ) -> Tensor:
-        """Run the forward in the order of the schedule; autograd runs the mirrored backward.
-
-        Args:
-            bind: Takes the call; returns the local attention. Its o may be 3-D, with heads and head
-                dim flattened.
-            arrive: Transforms q, k or v after its exchange (RoPE); None for no change.
-            call: The call.
-            *inputs: The tensors that travel as q, k and v, each with its own number of heads and
-                head dim.
-
-        Returns:
-            o in the layout of the first input; 3-D if the local attention returns 3-D.
-        """
+        """Run the forward in the order of the schedule; autograd runs the mirrored backward."""
         self.layer.warn_if_window_is_ignored()
-        walk = Walk(call, bind(call), arrive=arrive)
+        walk = Walk(call, local.bind(call.geometry), arrive=arrive)
         for kind, x in zip("qkv", inputs):
             walk.values |= cut_heads(call, kind, x)
         walk.run()
@@ -155,7 +150,7 @@ class ProjectedAttention:
 
 
 def _rotated(
-    cos: Tensor, sin: Tensor, batch_first: bool, kind: str, x: Tensor, queries: tuple[Range, ...]
+    tables: tuple[Tensor, Tensor], batch_first: bool, kind: str, x: Tensor, queries: Sequence[Range]
 ) -> Tensor:
     """Rotate q or k on arrival; return v unchanged.
 
@@ -163,6 +158,7 @@ def _rotated(
     """
     if kind == "v":
         return x
+    cos, sin = tables
     if kind == "q" and queries:  # guard: rotated by its own positions
         # Take the rows of the tables that belong to these queries, one range after another.
         cos = torch.cat([cos[start:stop] for start, stop in queries])
@@ -173,16 +169,17 @@ def _rotated(
     return rotate(x, cos, sin)
 
 
-def types_of(inputs: Sequence[Tensor], learned: Sequence[Tensor], words: str) -> tuple:
-    """Return dtype and head dims of ``inputs``, and which of ``learned`` need a gradient.
-
-    ``words`` describes ``learned`` in the error that ranks raise if they differ.
-    """
+def _types(inputs: Sequence[Tensor], local: LocalAttention) -> tuple:
+    """Return dtype and head dims of ``inputs``, and whether q, k, v and o need a gradient."""
+    learned = [*inputs, *local.arguments()]
     grads = [torch.is_grad_enabled() and x.requires_grad for x in learned]
-    return str(inputs[0].dtype), *[x.shape[3] for x in inputs], words, grads
+    head_dims = [x.shape[3] for x in inputs]
+    return str(inputs[0].dtype), head_dims, "gradients of q, k, v, o", grads[:3], any(grads)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) -> None:
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None, one_head_dim: bool
+) -> None:
     """Raise ValueError unless q, k and v have matching shapes and one dtype.
 
     The arguments are those of `ProjectedAttention.__call__`.
@@ -200,7 +197,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, num_kv_heads: int | None) 
     if (
         query.shape[:2] != key.shape[:2]
         or key.shape[:3] != value.shape[:3]
-        or query.shape[3] != key.shape[3]
+        or one_head_dim
+        and query.shape[3] != key.shape[3]
     ):
         raise ValueError(
             f"query, key and value don't belong together: {_shapes(query, key, value)}; give them "

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..autotune.policy import Policy
 from ..config import SpOverlapConfig
@@ -32,14 +31,13 @@ from ..exchange.shares import QueryChunks
 from ..exchange.sp_group import SPGroup
 from ..exchange.transport import Transport
 from ..schedule import by_head_groups, schedule_of
-from .arguments import ForAllHeads, PerHead, bind_arguments, modules_of, tensors_of
+from .arguments import LocalAttention
 from .call_geometry import Tokens, geometry_of
 from .declared import config_for
 from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule
 from .memory.checkpoint_cache import current_pass
-from .memory.recompute import LocalAttention
-from .runtime.execution import Attend, Call
+from .runtime.execution import Call
 from .runtime.linear import PLAIN, PURE, Plain, Pure, autocast, can_split, products_of, returned_by
 from .runtime.nodes import End
 from .runtime.parts import join_heads
@@ -196,22 +194,24 @@ class SelfAttention:
 
         The list holds all projections of q, k and v or none of them.
         """
+        inputs, output = self._split_ends()
+        split = list(self.inputs.projections) if inputs else []
+        return split + [self.o_proj] if output else split
+
+    def _split_ends(self) -> tuple[bool, bool]:
+        """Return whether q, k and v are projected part by part, and whether o is."""
         if not self.layer.config.projections:
-            return []
-        split = list(self.inputs.projections) if self.inputs.can_split() else []
-        return split + [self.o_proj] if can_split(self.o_proj, self.plain) else split
+            return False, False
+        return self.inputs.can_split(), can_split(self.o_proj, self.plain)
 
     def can_window(self) -> bool:
         """Return whether the layer, with its current modules, can run with a window."""
         # All projections must be split, since the backward of a window recomputes q, k and v.
-        split = self.split_projections()
-        return not self.falls_back and self.inputs.projections[0] in split and self.o_proj in split
+        return not self.falls_back and all(self._split_ends())
 
     def saves_over_checkpoints(self) -> bool:
         """Return whether the layer, with its current modules, saves attention over checkpoints."""
-        config = self.layer.config
-        is_asked = config.checkpointing != "recompute" or config.keeps_where_possible
-        return is_asked and self.can_window()
+        return self.layer.config.saves_attention and self.can_window()
 
     # Not `torch.compiler.disable`, which would import torch._dynamo here and take a second.
     @torch._disable_dynamo
@@ -249,60 +249,59 @@ class SelfAttention:
             ValueError: for arguments that don't fit. In the layer's first call, all ranks raise.
         """
         tokens = Tokens(self.batch_first, sequence_lengths, query_chunks)
+        local = LocalAttention(self.local_attention, args, kwargs)
         return self.layer.run(
-            partial(self._geometry, hidden_states, tokens, (*args, *kwargs.values())),
+            partial(self._geometry, hidden_states, tokens, local),
             partial(self._types, hidden_states, position_embeddings),
             (hidden_states,),
-            partial(self._overlapped, position_embeddings, args, kwargs),
+            partial(self._overlapped, position_embeddings, local),
             baseline,
         )
 
     def _overlapped(
-        self, position_embeddings: Any, args: tuple, kwargs: dict, call: Call, hidden_states: Tensor
+        self, position_embeddings: Any, local: LocalAttention, call: Call, hidden_states: Tensor
     ) -> Tensor:
-        """Run the layer in the order of its schedule; the arguments are those of `__call__`.
+        """Run the layer in the order of its schedule.
 
         With a window, the layer is one node of autograd (`_windowed`). Otherwise one node computes
         the projections of q, k and v part by part, or they are called whole. The output projection
         likewise has a node of its own or is called whole.
         """
         tables = self.inputs.tables(position_embeddings)
-        windowed = call.window is not None and tables is not None and self.can_window()
-        # A window computes all projections part by part.
-        split = [self.o_proj] if windowed else self.split_projections()
+        splits_inputs, splits_output = self._split_ends()
         # If a table needs a gradient, ``tables`` is None: call projections whole, so that autograd
         # sees the rotation.
-        if tables is None:
-            split, tables = [module for module in split if module is self.o_proj], ()
-        attend = bind_arguments(self.local_attention, args, kwargs, call)
+        splits_inputs = splits_inputs and tables is not None
+        attend = local.bind(call.geometry)
         ends: dict[str, End] = {}
         project = None
-        if windowed:
-            call.local = self.local_of(call, hidden_states, attend, args=args, kwargs=kwargs)
-            ends[""] = self._windowed(call, tables)
+        window = self.layer.config.window_of(call.geometry.groups)
+        if window is not None and splits_inputs and splits_output and not self.falls_back:
+            call.schedule = schedule_of(call.geometry, window, self.layer.config.wgrad)
+            call.local, call.attend, call.agree = local, attend, self.layer.agree_on_o
+            ends[""] = self._windowed(call, tables or ())
         else:
-            self._fold(call, hidden_states, position_embeddings, split)
-            if self.inputs.projections[0] in split:
-                ends["inputs"] = self._inputs(call, tables)
+            self.layer.warn_if_window_is_ignored()
+            self._fold_rotation(call, hidden_states, position_embeddings)
+            call.by_rank = self._by_rank(call, hidden_states, splits_inputs, splits_output)
+            if splits_inputs:
+                ends["inputs"] = self._inputs(call, tables or ())
             else:
-                rotate = self.inputs.rotation(position_embeddings)
-                project = self.inputs.whole(call, hidden_states, rotate)
-            if self.o_proj in split:
+                project = self.inputs.whole(call, hidden_states, position_embeddings)
+            if splits_output:
                 ends["output"] = self._output()
         walk = Walk(call, attend, project, ends=ends)
         y = walk.run(x=hidden_states)
-        if self.o_proj in split:
+        if splits_output:
             return returned_by(self.o_proj, self.plain, y)
         return self.o_proj(join_heads(call, walk.values).flatten(2))
 
-    def _fold(self, call: Call, x: Tensor, position_embeddings: Any, split: list) -> None:
-        """Fold the rotation into the packing kernels, and packing into GEMMs, where possible."""
-        self.layer.warn_if_window_is_ignored()
+    def _fold_rotation(self, call: Call, x: Tensor, position_embeddings: Any) -> None:
+        """Let the packing kernels rotate q and k, where possible."""
         rope = self.inputs.rope_in_kernels(self.layer.sp_group)
         if rope is not None and not call.geometry.cuts_tokens:
             dtype = autocast(x)[0].dtype
             call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
-        call.by_rank = self._by_rank(call, x, split)
 
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Return the projections of q, k and v as an `End`; ``tables`` rotate q and k."""
@@ -318,51 +317,22 @@ class SelfAttention:
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Set up a call that runs with a window; return all projections as one `End`.
 
-        Such a call does not use `_fold`: forward may exchange a tensor alone where backward
-        exchanges the recomputed tensor together with others, or the reverse.
+        In such a call no kernel rotates and no GEMM packs: forward may exchange a tensor alone where
+        backward exchanges the recomputed tensor together with others, or the reverse.
         """
         config = self.layer.config
-        call.schedule = schedule_of(call.geometry, call.window, config.wgrad)
         # A window reads the states of random generators on the host, which no CUDA graph records.
         self.layer.refuse_graph("sp_overlap.window and checkpointing")
-        if config.keeps_where_possible or config.checkpointing != "recompute":
+        if config.saves_attention:
             call.checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
-        call.offloads = config.checkpointing == "offload" or (
-            call.checkpoint is not None and call.checkpoint.cache.offloads
-        )
+        call.offloads = config.checkpointing == "offload"
+        # Local attention does not read the parameters of projections and norms.
+        around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
+        call.local.begin(call.geometry.seq_dim, self.layer.where, around)
         inputs, output, learned = self._inputs(call, tables), self._output(), call.local.learned
         names = inputs.names + output.names + tuple([("learned", i) for i in range(len(learned))])
         modules = inputs.modules + output.modules
         return End(modules, names, lambda: inputs.tensors() + output.tensors() + learned)
-
-    def local_of(
-        self, call: Call, x: Tensor, attend: Attend, args: tuple, kwargs: dict
-    ) -> LocalAttention:
-        """Return the `LocalAttention` of a call, for `memory.recompute`.
-
-        Args:
-            call: The call.
-            x: The layer's hidden states.
-            attend: The local attention of a head group.
-            args: Arguments of ``local_attention``; a tensor may be in a `PerHead` or `ForAllHeads`.
-            kwargs: Keyword arguments of ``local_attention``.
-        """
-        arguments = []
-        for leaf in tree_leaves((args, kwargs)):
-            tensor = leaf.tensor if isinstance(leaf, (ForAllHeads, PerHead)) else leaf
-            if isinstance(tensor, Tensor):
-                arguments.append(tensor)
-        # Local attention does not read the parameters of projections and norms.
-        around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
-        return LocalAttention(
-            attend,
-            arguments,
-            partial(tensors_of, self.local_attention, around),
-            modules=modules_of(self.local_attention),
-            agree=partial(self.layer.agree_on_o, (x.dtype, call.autocast["enabled"])),
-            seq_dim=call.geometry.seq_dim,
-            where=self.layer.where,
-        )
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
         """Project hidden states to q, k and v without any exchange.
@@ -380,44 +350,44 @@ class SelfAttention:
         batch, seq = x.shape[:2] if self.batch_first else (x.shape[1], x.shape[0])
         # A geometry of one rank, so that nothing is exchanged.
         geometry = Geometry(1, 0, (seq,), batch, self.heads, self.kv_heads, 1, self.batch_first)
-        call = Call(SPGroup(None), geometry, by_head_groups(geometry.kinds, True), self.layer.where)
-        project = self.inputs.whole(call, x, self.inputs.rotation(position_embeddings))
+        schedule = by_head_groups(geometry.kinds, True)
+        call = Call(SPGroup(None), geometry, schedule, where=self.layer.where, x=x)
+        project = self.inputs.whole(call, x, position_embeddings)
         return [project(kind, 0) for kind in "qkv"]
 
-    def _by_rank(self, call: Call, x: Tensor, split: list[nn.Module]) -> frozenset[str]:
+    def _by_rank(
+        self, call: Call, x: Tensor, splits_inputs: bool, splits_output: bool
+    ) -> frozenset[str]:
         """Return those of q, k, v and o that a batched GEMM writes in the send buffer's order.
 
         No kernel needs to pack these tensors (`slices.by_rank`). For o, the GEMM computes do. A
         tensor qualifies only if the slices of the weight for a group lie apart: a batched GEMM need
-        not copy the slices. ``split`` are the projections that are computed part by part.
+        not copy the slices. ``splits_inputs`` and ``splits_output`` are as in `_split_ends`.
         """
-        inputs, sliced, by_rank = self.inputs, call.geometry.in_slices, set()
+        sliced = call.geometry.in_slices
         # With ``first_rows``, a single strided view may not be able to hold the rows of a group.
-        if not sliced or inputs.first_rows is not None or batched_is_slow(x):
+        if not sliced or self.inputs.first_rows is not None or batched_is_slow(x):
             return frozenset()
-        for kind, (index, _) in inputs.of_kinds:
+        by_rank = sliced if splits_inputs else frozenset()
+        if call.rope_tables is not None:
             # The kernel that packs q and k also rotates them.
-            is_rotated = call.rope_tables is not None and kind in "qk"
-            if kind in sliced and not is_rotated and inputs.projections[index] in split:
-                by_rank.add(kind)
-        if "q" in sliced and self.o_proj in split:
-            by_rank.add("o")
-        return frozenset(by_rank)
+            by_rank -= {"q", "k"}
+        return by_rank | {"o"} if "q" in sliced and splits_output else by_rank
 
-    def _geometry(self, hidden: Tensor, tokens: Tokens, extra: tuple) -> Geometry:
+    def _geometry(self, hidden: Tensor, tokens: Tokens, local: LocalAttention) -> Geometry:
         """Return the geometry of a call, or raise ValueError for arguments that don't fit.
 
         Args:
             hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
             tokens: The tokens.
-            extra: The arguments of the local attention beside q, k and v.
+            local: The local attention.
         """
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden_states must be 3-D, [b, s/P, m] or [s/P, b, m], got {list(hidden.shape)}"
             )
-        heads, attend = (self.heads, self.kv_heads), self.local_attention
-        return geometry_of(self.layer, hidden, heads, tokens, extra, attend=attend)
+        heads, attend = (self.heads, self.kv_heads), local.attention
+        return geometry_of(self.layer, hidden, heads, tokens, attend=attend, extra=local.extra)
 
     def _types(self, hidden: Tensor, position_embeddings: Any) -> tuple:
         """Return further values that must be equal on all ranks.

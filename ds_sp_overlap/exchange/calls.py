@@ -19,8 +19,8 @@ class Calls:
 
     Ranks that call different layers may exchange tensors of equal shapes, and silently train wrong.
     So ranks compare the names of the layers that they call. A layer's first call is compared at
-    once (`LayerRuntime.call`). Later calls cost no waiting: a hash of the names of `EVERY` calls is
-    reduced over the ranks while the next `EVERY` calls are made.
+    once (`LayerRuntime.compare`). Later calls cost no waiting: a hash of the names of `EVERY` calls
+    is reduced over the ranks while the next `EVERY` calls are made.
 
     The last calls of a process are not compared. Ranks that make different numbers of calls fail in
     collectives that don't fit together.
@@ -32,7 +32,7 @@ class Calls:
     _of_groups: weakref.WeakKeyDictionary[Any, Calls] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
-        # The number of calls, and the number of layers that were called (`LayerRuntime.call`).
+        # The number of calls, and the number of layers that were called (`LayerRuntime.compare`).
         self.number = self.layers = 0
         # For each call that is not compared yet, the name of its layer.
         self.names: list[str] = []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention import drop_in
+from ..attention.arguments import LocalAttention
 from ..attention.declared import declared, undeclared
 from ..attention.layer import LayerRuntime
 from ..attention.projected import ProjectedAttention
@@ -217,17 +218,13 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
         def stock(*qkv: Tensor) -> Tensor:
             return own(*qkv, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
-        tokens, arrive = attend.translate(query, batch_dim_idx, rotary_pos_emb, sequence_lengths)
-        output = attend(
-            module.local_attn,
-            query,
-            key,
-            value=value,
-            args=args,
-            kwargs=kwargs,
-            tokens=tokens,
-            num_kv_heads=module.num_kv_heads,
-            arrive=arrive,
+        output = attend.of_module(
+            module,
+            (query, key, value),
+            batch_dim_idx,
+            rotary_pos_emb=rotary_pos_emb,
+            local=LocalAttention(module.local_attn, args, kwargs),
+            sequence_lengths=sequence_lengths,
             baseline=stock if comparable else None,
         )
         output_dims.add(output.dim())

@@ -94,7 +94,7 @@ class OverlapSettings(NamedTuple):
         See `shares_of` for arguments and errors. ``attend`` is the local attention; or the reason,
         in words, why local attention needs all queries at once.
         """
-        return shares_of(self.config, self.sp_group.size, heads, kv_heads, attend)
+        return shares_of(self.config, self.sp_group, heads, kv_heads, attend)
 
     def groups_for(
         self, heads: int, kv_heads: int, attend: Callable | str, windowed: bool = False

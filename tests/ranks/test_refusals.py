@@ -101,7 +101,7 @@ def test_other_scatter_and_gather_dimensions_are_refused(arguments, got):
     [
         ("batch", (2, 3), ("batch 2", "batch 3")),
         ("lengths", ((6, 6), (6, 5)), ("local sequence 6", "local sequence 5")),
-        ("head_dim", (8, 4), ("'torch.float64', 8", "'torch.float64', 4")),
+        ("head_dim", (8, 4), ("'torch.float64', [8, 8", "'torch.float64', [4, 4")),
         ("kv_heads", (4, 2), ("4 query and 4 KV heads", "4 query and 2 KV heads")),
         ("config", ({"head_groups": 1}, {"head_groups": 2}), ("1 head groups", "2 head groups")),
     ],

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.memory.recompute import LocalAttention, attend_once
+from ds_sp_overlap.attention.arguments import LocalAttention
+from ds_sp_overlap.attention.memory.recompute import attend_once
 from ds_sp_overlap.schedule import by_head_groups, order
 from tests.harness import layers, reference
 from tests.harness.cases import singles
@@ -488,7 +489,8 @@ def fused(q, k, v):
 def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_again):
     """The backward of a window runs under the autocast of forward, that of PyTorch under none."""
     heads = [torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    local = LocalAttention(attention, [], lambda: [], [], agree=lambda *_: False, seq_dim=1, where="layer")
+    local = LocalAttention(attention, (), {})
+    local.begin(seq_dim=1, where="layer", without=[])
     leaves, pieces = [x.clone().requires_grad_() for x in heads], lambda *heads: [attention(*heads)]
     with torch.autocast("cpu", torch.bfloat16):
         expected = attention(*leaves)

@@ -18,7 +18,7 @@ LEVELS = (
     ("config",),
     ("relayout", "profiling"),
     ("exchange",),
-    ("autotune",),
+    ("autotune", "attention.arguments"),
     ("attention.memory",),
     ("attention.runtime",),
     ("attention",),

@@ -178,15 +178,14 @@ def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(back
     sp_group = SPGroup(None, LoggingTransport(backend))
     on_streams(sp_group, backend)
     geometry = Geometry(sp_size=1, sp_rank=0, seq_lens=(3,), batch=2, heads=4, kv_heads=4, groups=2, batch_first=True)
-    call = Call(sp_group, geometry, by_head_groups(geometry.kinds), "layer")
+    x = torch.randn(2, 3, 2, 8)
+    call = Call(sp_group, geometry, by_head_groups(geometry.kinds), "layer", x)
 
     def attend(group, q, k, v):
         compute_waits.extend(line for line in backend.log if line.startswith("compute") and "gate" not in line)
         backend.log.clear()
         return q + k + v
 
-    x = torch.randn(2, 3, 2, 8)
-    call.begin(x)
     walk = Walk(call, attend, lambda kind, group: x)
     walk.run("inputs", "attention")
     before_attention = [f"compute waits for {sent}" for sent in ("q0", "q0 k0", "q0 k0 v0", "q0 k0 v0 qkv1")]

@@ -117,21 +117,19 @@ class CheckpointPass:
         outer, self._next_entry = self._outer.pop()
         _current.set(outer)
 
-    def put(
-        self, where: str, what: Any, offload: bool = False, shared: list[Tensor] | None = None
-    ) -> None:
+    def put(self, where: str, what: Any, offload: bool, shared: list[Tensor]) -> None:
         """Save a tree for the recompute of a call; called in forward.
 
         Args:
-            where: Name of the layer; empty for a nested checkpoint.
+            where: Name of the layer.
             what: A tree (dicts, lists) of tensors and other objects.
-            offload: Whether to offload the tensors.
+            offload: Whether the layer's config asks to offload the tensors.
             shared: Tensors that stay in device memory anyhow; their views are not offloaded.
         """
-        if offload:
+        if offload or self.cache.offloads:
             self.cache.register_as_most_recent()
             # Offloading a view of a tensor that stays would free no memory.
-            stay = set(map(storage_of, shared or ()))
+            stay = set(map(storage_of, shared))
             what = tree_map_only(
                 Tensor, lambda x: x if storage_of(x) in stay else OffloadedTensor(x), what
             )
@@ -178,16 +176,14 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
     Returns:
         A context manager for the forward, and one for recompute.
     """
-    outer = _current.get()
+    outer, cache, is_recompute = _current.get(), CheckpointCache(offloads), False
     if outer is not None and outer.is_recompute:
         # The outer checkpoint recomputes, so this forward of the nested checkpoint recomputes too.
-        cache = outer.take("")
-        return CheckpointPass(cache, True), CheckpointPass(cache, True)
-    cache = CheckpointCache(offloads)
-    # Save the cache for the next call of this function, in the recompute of the outer checkpoint.
-    if outer is not None:
-        outer.put("", cache)
-    return CheckpointPass(cache, False), CheckpointPass(cache, True)
+        cache, is_recompute = outer.take(""), True
+    elif outer is not None:
+        # Save the cache for the next call of this function, in the outer checkpoint's recompute.
+        outer.cache.entries.append(("", cache))
+    return CheckpointPass(cache, is_recompute), CheckpointPass(cache, True)
 
 
 def current_pass(where: str, where_possible: bool = False) -> CheckpointPass | None:

@@ -83,6 +83,5 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
     try:
         yield
     finally:
-        # In reverse, since a module may be in the list twice: its first mode is the original.
-        for module, mode in zip(reversed(modules), reversed(before)):
+        for module, mode in zip(modules, before):
             module.training = mode  # guard: in the mode of now

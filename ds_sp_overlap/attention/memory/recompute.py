@@ -21,72 +21,23 @@ fills.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from ..arguments import LocalAttention
 from .forward_state import Random, drawing_again, in_modes
 from .saved_views import SavedViews
 
 # q, k, v -> pieces of o, for successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
-
-
-@dataclass
-class LocalAttention:
-    """Describes the local attention of one call.
-
-    Attributes:
-        attend: Computes o of a head group from the group's number and its q, k and v.
-        arguments: The tensors among the arguments beside q, k and v.
-        held: Returns the tensors that the attention holds now, as far as they can be found.
-        modules: The modules that the attention is or holds, as far as they can be found.
-        agree: `LayerRuntime.agree_on_o` for this call: takes ``reads_o`` and ``foreign``, returns
-            whether o is exchanged again in backward.
-        seq_dim: The dimension of the sequence in q, k, v and o.
-        where: Name of the layer, for errors.
-        tensors: ``arguments`` and the result of ``held`` at the start of the call. Their memory
-            stays in use anyhow.
-        training: For each of ``modules``, whether it was in training mode at the start of the call.
-        learned: All tensors of ``arguments``, and all parameters of ``modules``, that require a
-            gradient.
-    """
-
-    attend: Callable[..., Any]
-    arguments: list[Tensor]
-    held: Callable[[], list[Tensor]]
-    modules: list[nn.Module]
-    agree: Callable[[bool, str], bool]
-    seq_dim: int
-    where: str
-
-    def __post_init__(self) -> None:
-        self.tensors = [*self.arguments, *self.held()]
-        self._begun = _versions(self.tensors)
-        self.training = [module.training for module in self.modules]
-        # Compare by identity, since a parameter may also be given as an argument.
-        may_learn = set(map(id, self.arguments))
-        for module in self.modules:
-            may_learn.update(map(id, module.parameters(recurse=False)))
-        learned = {id(x): x for x in self.tensors if x.requires_grad and id(x) in may_learn}
-        self.learned = list(learned.values())
-
-    def is_as_begun(self) -> bool:
-        """Return whether attention holds the tensors that it held at the start, all unchanged."""
-        # ``tensors`` keeps the first tensors alive, so no newer tensor has the id of one of them.
-        return _versions([*self.arguments, *self.held()]) == self._begun
-
-
-def _versions(tensors: list[Tensor]) -> list[tuple[int, int | None]]:
-    """Return the id of each tensor and its version, which an in-place change increases.
-
-    The version is None for tensors that were made in inference mode.
-    """
-    return [(id(x), None if x.is_inference() else x._version) for x in tensors]
+# The gradient edges of o, and of each of q, k and v; None for a tensor that needs no gradient.
+Graph = tuple[GradientEdge | None, list[GradientEdge | None]]
 
 
 class _Source(torch.autograd.Function):
@@ -115,8 +66,7 @@ class Attended:
 
     Attributes:
         needs: For each of q, k and v, whether it needs a gradient.
-        edges: The gradient edge of o; and for each of q, k and v its gradient edge, or None if it
-            needs no gradient. ``edges`` is None if backward recomputes attention.
+        edges: The graph of attention; None if backward recomputes attention.
         views: The hooks of the graph; in backward, they replace each name by its tensor.
         foreign: A description of a tensor that needs a gradient through attention but is not in
             `LocalAttention.learned`; empty for none.
@@ -126,7 +76,7 @@ class Attended:
     """
 
     needs: Sequence[bool]
-    edges: tuple[GradientEdge, list[GradientEdge | None]] | None
+    edges: Graph | None
     views: SavedViews
     foreign: str
     before: Random | None
@@ -166,23 +116,20 @@ class Attended:
             RuntimeError: if attention must be recomputed, but a tensor that it reads beside q, k
                 and v was changed in place or replaced since forward.
         """
-        if self.edges is None or not self.views.put(heads, o, saved, do):
-            return self._recompute(attend, heads, do, local)
-        o_edge, edges = self.edges
-        # The graph holds names and no tensors, so keeping it for another backward costs nothing.
+        graph = self.edges
+        if graph is None or not self.views.put(heads, o, saved, do):
+            graph = self._recompute(attend, heads, local)
+        # The graph of forward holds names and no tensors, so keeping it for another backward costs
+        # nothing.
         try:
-            return _gradients(o_edge, edges, do, learned=local.learned, retain_graph=True)
+            return _gradients(*graph, do, learned=local.learned, retain_graph=graph is self.edges)
         finally:
             self.views.tensors.clear()
 
     def _recompute(
-        self,
-        attend: AttendGroup,
-        heads: Sequence[Tensor],
-        do: Tensor,
-        local: LocalAttention,
-    ) -> list[Tensor | None]:
-        """Recompute attention under autograd and run its backward; arguments as for `backward`."""
+        self, attend: AttendGroup, heads: Sequence[Tensor], local: LocalAttention
+    ) -> Graph:
+        """Recompute attention under autograd; arguments as for `backward`."""
         if not (self.changes or local.is_as_begun()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
@@ -198,15 +145,11 @@ class Attended:
         modes = in_modes(local.modules, local.training)
         with drawing_again(self.before), modes, torch.enable_grad(), hooks:
             o = join_pieces(attend(*sources), local.seq_dim)
-        del sources, heads
-        if not o.requires_grad:
-            # o depends on no tensor that needs a gradient.
-            return [None] * (len(edges) + len(local.learned))
-        return _gradients(o, edges, do, learned=local.learned)
+        return get_gradient_edge(o) if o.requires_grad else None, edges
 
 
 def _gradients(
-    o: Any,
+    o: GradientEdge | None,
     edges: Sequence[GradientEdge | None],
     do: Tensor,
     learned: Sequence[Tensor],
@@ -214,26 +157,24 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients for ``edges``, then those of ``learned``; None for no gradient.
 
-    ``o`` is the output or its gradient edge. Hooks on ``learned`` are not called. Autocast is off,
-    as in PyTorch's own backward: the graph has the casts of forward.
+    ``o`` is the gradient edge of the output, or None if no gradient is needed. Hooks on ``learned``
+    are not called. Autocast is off, as in PyTorch's own backward: the graph has the casts of
+    forward.
     """
     # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
     inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
-    if not inputs:
+    if o is None or not inputs:
         return [None] * len(wanted)
-    hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in learned if x._backward_hooks]
-    # Autograd calls the hooks later, with the sum over the groups.
-    for active, _ in hooks:
-        active.clear()  # guard: hooks run once
-    try:
-        with torch.autocast(do.device.type, enabled=False):
-            gradients = torch.autograd.grad(
-                [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
-            )
-    finally:
-        for active, registered in hooks:
-            active.update(registered)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(do.device.type, enabled=False))
+        # Autograd calls the hooks later, with the sum over the groups.
+        for hooks in filter(None, (x._backward_hooks for x in learned)):
+            stack.callback(hooks.update, dict(hooks))
+            hooks.clear()  # guard: hooks run once
+        gradients = torch.autograd.grad(
+            [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
+        )
     remaining = iter(gradients)
     return [next(remaining) if is_wanted else None for is_wanted in wanted]
 

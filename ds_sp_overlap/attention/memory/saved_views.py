@@ -64,7 +64,8 @@ class SavedViews:
         # not known yet, and the share MAX_SAVED beside o.
         self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
-        self._pieces: list[tuple[int, tuple[int, ...]]] = []
+        self._lengths: list[int] = []
+        self._strides_of_o: list[tuple[int, ...]] = []
         self.saved: list[Tensor] = []
         self.views: list[_View] = []
         self.tensors: dict[str | int, Tensor] = {}
@@ -103,7 +104,8 @@ class SavedViews:
         # The storage alone doesn't identify o: attention may cut o out of a larger tensor.
         for index, x in enumerate(pieces):
             names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
-            self._pieces.append((x.shape[self._seq_dim], x.stride()))
+            self._lengths.append(x.shape[self._seq_dim])
+            self._strides_of_o.append(x.stride())
         for x in self.saved:
             place = storage_of(x), x.numel(), int(x.storage_offset())
             source: str | int | None
@@ -141,9 +143,8 @@ class SavedViews:
         if self.read_o:
             if o is None or o.dtype != do.dtype:
                 return False
-            lengths = [length for length, _ in self._pieces]
-            for index, piece in enumerate(o.split(lengths, self._seq_dim)):
-                strides = self._pieces[index][1]
+            ranges = o.split(self._lengths, self._seq_dim)
+            for index, (piece, strides) in enumerate(zip(ranges, self._strides_of_o)):
                 # The graph holds views of o, which expect the strides of forward.
                 if piece.stride() != strides:
                     piece = o.new_empty_strided(piece.shape, strides).copy_(piece)

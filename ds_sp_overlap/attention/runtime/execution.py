@@ -12,9 +12,10 @@ from torch import Tensor
 from ...exchange.geometry import Geometry
 from ...exchange.sp_group import SPGroup
 from ...schedule import Exchanged, Part, Schedule
+from ..arguments import LocalAttention
 from ..memory.checkpoint_cache import CheckpointPass
 from ..memory.forward_state import autocast_of
-from ..memory.recompute import Attended, LocalAttention, join_pieces
+from ..memory.recompute import Attended, join_pieces
 from .slices import cut_ranges
 
 # The local attention of a call: (group, q, k, v) -> o. The group is an index; q, k, v are [.., ..,
@@ -26,6 +27,9 @@ Attend = Callable[..., Any]
 class Call:
     """Holds the state that all steps of one call of a layer share.
 
+    Args:
+        x: A tensor on the device of the call.
+
     Attributes:
         sp_group: The sp group.
         geometry: The heads and tokens of each rank.
@@ -36,15 +40,16 @@ class Call:
         in_flight: The transfer in flight of each exchange.
         by_rank: Those of "q", "k", "v" and "o" whose local tensor has a dimension for the ranks
             when it is exchanged alone (`Geometry.exchange`).
-        window: The limit on head groups in memory at a time; None for no limit.
         rope_tables: (cos, sin) for the kernels that pack q and k. A kernel rotates its tensor if
             the tensor is exchanged alone. None if the kernels don't rotate.
         projections: The `InputModules` of the call, if q, k and v are computed part by part; else
             None.
         local: In a call with a window: the local attention.
+        attend: In a call with a window: the local attention with its extra arguments.
+        agree: In a call with a window: `LayerRuntime.agree_on_o`.
         checkpoint: In a call with a window: the pass through the checkpoint around the call, if the
             checkpoint saves attention; else None.
-        offloads: Whether the checkpoint saves attention in host memory.
+        offloads: Whether the config asks to save attention in host memory over checkpoints.
         attended: In a call with a window: by head group, the state for the backward of attention.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor that needs no gradient.
@@ -53,14 +58,13 @@ class Call:
     """
 
     by_rank: frozenset[str] = frozenset()
-    window: int | None = None
     rope_tables: tuple[Tensor, Tensor] | None = None
     projections: Any = None
     local: LocalAttention
+    attend: Attend
+    agree: Callable[[tuple, bool, str], bool]
     checkpoint: CheckpointPass | None = None
     offloads = False
-    autocast: dict[str, Any]
-    empty: Tensor
     variant: Any = None
     is_flat = False
 
@@ -70,6 +74,7 @@ class Call:
         geometry: Geometry,
         schedule: Schedule,
         where: str,
+        x: Tensor,
         checked: bool = False,
     ):
         self.sp_group, self.geometry, self.where, self.checked = sp_group, geometry, where, checked
@@ -77,9 +82,6 @@ class Call:
         self.groups = range(geometry.groups)
         self.in_flight: dict[Exchanged, Any] = {}
         self.attended: dict[int, Attended] = {}
-
-    def begin(self, x: Tensor) -> None:
-        """Set ``autocast`` and ``empty`` for the device of ``x``, which may be any tensor."""
         self.autocast, self.empty = autocast_of(x.device), x.new_empty(0)
 
     @property

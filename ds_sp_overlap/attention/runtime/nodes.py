@@ -102,7 +102,8 @@ class _Window(Node):
                 reads_o = any(record.reads_o for record in attended)
                 foreign = next((record.foreign for record in attended if record.foreign), "")
                 # Collective in the first call of a kind (`LayerRuntime.agree_on_o`).
-                if not call.local.agree(reads_o, foreign):
+                kind = given[0].dtype, call.autocast["enabled"]
+                if not call.agree(kind, reads_o, foreign):
                     call.schedule = without_o(call.schedule)
                     variant = piece.variant(call, names, needs, given)
             if checkpoint is not None:

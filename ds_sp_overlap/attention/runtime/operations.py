@@ -253,13 +253,13 @@ def attend(
     parts: list[Part], needs: list[bool], call: Call, *received: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     heads, (_, group) = _heads(parts, call, received), parts[0]
-    attend = partial(attend_in_pieces, call, call.local.attend, group)
+    attend = partial(attend_in_pieces, call, call.attend, group)
     o, call.attended[group], kept = attend_once(attend, heads, needs, call.local)
     return o, kept
 
 
 def attend_alone(parts: list[Part], call: Call, *received: Tensor) -> Tensor:
-    return attend_group(call, call.local.attend, parts[0][1], *_heads(parts, call, received))
+    return attend_group(call, call.attend, parts[0][1], *_heads(parts, call, received))
 
 
 def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: Any) -> Any:
@@ -281,7 +281,7 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
     with torch.enable_grad():
         joined = _heads(parts, call, leaves)
     heads, group = [x.detach() for x in joined], parts[0][1]
-    attend = partial(attend_in_pieces, call, call.local.attend, group)
+    attend = partial(attend_in_pieces, call, call.attend, group)
     gradients = call.attended[group].backward(attend, heads, o, do, kept, call.local)
     ends, dxs = list[Tensor](), list[Tensor]()
     for end, dx in zip(joined, gradients):

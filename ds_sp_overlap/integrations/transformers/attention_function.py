@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...attention.arguments import PerHead
+from ...attention.arguments import LocalAttention, PerHead
 from ...attention.call_geometry import Tokens
 from ...attention.declared import UNKNOWN, AttentionFunction, declared
 from ...attention.mixer_heads import in_documents
@@ -438,15 +438,9 @@ class FunctionLayer(Layer):
         if self.has_baseline(q, heads, sequence, pattern=pattern, keywords=options_of_stock):
             baseline = functools.partial(_by_stock, stock, module, mask, options_of_stock)
         chunks = sequence.query_chunks(overlap.shares_for(*heads, attention))
-        return self.attention(
-            attention,
-            q,
-            k,
-            v,
-            kwargs=per_head,
-            tokens=Tokens(True, sequence.lengths, chunks),
-            baseline=baseline,
-        )
+        tokens = Tokens(True, sequence.lengths, chunks)
+        bound = LocalAttention(attention, (), per_head)
+        return self.attention(bound, q, k, v, tokens=tokens, baseline=baseline)
 
     def bind(self) -> Undo:
         """Overlap the attention function; `enable` calls this once the ranks have agreed.

@@ -86,7 +86,7 @@ class LocalAttention:
     @property
     def extra(self) -> tuple:
         """Return the extra arguments."""
-        return (*self.args, *self.kwargs.values())
+        return self.args + tuple(self.kwargs.values())
 
     def bind(self, geometry: Geometry) -> Callable[..., Any]:
         """Return an `execution.Attend`, which passes the extra arguments to the local attention.

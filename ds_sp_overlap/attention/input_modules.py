@@ -89,7 +89,7 @@ class InputModules:
     @property
     def modules(self) -> list[Any]:
         """Return the projections and the norms, each once."""
-        return list(dict.fromkeys((*self.projections, *self.norms.values())))
+        return list(dict.fromkeys(self.projections + list(self.norms.values())))
 
     def can_split(self) -> bool:
         """Return whether the current modules can make q, k and v part by part."""

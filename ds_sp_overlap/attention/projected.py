@@ -171,7 +171,7 @@ def _rotated(
 
 def _types(inputs: Sequence[Tensor], local: LocalAttention) -> tuple:
     """Return dtype and head dims of ``inputs``, and whether q, k, v and o need a gradient."""
-    learned = [*inputs, *local.arguments()]
+    learned = list(inputs) + local.arguments()
     grads = [torch.is_grad_enabled() and x.requires_grad for x in learned]
     head_dims = [x.shape[3] for x in inputs]
     return str(inputs[0].dtype), head_dims, "gradients of q, k, v, o", grads[:3], any(grads)

@@ -327,12 +327,13 @@ class SelfAttention:
             call.checkpoint = current_pass(self.layer.where, config.keeps_where_possible)
         call.offloads = config.checkpointing == "offload"
         # Local attention does not read the parameters of projections and norms.
-        around = [x for x in (*self.inputs.modules, self.o_proj) if isinstance(x, nn.Module)]
-        call.local.begin(call.geometry.seq_dim, self.layer.where, around)
-        inputs, output, learned = self._inputs(call, tables), self._output(), call.local.learned
-        names = inputs.names + output.names + tuple([("learned", i) for i in range(len(learned))])
+        inputs, output, local = self._inputs(call, tables), self._output(), call.local
         modules = inputs.modules + output.modules
-        return End(modules, names, lambda: inputs.tensors() + output.tensors() + learned)
+        around = [module for module in modules if isinstance(module, nn.Module)]
+        local.begin(call.geometry.seq_dim, self.layer.where, around)
+        learned = tuple([("learned", index) for index in range(len(local.learned))])
+        names = inputs.names + output.names + learned
+        return End(modules, names, lambda: inputs.tensors() + output.tensors() + local.learned)
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:
         """Project hidden states to q, k and v without any exchange.

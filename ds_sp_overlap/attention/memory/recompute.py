@@ -122,7 +122,7 @@ class Attended:
         # The graph of forward holds names and no tensors, so keeping it for another backward costs
         # nothing.
         try:
-            return _gradients(*graph, do, learned=local.learned, retain_graph=graph is self.edges)
+            return _gradients(graph, do, local.learned, retain_graph=graph is self.edges)
         finally:
             self.views.tensors.clear()
 
@@ -149,21 +149,17 @@ class Attended:
 
 
 def _gradients(
-    o: GradientEdge | None,
-    edges: Sequence[GradientEdge | None],
-    do: Tensor,
-    learned: Sequence[Tensor],
-    retain_graph: bool = False,
+    graph: Graph, do: Tensor, learned: list[Tensor], retain_graph: bool
 ) -> list[Tensor | None]:
-    """Return the gradients for ``edges``, then those of ``learned``; None for no gradient.
+    """Return the gradients of q, k and v, then those of ``learned``; None for no gradient.
 
-    ``o`` is the gradient edge of the output, or None if no gradient is needed. Hooks on ``learned``
-    are not called. Autocast is off, as in PyTorch's own backward: the graph has the casts of
-    forward.
+    Hooks on ``learned`` are not called. Autocast is off, as in PyTorch's own backward: the graph
+    has the casts of forward.
     """
+    o, edges = graph
     # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
-    inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
+    inputs: list[Any] = [x for x, is_wanted in zip(edges + learned, wanted) if is_wanted]
     if o is None or not inputs:
         return [None] * len(wanted)
     with contextlib.ExitStack() as stack:

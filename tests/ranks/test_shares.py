@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_sp_overlap
-from ds_sp_overlap.attention.layer import LayerRuntime
+from ds_sp_overlap.attention.layer import Call, LayerRuntime
 from ds_sp_overlap.attention.mixer import Mixer, Pieces
 from ds_sp_overlap.attention.mixer_layer import MixerLayer
 from ds_sp_overlap.attention.projected import ProjectedAttention
@@ -81,7 +81,7 @@ def test_the_drop_in_equals_the_reference(size, rank):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("heads, shares", [((2, 2), 2), ((6, 2), 2), ((8, 4), 1), ((12, 12), 1)])
 def test_auto_shares_where_there_are_more_ranks_than_heads_and_where_heads_do_not_divide(heads, shares, rank):
-    with mock.patch.object(LayerRuntime, "_call_of", autospec=True, side_effect=LayerRuntime._call_of) as made:
+    with mock.patch("ds_sp_overlap.attention.layer.Call", wraps=Call) as made:
         assert dropin.dropin_faults(rank, Case(*heads, lengths=(4,) * 4)) == []
     assert made.call_args.args[1].shares == shares
 

@@ -159,7 +159,7 @@ def _gradients(
     o, edges = graph
     # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
     wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
-    inputs: list[Any] = [x for x, is_wanted in zip(edges + learned, wanted) if is_wanted]
+    inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
     if o is None or not inputs:
         return [None] * len(wanted)
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ if [ ! -e "$wheels/libnccl.so.2.xz" ]; then
     "$python" benchmarks/strip_nccl.py "$nccl/nvidia/nccl/lib/libnccl.so.2" "$wheels/libnccl.so.2.xz"
 fi
 if command -v nvcc > /dev/null; then
-    TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} "$python" ds_sp_overlap/relayout/build.py cuda
+    TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} "$python" -m ds_sp_overlap build cuda
 else
     echo "no nvcc here: the kernels are built there"
 fi

@@ -123,11 +123,11 @@ build() {
         run "$python" csrc/check_cubins.py
     elif run "$python" -c 'import sys; from ds_sp_overlap.relayout import build, kernels
 library = kernels.library()
-wanted = build._wanted(build.torch_root(), build.nvcc())["sources"]
+wanted = build.wanted(build.nvcc())["sources"]
 sys.exit(not (library.cuda and library.built["sources"] == wanted))'; then
         echo "the kernels that are here load"
     else
-        run "$python" ds_sp_overlap/relayout/build.py cuda && run "$python" csrc/check_cubins.py --require
+        run "$python" -m ds_sp_overlap build cuda && run "$python" csrc/check_cubins.py --require
     fi
 }
 

@@ -45,7 +45,7 @@ def main() -> int:
     bad = 0
     for source in sorted(here.glob("*.cu")):
         for architecture in ARCHITECTURES:
-            command = build.cuda_compile(build.torch_root(), [f"-arch={architecture}"])[:-1]
+            command = build.cuda_compile([f"-arch={architecture}"])[:-1]
             with tempfile.TemporaryDirectory() as scratch:
                 command += [
                     "-Xptxas",

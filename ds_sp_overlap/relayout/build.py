@@ -1,9 +1,5 @@
 """Compiles csrc/ into one shared library, with plain nvcc and the C++ compiler.
 
-This file imports only the standard library, and also runs as a script:
-
-    python ds_sp_overlap/relayout/build.py [cpu | cuda]
-
 The library depends only on torch's stable ABI (torch/csrc/stable, from torch `ABI` on), and the
 CUDA runtime is linked into it. So one binary works with every later torch, with CUDA or without.
 The build needs no GPU: it compiles CUDA and CPU kernels if nvcc is found, else CPU kernels only.
@@ -17,16 +13,15 @@ The build needs no GPU: it compiles CUDA and CPU kernels if nvcc is found, else 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 # The oldest torch that loads the library.
 ABI = "2.10"
@@ -34,6 +29,11 @@ ARCHITECTURES = "8.0;9.0+PTX"
 NAME = "_kernels.so"
 # The folder of the library.
 PACKAGE = Path(__file__).resolve().parents[1]
+TORCH = Path(torch.__file__).parent
+# The flags of both compilers. With the macro torch's headers declare only what torch `ABI` has.
+_MAJOR, _MINOR = map(int, ABI.split("."))
+_TARGET = f"-DTORCH_TARGET_VERSION=0x{(_MAJOR << 56) | (_MINOR << 48):016x}"
+FLAGS = ["-std=c++17", "-O3", _TARGET, f"-I{TORCH / 'include'}"]
 
 
 class BuildError(RuntimeError):
@@ -80,18 +80,6 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "") or "c++") or shutil.which("g++")
 
 
-def torch_root() -> Path:
-    """Return the folder of torch.
-
-    Raises:
-        BuildError: where torch is not installed.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise BuildError("torch is not installed here; install it first")
-    return Path(spec.origin).parent
-
-
 def gencode(architectures: str) -> list[str]:
     """Return the flags of nvcc for a TORCH_CUDA_ARCH_LIST such as "8.0;9.0+PTX"."""
     flags = []
@@ -103,25 +91,11 @@ def gencode(architectures: str) -> list[str]:
     return flags
 
 
-def _flags(root: Path) -> list[str]:
-    """Return the flags of both compilers, given torch's folder ``root``."""
-    # With this macro torch's headers declare only what torch `ABI` has.
-    major, minor = (int(part) for part in ABI.split("."))
-    target = f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}"
-    return ["-std=c++17", "-O3", target, f"-I{root / 'include'}"]
-
-
-def cuda_compile(root: Path, architecture_flags: list[str]) -> list[str]:
+def cuda_compile(architecture_flags: list[str]) -> list[str]:
     """Return the command that compiles the CUDA kernels; the caller adds "-c" and an output."""
-    return [
-        nvcc() or "nvcc",
-        *_flags(root),
-        "-DDS_SP_OVERLAP_CUDA",
-        # No fused multiply-add: round products before they are added, bit for bit as PyTorch does.
-        "-fmad=false",
-        *architecture_flags,
-        str(sources() / "kernels.cu"),
-    ]
+    # No fused multiply-add: round products before they are added, bit for bit as PyTorch does.
+    flags = FLAGS + ["-DDS_SP_OVERLAP_CUDA", "-fmad=false"] + architecture_flags
+    return [nvcc() or "nvcc"] + flags + [str(sources() / "kernels.cu")]
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
@@ -130,7 +104,7 @@ def linker(cuda: str | None, cxx: str) -> list[str]:
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
 
-def link(by: list[str], root: Path, objects: list[str], library: str) -> list[str]:
+def link(by: list[str], objects: list[str], library: str) -> list[str]:
     """Return the command that links ``objects`` into ``library``; ``by`` is from `linker`."""
     # ops.cpp gets torch's current CUDA stream from a function of libtorch_cuda. The machine that
     # builds may lack this library, so the function is a weak symbol: null if it is not found. torch
@@ -139,7 +113,7 @@ def link(by: list[str], root: Path, objects: list[str], library: str) -> list[st
     # libtorch depends on libtorch_cuda. Since no symbol of libtorch itself is used, many linkers
     # would drop libtorch without --no-as-needed. (-Xlinker, since nvcc has no -Wl.)
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    return [*by, "-shared", *objects, "-o", library, f"-L{root / 'lib'}", *libraries]
+    return by + ["-shared"] + objects + ["-o", library, f"-L{TORCH / 'lib'}"] + libraries
 
 
 def _run(commands: list[list[str]]) -> None:
@@ -161,23 +135,19 @@ def _run(commands: list[list[str]]) -> None:
             )
 
 
-def _wanted(root: Path, cuda: str | None) -> dict[str, str | None]:
+def wanted(cuda: str | None) -> dict[str, str | None]:
     """Return the versions and the hash of sources that a library is built from, for its JSON file.
 
-    Args:
-        root: The folder of torch.
-        cuda: The path of nvcc; None for a library without CUDA kernels.
+    ``cuda`` is the path of nvcc; None for a library without CUDA kernels.
     """
     digest = hashlib.sha256()
     for source in sorted(sources().iterdir()):
         if source.suffix in (".h", ".cpp", ".cu"):
             digest.update(source.read_bytes())
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHITECTURES
-    # Run torch's version.py, without importing torch.
-    versions = runpy.run_path(str(root / "version.py"))
     return {
-        "torch": versions["__version__"],
-        "torch_cuda": versions["cuda"],
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
         "abi": ABI,
         "architectures": None if cuda is None else architectures,
         "sources": digest.hexdigest(),
@@ -188,15 +158,15 @@ def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
     """Return whether the library in ``folder`` is up to date; the arguments are those of `build`.
 
     Raises:
-        BuildError: if torch or the folder csrc/ is missing.
+        BuildError: if the folder csrc/ is missing.
     """
     try:
         built = json.loads((folder / "_kernels.json").read_text())
     except (OSError, ValueError):
         return False
-    wanted = _wanted(torch_root(), None if kind == "cpu" else nvcc())
     # The version of nvcc ("cuda") is not compared, since another nvcc needs no new build.
-    return (folder / NAME).is_file() and built == {**wanted, "cuda": built.get("cuda")}
+    new = wanted(None if kind == "cpu" else nvcc()) | {"cuda": built.get("cuda")}
+    return (folder / NAME).is_file() and built == new
 
 
 def build(folder: Path = PACKAGE, kind: str = "") -> Path:
@@ -212,30 +182,29 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
     Raises:
         BuildError: with the reason, if there is no compiler or the build fails.
     """
-    root, cxx, cuda = torch_root(), compiler(), None if kind == "cpu" else nvcc()
+    cxx, cuda = compiler(), None if kind == "cpu" else nvcc()
     if kind == "cuda" and cuda is None:
         raise BuildError(
             "nvcc not found (looked at CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
         )
     if cxx is None:
         raise BuildError("no C++ compiler found (looked at CXX, c++ and g++)")
-    wanted, version, hidden = _wanted(root, cuda), None, ["-fPIC", "-fvisibility=hidden"]
+    built, version, hidden = wanted(cuda), None, ["-fPIC", "-fvisibility=hidden"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/ops.o"]
         # No fused multiply-add, as in `cuda_compile`.
-        flags = [*_flags(root), *hidden, "-ffp-contract=off"]
-        commands = [[cxx, *flags, "-c", str(sources() / "ops.cpp"), "-o", objects[0]]]
+        flags = hidden + ["-ffp-contract=off", "-c", str(sources() / "ops.cpp"), "-o", objects[0]]
+        commands = [[cxx] + FLAGS + flags]
         if cuda is not None:
             commands[0].append("-DDS_SP_OVERLAP_CUDA")
             objects.append(f"{scratch}/kernels.o")
-            by_nvcc = cuda_compile(root, gencode(wanted["architectures"] or ""))
-            options = ["--threads", "2", "-Xcompiler", ",".join(hidden)]
-            commands.append([*by_nvcc, *options, "-c", "-o", objects[1]])
+            options = ["--threads", "2", "-Xcompiler", ",".join(hidden), "-c", "-o", objects[1]]
+            commands.append(cuda_compile(gencode(built["architectures"] or "")) + options)
             said = subprocess.run([cuda, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"release ([\d.]+)", said)
         _run(commands)
-        _run([link(linker(cuda, cxx), root, objects, f"{scratch}/{NAME}")])
-        built = {**wanted, "cuda": version and version.group(1)}
+        _run([link(linker(cuda, cxx), objects, f"{scratch}/{NAME}")])
+        built["cuda"] = version and version.group(1)
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{NAME}.{os.getpid()}"
         shutil.copy(f"{scratch}/{NAME}", partial)
@@ -244,10 +213,3 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         # Write the JSON file last, so that a killed build does not look up to date.
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")
     return folder / NAME
-
-
-if __name__ == "__main__":
-    try:
-        print(build(kind=sys.argv[1] if len(sys.argv) > 1 else wish()))
-    except BuildError as error:
-        sys.exit(f"build: {error}")

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(loaded_first() is None, reason="needs g++ with l
 
 def compiled(source, text, cache):
     """An object file, kept by what it is made of."""
-    flags = [*build._flags(build.torch_root()), "-O0", "-g1", *SANITIZE, "-fPIC", f"-I{SHIM}", f"-I{build.sources()}"]
+    flags = [*build.FLAGS, "-O0", "-g1", *SANITIZE, "-fPIC", f"-I{SHIM}", f"-I{build.sources()}"]
     define = ["-DDS_SP_OVERLAP_CUDA", "-DDS_SP_OVERLAP_ON_HOST"]
     headers = [path.read_text() for folder in (SHIM, build.sources()) for path in sorted(folder.glob("*.h"))]
     to = cache.mkdir("on_host") / f"{sha256(repr([text, headers, flags, torch.__version__]).encode()).hexdigest()}.o"
@@ -55,7 +55,7 @@ def run(folder, cache, text, *words):
     ops = (build.sources() / "ops.cpp").read_text()
     objects = [compiled("kernels.cu", text, cache), compiled("ops.cpp", ops, cache)]
     library = folder / build.NAME
-    subprocess.run(build.link([build.compiler(), *SANITIZE], build.torch_root(), objects, str(library)), check=True)
+    subprocess.run(build.link([build.compiler(), *SANITIZE], objects, str(library)), check=True)
     built = {"torch": torch.__version__, "torch_cuda": None, "abi": build.ABI, "cuda": None, "architectures": None}
     library.with_suffix(".json").write_text(json.dumps(built))
     environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python keeps what it has

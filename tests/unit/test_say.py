@@ -13,7 +13,7 @@ from ds_sp_overlap.warn import LOGGER, inform, say, warn_once
 from tests.harness.listening import listening
 
 PACKAGE = Path(__file__).parents[2] / "ds_sp_overlap"
-PRINTS = {"tools.cli", "tools.doctor", "tools.planner.command", "relayout.build"}  # commands
+PRINTS = {"tools.cli", "tools.doctor", "tools.planner.command"}  # commands
 
 
 @pytest.mark.parametrize("rank,level", [("0", logging.WARNING), ("1", logging.DEBUG), ("63", logging.DEBUG)])

@@ -39,9 +39,9 @@ def find_group(model: nn.Module) -> Any:
     """Return the sp group of a model's ``DistributedAttention``, DeepSpeed's or ours.
 
     Returns:
-        The group of the first such module that has a group. If there is none, the sp group of
-        DeepSpeed's mesh or mpu, whatever the model contains; None if DeepSpeed has no sp group
-        either, or isn't loaded.
+        The group of the first such module that has a group. If no module has one, the sp group of
+        DeepSpeed's mesh or mpu, even for a model without such modules. None if DeepSpeed has no sp
+        group either, or isn't loaded.
     """
     for module in model.modules():
         if is_drop_in_or_stock(module) and module.spg is not None:
@@ -77,8 +77,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     """
     sp_group, layers = overlap.sp_group, []
     for name, module in model.named_modules():
-        # DeepSpeed's AutoSP gathers the global sequence around its own attention. Report such a
-        # layer, and leave it as it is.
+        # DeepSpeed's AutoSP has replaced this attention by a module that gathers the global
+        # sequence. Report the module, and leave it as it is.
         if type(module).__name__ == "UlyssesSPViTAttention":
             inside = tuple(module.modules())[1:]
             lacks = "DeepSpeed's AutoSP exchanges around it"
@@ -96,7 +96,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             continue
         settings, reason = settings_for(module, overlap), "the projections belong to its caller"
         layer = found_drop_in(name, module, settings, reason)
-        # A module of our class already overlaps if it was made with a config or transport.
+        # If a module of our class was made with a config or transport, it already overlaps.
         if getattr(module, "has_own_config", False):
             layer.bind = _leave
             layer.lacks = (
@@ -156,7 +156,7 @@ OWN = "its forward is not DeepSpeed's"
 
 def has_own_forward(module: Any) -> bool:
     """Return whether a call of a ``DistributedAttention`` runs third-party code."""
-    # A forward that was set on the module, or a ``__call__`` of its class.
+    # Somebody has set a forward on the module, or its class defines ``__call__``.
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
     known = STOCK, drop_in.__name__
@@ -201,7 +201,7 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     ):
         """Attend over the global sequence; replaces the module's forward. Collective."""
 
-        # The policy may time DeepSpeed's own forward only in calls that this forward computes
+        # The policy may time DeepSpeed's forward only in calls that DeepSpeed's forward computes
         # correctly. The number of dimensions of the output is known after the first call.
         comparable = (
             not is_ours_too

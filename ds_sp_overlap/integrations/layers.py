@@ -58,8 +58,8 @@ def kind_of(module: nn.Module) -> str:
     return {"lora": "LoRA"}.get(method, method) if package == "peft" else type(module).__name__
 
 
-# Modules whose forward must be rebound, each with the function that rebinds the module. Besides
-# attention layers, these are for example the model that gathers positions for its layers.
+# Modules whose forward must be rebound, each with the function that rebinds the module: attention
+# layers, and for example the model, which gathers positions for its layers.
 Binds = dict[nn.Module, Callable[[], Undo]]
 
 
@@ -123,7 +123,7 @@ class OverlapSettings(NamedTuple):
         reason: str = "",
         block: SelfAttention | None = None,
     ) -> tuple[str, str]:
-        """Describe the head groups of a layer for the report, and why no more is overlapped.
+        """Describe, for the report, the head groups of a layer, and why no more is overlapped.
 
         Args:
             heads: The numbers of query heads and KV heads.
@@ -171,8 +171,8 @@ class OverlapSettings(NamedTuple):
             windowed: Whether the layer honours ``window`` and ``checkpointing`` of the section.
 
         Returns:
-            All that applies: the reasons, the options of the section that have no effect, and the
-            remark that a rank has too few heads. Empty if nothing applies.
+            The reasons that apply: the adapter's, the need for one head group, options of the
+            section that have no effect, and too few heads on a rank. Empty if none applies.
         """
         reasons = [text for text in (reason, self.one_group) if text]
         if not windowed:
@@ -189,7 +189,7 @@ class OverlapSettings(NamedTuple):
     def of_driven(
         self, block: SelfAttention, linear: dict[str, nn.Module], attend: Callable | str
     ) -> tuple[str, str]:
-        """Describe the overlapped parts, and the others, of a layer whose forward is replaced.
+        """Describe what is overlapped in a layer whose forward is replaced, and why no more is.
 
         Args:
             block: The `SelfAttention` that replaces the layer's forward.

@@ -23,8 +23,9 @@ Undo = Callable[[nn.Module], None]
 def is_ours(module: nn.Module) -> bool:
     """Return whether `rebind` set the forward of ``module``.
 
-    Also true for a deep copy of a rebound module. False if somebody has wrapped that forward,
-    although ``functools.wraps`` copies the attribute ``__sp_overlap__`` to the wrapper.
+    Also true for a deep copy of a rebound module. False if somebody has wrapped that forward:
+    ``functools.wraps`` copies the attribute ``__sp_overlap__`` to the wrapper, but its value is the
+    ``id`` of the wrapped function.
     """
     function = getattr(vars(module).get("forward"), "__func__", None)
     return function is not None and getattr(function, "__sp_overlap__", None) == id(function)
@@ -61,7 +62,7 @@ def rebind(
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward``; for a copy of the module, or after undo, call the own forward."""
         own = functools.partial(type(self).forward, self)
-        # A deep copy of the module has this function as its forward, too, bound to the copy.
+        # For a deep copy of the module, ``forward`` is this same function, bound to the copy.
         if self is not original():
             of_copy(self)
             return own(*args, **kwargs)
@@ -81,7 +82,7 @@ def rebind(
             if before is not None:
                 module.forward = before
 
-    # A pickle stores a method by its name. Under this name, a module that is loaded from a pickle
+    # A pickle stores a method by its name. With this name, a module that is loaded from a pickle
     # gets the forward of its class.
     dispatch.__name__ = "forward"
     dispatch.__sp_overlap__, dispatch.before = id(dispatch), before

@@ -235,7 +235,7 @@ def _refuse_unusable(
     """
     left = [layer for layer in layers if layer.bind is None]
     # A layer that can't be overlapped may already exchange, such as a vision tower that DeepSpeed's
-    # AutoSP has wrapped. Layers inside it must not exchange once more.
+    # AutoSP has wrapped. The layers inside the tower must not exchange once more.
     left_around: dict[nn.Module, FoundLayer] = {}
     for layer in left:
         left_around.update(dict.fromkeys(layer.inside, layer))
@@ -267,7 +267,7 @@ def _refuse_unusable(
 def _undo_and_close(undo: Undo, closing: contextlib.ExitStack, module: nn.Module) -> None:
     """Restore a module's forward, and end the trials and the timeline of the whole model.
 
-    The first restored module of a model ends both; further calls of ``close`` do nothing.
+    Restoring the first module of a model ends both; further calls of ``close`` do nothing.
     """
     undo(module)
     closing.close()
@@ -306,6 +306,6 @@ def is_overlapped(model: nn.Module) -> bool:
 def _has_stale_forward(module: nn.Module) -> bool:
     """Return whether ``module`` is a copy that was made while the original was overlapped."""
     forward = vars(module).get("forward")
-    # ``copy.deepcopy`` copies the attribute that `rebind` set. A pickle turns this attribute into
-    # a method of the class, which `enable` would take for a forward that the user has replaced.
+    # ``copy.deepcopy`` copies the attribute that `rebind` set. After a pickle, the attribute is a
+    # method of the class, and `enable` would take it for a forward that the user has set.
     return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

@@ -1,7 +1,7 @@
 """Finds the norms and dense MLPs around attention layers, and runs them in tiles.
 
-See Note [Tiles] in `attention.runtime.tiles`. Only a module that is known to compute each token by
-itself runs in tiles. In a call where this is no longer known, the module runs its own forward.
+See Note [Tiles] in `attention.runtime.tiles`. A module runs in tiles only if it is known to compute
+each token by itself. If the module has changed since then, its own forward runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .rebinding import rebind
 # The bytes of a norm's temporaries, forward and backward in bf16, divided by the bytes of its
 # input. Nearly all of the temporaries are fp32.
 _NORM = 14
-# The number of an MLP's temporaries per token and unit of inner width that are alive at a time. The
-# temporaries of a unit are its value, its activation, and the gradients of both. The inner width is
-# the number of elements of the weights, divided by m.
+# The number of an MLP's temporaries that are alive at a time, per token and unit of inner width. A
+# unit has four temporaries: its value, its activation, and the gradients of both. The inner width
+# is the number of elements of the weights, divided by m.
 _MLP = 3
 
 

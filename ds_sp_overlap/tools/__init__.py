@@ -1,4 +1,4 @@
 """Tools for users: the planner, the timeline of a trace, the self-check, the command line.
 
-Training imports none of these modules, except the timeline when it writes a trace.
+Training imports only one of these modules: the timeline, to evaluate a trace.
 """

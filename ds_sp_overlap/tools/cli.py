@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: The arguments; None for those of the process.
+        argv: The words after the program's name; None for those in ``sys.argv``.
 
     Returns:
         The exit status.
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _timeline(args: argparse.Namespace, parser: Parser) -> int:
-    """Print the table of the traces, and write the timeline; return the exit status 0."""
+    """Print the costs of exchanges in the traces, and write the timeline; return exit status 0."""
     from .timeline import write
 
     paths: list[str] = []
@@ -117,13 +117,13 @@ def _run(args: argparse.Namespace, parser: Parser) -> int:
         from ..integrations.deepspeed import initialize as deepspeed
 
         steps = {"steps": args.timeline_steps} if args.timeline_steps else {}
-        # `initialize` merges this into the section when the script makes its engine.
+        # `initialize` merges these keys into the section when the script makes its engine.
         deepspeed.from_command_line["timeline"] = {"path": args.timeline, **steps}
-    # Pass the launcher's argument, which `main` has parsed, on to the script.
+    # `main` has parsed the launcher's argument; pass it on to the script.
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     sys.argv = [args.script, *local_rank, *args.args]
-    # As ``python SCRIPT`` does, put the folder of the script first. If ``script`` is the name of a
-    # module, its "folder" is the current folder, which ``python -m`` puts first.
+    # Python puts a script's folder first in ``sys.path``, and for ``-m`` the current folder. This
+    # line does both, since the ``parent`` of a module's name is ".", the current folder.
     sys.path[0] = str(script.resolve().parent)
     # Check only the top-level package; for missing submodules, Python's own error suffices.
     if args.module and importlib.util.find_spec(args.script.partition(".")[0]) is None:

@@ -1,10 +1,10 @@
 """Prints versions, and checks gradients on this machine: ``python -m ds_sp_overlap doctor``.
 
-The self-check runs one overlapped attention layer on P ranks. It compares the output and gradients
-with those of the same layer on the whole sequence in one process, in fp64. A negative control
-follows: one exchange delivers values that are wrong by one part in 10^9. If the check does not
-detect this error, the outcome is BLIND. The check uses NCCL if there is a GPU, even if the ranks
-must share the GPU (`shared_gpu`), and gloo otherwise.
+The self-check runs one overlapped attention layer on P ranks, in fp64. Each rank also runs the same
+layer on the whole sequence, without exchanges, and compares output and gradients. A negative
+control follows: one exchange delivers values that are wrong by one part in 10^9. If the self-check
+does not detect this error, the outcome is BLIND. The self-check uses NCCL if there is a GPU, even
+if the ranks must share the GPU (`shared_gpu`), and gloo otherwise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def versions() -> str:
 
 
 class _Faulty(C10d):
-    """The transport of the negative control, which delivers dv one part in 10^9 too large."""
+    """Delivers dv one part in 10^9 too large; the transport of the negative control."""
 
     def launch(self, send: Tensor, recv: Tensor, *rest: Any) -> Handle:
         """Launch an exchange; if it is the exchange of dv, its wait adds the fault."""
@@ -92,9 +92,9 @@ def _projections(device: torch.device) -> nn.ModuleDict:
 def _errors(
     rank: int, size: int, device: torch.device, groups: int, faulty: bool
 ) -> dict[str, float]:
-    """Return the largest relative errors, over the ranks, of the output and of each gradient.
+    """Return, for the output and for each gradient, the largest relative error on any rank.
 
-    Collective. For the comparison, each rank also runs the whole sequence without exchanges.
+    Collective. Each rank compares with its own run of the whole sequence, without exchanges.
 
     Args:
         rank: This rank.
@@ -149,8 +149,8 @@ def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
         rank: This rank.
         size: The number of ranks, P.
         on_gpu: Whether to use NCCL; ranks share GPUs if there are fewer GPUs than ranks.
-        folder: The folder of the rendezvous file ``store``, and of the file ``result``, which
-            receives the errors of `_errors` by run, for `verdict`.
+        folder: The folder of the rendezvous file ``store`` and of the file ``result``. Rank 0
+            writes the errors into ``result``, in the form that `verdict` takes.
     """
     # The ranks share the cores of this machine.
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
         torch.cuda.set_device(device)
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
-    # Two head groups, or one if a rank has a single query head.
+    # A rank with a single query head allows only one head group.
     most = min(2, HEADS // size)
     runs = {}
     for groups in range(1, most + 1):
@@ -175,10 +175,11 @@ def verdict(runs: dict[str, dict[str, float]]) -> str:
     """Return PASS, FAIL (a gradient is wrong) or BLIND (the planted fault was not seen).
 
     Args:
-        runs: The errors of `_errors` by run; the run "control" has the planted fault.
+        runs: For each run, its relative errors by name (`_errors`). The run "control" has the
+            planted fault.
     """
     for name, errors in runs.items():
-        # Test with ``not all(<=)``, since ``any(>)`` is false for NaN.
+        # Not ``any(error > BOUND)``, which would accept NaN.
         if name != "control" and not all(error <= BOUND for error in errors.values()):
             return "FAIL"
     return "PASS" if max(runs["control"].values()) > 10 * BOUND else "BLIND"

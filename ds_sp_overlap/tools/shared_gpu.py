@@ -1,9 +1,10 @@
 """Lets several ranks share one GPU over NCCL, for the self-check and for tests on one GPU.
 
-Before version 2.30, NCCL refuses a second rank on a GPU; later versions accept it if `SHARING` is
-set. Kernels of several processes run at the same time only under CUDA's multi-process service
-(MPS), which `sharing` starts and ends. Without MPS the processes take turns: an all-to-all of
-16 MiB took 4.2 ms instead of 0.23 ms (H100). If a process under MPS is killed, the others fail.
+NCCL refuses a second rank on a GPU, unless its version is 2.30 or later and the environment
+variable `SHARING` is set. Kernels of several processes run at the same time only under CUDA's
+multi-process service (MPS), which `sharing` starts and ends. Without MPS the processes take turns:
+an all-to-all of 16 MiB took 4.2 ms instead of 0.23 ms (H100). If a process under MPS is killed, all
+other processes under MPS fail.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MPS = "nvidia-cuda-mps-control"
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the loaded NCCL; torch reports the version that it was built with."""
+    """Return the version of the loaded NCCL, which may differ from the version in torch's build."""
     try:
         # By this name, the loader finds the library that is already loaded.
         library = ctypes.CDLL("libnccl.so.2")
@@ -36,7 +37,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def lacks() -> str:
-    """Return why ranks can't share a GPU here, with a remedy; empty if ranks can share a GPU."""
+    """Explain why ranks can't share a GPU here, and name a remedy; return "" if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     version = nccl_version()
@@ -52,9 +53,9 @@ def lacks() -> str:
 
 @contextlib.contextmanager
 def sharing() -> Iterator[str]:
-    """Let processes that are started in the body share a GPU; yield a description."""
+    """Let processes that the body of ``with`` starts share a GPU; yield how, in words."""
     with tempfile.TemporaryDirectory() as folder:
-        # A separate MPS daemon, only for the ranks.
+        # With folders of their own, the ranks get an MPS daemon that no other process uses.
         names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
         given = {SHARING: "1", **dict.fromkeys(names, folder)}
         has_mps = shutil.which(MPS) is not None

@@ -4,11 +4,11 @@
     transfer             | q ......................q |
     exposed     |########|               |######################|
 
-An exchange is found by the profiler ranges around its start and its finish. On a GPU, the exchange
-consists of the kernels that were launched inside these ranges. Its kernels on a stream that also
-runs other kernels are pack and unpack; all its other kernels are transfers. *Exposed* are pack,
-unpack, and the part of a transfer during which no stream computes. If the host carries the exchange
-(gloo), its start and its finish are exposed, since the host computes nothing meanwhile.
+The profiler ranges around its start and its finish identify an exchange. On a GPU, the exchange
+consists of the kernels that were launched inside these ranges. On a stream that also runs kernels
+of other work, these are pack and unpack; on any other stream, they are transfers. Pack, unpack, and
+the part of a transfer during which no stream computes are *exposed*. If the host carries the
+exchange (gloo), start and finish are exposed, since the host computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read(path: str, index: int = 0) -> list[Exchange]:
 
     Args:
         path: A file that ``torch.profiler`` exported.
-        index: The rank, for a trace that doesn't name one.
+        index: The rank to report if the trace names no rank.
 
     Raises:
         ValueError: if the file is not a trace of ``torch.profiler``.
@@ -85,15 +85,15 @@ def read(path: str, index: int = 0) -> list[Exchange]:
 
 
 def _range(event: dict[str, Any]) -> Range:
-    """Return the begin and the end of an event in ns; a trace counts in us."""
+    """Return the begin and the end of an event, converted from us to ns."""
     return round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
 
 
 def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, Exchange]]:
-    """Find the finished exchanges in the host's events, and the times of gloo's transfers.
+    """Find the finished exchanges in the host's events, with the times of gloo's transfers.
 
     Returns:
-        The exchanges; and the exchange of each launch on a device, by its correlation number.
+        The exchanges; and, for the correlation number of each launch on a device, its exchange.
     """
     step = 0
     exchanges: list[Exchange] = []
@@ -101,7 +101,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
     of_launch: dict[int, Exchange] = {}
     launched: list[Exchange | None] = []
     transfers: list[Range] = []
-    # By thread: the end and the exchange of each range around the current event.
+    # For each thread: the end and the exchange of each range around the current event.
     around: dict[Any, list[tuple[int, Exchange]]] = defaultdict(list)
     for event in events:
         name, span, inside = event["name"], _range(event), around[event["pid"], event["tid"]]
@@ -127,7 +127,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
             launched.append(exchange)
         elif exchange is not None and "correlation" in event.get("args", ()):
             of_launch[event["args"]["correlation"]] = exchange
-    # The threads of gloo run the exchanges in the order of their launch.
+    # Pair launches with transfers in order, since gloo's threads run exchanges in launch order.
     for exchange, span in zip(launched, transfers):
         if exchange is not None:
             exchange.transfer_ns += total([span])
@@ -137,7 +137,7 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
 def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
     """Add the times of transfers and the exposed times on a device to the exchanges.
 
-    If a kernel of an exchange runs on a stream that computes, it is taken for pack or unpack.
+    Counts an exchange's kernel as pack or unpack if its stream also runs kernels of other work.
     """
     ran = [event for event in events if event.get("cat") in ON_DEVICE]
     streams = set()
@@ -146,7 +146,7 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
         if event["cat"] == "kernel" and not is_exchange:
             streams.add(event["args"]["stream"])
     busy = joined(_range(event) for event in ran if event["args"]["stream"] in streams)
-    # For each time in ``edges``, ``computed`` is the busy time up to then.
+    # ``computed`` gives, for each time in ``edges``, the busy time from 0 to that time.
     edges = [0, *chain(*busy)]
     lengths = np.diff(edges)
     lengths[::2] = 0
@@ -164,11 +164,10 @@ def _on_device(events: list[dict], of_launch: dict[int, Exchange]) -> None:
 
 
 def costs(exchanges: Iterable[Exchange], *of: str) -> dict[Any, list[float]]:
-    """Sum the costs of exchanges with equal values of the attributes ``of``.
+    """Group exchanges by the values of the attributes ``of``, and sum the costs of each group.
 
     Returns:
-        A dict with the values of these attributes as keys. Each entry is the number of exchanges,
-        ms of transfer, ms exposed.
+        For the values of these attributes: [number of exchanges, ms of transfer, ms exposed].
     """
     table: dict[Any, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for each in exchanges:

@@ -233,9 +233,9 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
     Args:
         layer: The shape of the layer.
         on: The GPU.
-        name: The name of the GPU.
+        name: The name of the GPU in `GPUS`.
         rows: The variants; the first variant is without our overlap.
-        advice: The advice.
+        advice: The first paragraph of the text.
     """
     base, cells = rows[0], []
     headers = ["", "ms", "times", "exposed ms", "host ms", "GPU waits for it", "peak MiB"]
@@ -289,7 +289,7 @@ def _describe_fits(args: argparse.Namespace, layer: LayerShape, best: Way) -> st
 
 
 def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Return advice on the sp size for a cluster, and a row for each possible sp size.
+    """Return advice on the sp size for a cluster, and a table row for each possible sp size.
 
     The best sp size has the most tokens per second and GPU.
     """
@@ -343,7 +343,7 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             found, text = _planned(args)
     except ValueError as error:
         parser.error(str(error))
-    # All ranks of a launcher have the same plan.
+    # All ranks of a launcher compute the same plan, so only rank 0 prints.
     if not is_launched or os.environ["RANK"] == "0":
         print(json.dumps(found) if args.json else text)
     return 0

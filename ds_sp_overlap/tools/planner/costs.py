@@ -21,8 +21,8 @@ class LayerShape:
         sp_size: ``P``.
         batch: ``b``.
         element_bytes: The size of an exchanged element, in bytes.
-        intermediate: The width of a gated MLP; 0: only the attention layer. The MLP adds to the
-            layer's time and hides no exchange.
+        intermediate: The width of a gated MLP; 0 for an attention layer without MLP. The MLP adds
+            to the layer's time, but no exchange runs during the MLP.
         shares: The number of ranks that share their query heads, ``r``.
 
     Raises:
@@ -59,7 +59,7 @@ class Way(NamedTuple):
 
     Attributes:
         groups: The number of head groups, G; 0 for DeepSpeed's own class.
-        window: The number of live head groups, W; None for all groups.
+        window: W, the number of head groups whose tensors are in memory at a time; None for all.
     """
 
     groups: int

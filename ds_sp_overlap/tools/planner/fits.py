@@ -2,19 +2,19 @@
 
 The training is ZeRO-3 in bf16 with Adam. The states of Adam are sharded over the sp group. A model
 consists of equal layers, in transformers' code. Loss and MLP run in tiles, as in Arctic long
-sequence training; with a window, norms run in tiles, too (``"tiles"``). The memory of attention is
-recorded. Besides, a layer saves four tensors of the size of x: the inputs of the layer, of
-attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one of these
+sequence training; with a window, norms run in tiles, too (``"tiles"``). `gpu.recorder` records the
+memory of attention. Besides, a layer saves four tensors of the size of x: the inputs of the layer,
+of attention, of the MLP's norm and of the MLP. The backward of a layer has its peak in one of these
 phases; each phase also holds the layer's input and dy::
 
-    MLP          inputs of attention, norm and MLP; tensors saved by attention; dx; one tile
-    norm, whole  input of attention; tensors saved by attention; tensors that norms save and make
-    attention    input of attention; all tensors of attention; tensors saved by its norm
+    MLP            inputs of attention, norm and MLP; tensors saved by attention; dx; one tile
+    untiled norm   input of attention; tensors saved by attention; tensors that norms save and make
+    attention      input of attention; all tensors of attention; tensors saved by the norm before it
 
-The total adds the model's states; the weights of two layers, which ZeRO-3 gathers (one of them
-ahead); and the gradients of these layers until they are reduced. With tiles, the gradients of the
-current layer are fp32 sums. The total omits CUDA's own memory. It also omits memory that PyTorch's
-allocator reserves but does not use, since the allocator frees such memory before it runs out.
+The total adds the model's states; the weights of two layers, since ZeRO-3 gathers the next layer
+ahead; and the gradients of these layers until they are reduced. With tiles, the gradients of the
+current layer are fp32 sums. The total omits CUDA's own memory, and memory that PyTorch's allocator
+reserves but does not use: the allocator frees such memory before it runs out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STATES = 16
 GATHERED, GATHERED_IN_TILES = 8, 12
 
 
-# The number of tokens per rank in the shorter of two recorded sequences, and the step of `longest`.
+# Tokens per rank: in the shorter sequence that `_held` records, and in one step of `longest`.
 SHORT = 1024
 
 
@@ -75,7 +75,7 @@ def _held(layer: LayerShape, way: Way) -> tuple[int, int, int]:
 def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     """Return the peak memory of a training step on one rank, in bytes, by treatment of activations.
 
-    The keys of the result; "keep" and "offload" exist only for a window:
+    The result has these keys; "keep" and "offload" only with a window:
 
     all kept         everything that backward reads is saved
     checkpointed     each layer's input is saved, and the layer is recomputed

@@ -39,7 +39,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
         tflops: The peak of the GPU in TFLOP/s; some figures are shares of it.
 
     Returns:
-        The figures by name.
+        The figures, by their names in `gpu.constants`.
     """
 
     def seconds(run: Callable[[], Any]) -> float:
@@ -58,8 +58,8 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     matmul = 2 * tokens * layer.width**2 / seconds(lambda: F.linear(x, weight))
 
     seq, heads = min(layer.seq, LONGEST), max(layer.heads // layer.sp_size, 1)
-    # This attention needs a number of query heads that divides by the number of KV heads. If the
-    # layer's heads on a rank don't divide so, take fewer KV heads.
+    # torch's attention needs a number of KV heads that divides the number of query heads. If the
+    # heads of a rank don't divide, take fewer KV heads.
     kv_heads = math.gcd(heads, max(layer.kv_heads // layer.sp_size, 1))
     q, k, v = (
         torch.randn(layer.batch, n, seq, layer.head_dim, **options, requires_grad=True)

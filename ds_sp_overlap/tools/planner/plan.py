@@ -30,10 +30,10 @@ class Row:
 
     Attributes:
         variant: The name of the variant.
-        groups: G, for ``"head_groups"``; 0 if the variant isn't ours, or has a window.
+        groups: G, for ``"head_groups"``; 0 for a variant that isn't ours, or that has a window.
         step_ms: The time of the attention layer.
         host_ms: The time after which the host has launched everything.
-        exposed_ms: The time that exchanges without any cost would save.
+        exposed_ms: The time that would be saved if exchanges took no time and no SM.
         starved_ms: The time for which the GPU waits for its host.
         peak_bytes: The peak memory, without x, dy and the weights.
         whole_ms: The time of a whole layer with its MLP, the mean of several; None if it was not
@@ -51,16 +51,16 @@ class Row:
 
 
 def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
-    """Return the launches of G = 1 as DeepSpeed 5691 and Megatron-DeepSpeed 415 order them.
+    """Reorder the launches of G = 1 as in pull requests DeepSpeed 5691 and Megatron-DeepSpeed 415.
 
-    In these pull requests, the compute stream waits for the exchanges of v, o and dv as soon as
-    they are launched.
+    In these pull requests, the compute stream waits for each exchange of v, o or dv right after the
+    exchange is launched.
     """
     changed: list[Launch] = []
     for launch in launches:
         changed.append(launch)
         if isinstance(launch, Transfer) and launch.name in ("v", "o", "dv"):
-            # A negative number: the numbers of the layer's own events are not negative.
+            # The layer's own events count from 0, so a negative number is free.
             event = -len(changed)
             changed += [Record(launch.stream, event), Wait(COMPUTE, event)]
     return changed
@@ -99,7 +99,7 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
 
         Args:
             way: How the layer runs.
-            variant: The name of a variant that is not ours; our variants are named by ``way``.
+            variant: The name of a variant that is not ours; empty for ours, named after ``way``.
             change: Turns the recorded launches into the launches to simulate.
             whole: Whether whole layers are simulated as well.
         """
@@ -139,7 +139,8 @@ def hybrid(
         rows: The rows of `plan` for an attention layer.
 
     Returns:
-        A dict for each class of layers: its name, the number of layers, and their times in ms.
+        A dict for each class of layers, and a last one for all classes: the name, the number of
+        layers, and their times in ms.
     """
     base, best = rows[0], min(ours_of(rows), key=lambda row: row.step_ms)
     found: list[dict[str, Any]] = []
@@ -169,10 +170,10 @@ def decides_ms(row: Row) -> float:
 
 
 def best_of(rows: Sequence[Row]) -> Row:
-    """Return our best row; or stock, if stock can run and our row saves less than `WORTH` of it.
+    """Return our best row; or the row of DeepSpeed's own class, if ours saves less than `WORTH`.
 
-    Stock is DeepSpeed's own class. Our best row has the fewest groups among those of our rows whose
-    time is close to the shortest.
+    Our best row is the row with the fewest groups whose time is close to our shortest time. If
+    DeepSpeed's class can't run, our best row is returned even if it saves nothing.
     """
     ours = ours_of(rows)
     shortest = min(map(decides_ms, ours))
@@ -182,7 +183,7 @@ def best_of(rows: Sequence[Row]) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the advice, in words, with the time that it saves."""
+    """Return, in words, whether to overlap, and the time of a layer with and without overlap."""
     base, best, ours = rows[0], best_of(rows), ours_of(rows)
     what = "an attention layer" if base.whole_ms is None else "a whole layer with its MLP"
     few = "" if len(ours) > 1 else "; a rank has one query head, so nothing hides v, o and dv"

@@ -99,7 +99,7 @@ class Gpu:
             share = self["attention_share"] / (2.5 if launch.backward else 1)
             tile_us = flops / tiles / (per_sm * share)
         elif isinstance(launch, Move):
-            # Eight tiles for each SM, so that the time grows smoothly if a few SMs are occupied.
+            # Eight tiles for each SM: the time then grows smoothly if other kernels hold a few SMs.
             tiles = 8 * sms
             share = self["permute_share" if launch.permutes else "memory_share"]
             tile_us = 1e-3 * launch.n_bytes / (self["memory_gbs"] * share) / 8
@@ -122,7 +122,7 @@ class Gpu:
         return self.given("free", wire_gbs=math.inf, latency_us=0, nccl_ctas=0)
 
     def given(self, source: str, **values: float | None) -> Gpu:
-        """Return this GPU with other figures, all from ``source``; None keeps a figure."""
+        """Return this GPU with ``values``, all from ``source``, as figures; None keeps a figure."""
         new = {name: Known(value, source) for name, value in values.items() if value is not None}
         return Gpu(self.known | new)
 

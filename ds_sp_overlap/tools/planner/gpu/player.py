@@ -82,7 +82,7 @@ class Played:
         left = [str(each) for queue in self.queues.values() for each in queue]
         if left:
             raise RuntimeError(f"these launches never end: {', '.join(left)}")
-        # The last action on the GPU is the end of a kernel or of an exchange.
+        # ``now`` is the time of the last action, the end of a kernel or of an exchange.
         self.us = max(self.host_us, self.now)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ class Played:
         self.host_us = self.now + us
 
     def _arrive(self, launch: Queued) -> None:
-        """Put a launch into the queue of its stream, and let the host issue the next one."""
+        """Put a launch into the queue of its stream, and let the host issue its next launch."""
         self.queues[launch.stream].append(launch)
         if self.idle_since is not None:
             self.starved_us += self.now - self.idle_since
@@ -109,7 +109,7 @@ class Played:
 
     def _pump(self) -> None:
         """Let launches leave their queues as far as possible; record when the GPU becomes idle."""
-        # Another queue may wait for a launch that leaves: repeat until no launch can leave.
+        # A launch that leaves may release launches of other queues: repeat until none can leave.
         is_moving = True
         while is_moving:
             is_moving = False
@@ -160,9 +160,9 @@ class Played:
                 return
 
     def _turn(self, kernel: Running, count: int) -> None:
-        """Let ``count`` blocks of a kernel that have an SM process one tile each."""
+        """Let ``count`` blocks of a kernel, which have an SM, process one tile each."""
         kernel.left -= count
-        # A waiting block for which no tile is left needs no SM any more.
+        # Drop waiting blocks for which no tile is left.
         kernel.waiting = min(kernel.waiting, kernel.left)
         self._at(self.now + kernel.grid.tile_us, partial(self._turned, kernel, count))
 

@@ -70,16 +70,16 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class _Stream:
-    """Simulates a CUDA stream; the recorder lists its records and waits of events.
+    """Simulates a CUDA stream: notes each record of an event, and each wait, in the recorder.
 
-    The ``number`` of an event is the number of its latest record.
+    An event's attribute ``number`` identifies its latest record.
     """
 
     def __init__(self, recorder: Recorder, name: str):
         self.recorder, self.name = recorder, name
 
     def record_event(self, event: SimpleNamespace) -> None:
-        # Each record gets a new number, since a wait refers to the latest record before it.
+        # Each record gets a new number, since a wait refers to the latest record before the wait.
         event.number = next(self.recorder.events)
         self.recorder.note(Record(self.name, event.number))
 
@@ -114,9 +114,9 @@ class Recorder(TorchDispatchMode):
         """Begin a new record."""
         self.launches: list[Launch] = []
         self.held = [0]
-        # The host's work since the last launch: the number of times, by the name in `Host`.
+        # The host's work since the last launch: how many times each kind of work, by `Host.name`.
         self.before: Counter[str] = Counter()
-        # Weak references to the allocated memory, each with a callback for when it is freed.
+        # Weak references to the allocated memory; a callback of each runs when its memory is freed.
         self._memory: set[weakref.ref[Any]] = set()
 
     def end(self) -> None:
@@ -142,8 +142,8 @@ class Recorder(TorchDispatchMode):
     def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
         """Count a call of a Python function; a callback of ``sys.setprofile``.
 
-        Skips functions of this file, and functions that torch calls for a dispatch mode: neither
-        would run on a GPU. Skips comprehensions, which are calls only in some versions of Python.
+        Skips functions of this file, and functions that torch calls only for a dispatch mode: a
+        step on a GPU calls neither. Skips comprehensions, which only some versions of Python call.
         """
         code = frame.f_code
         if event == "return" and self._inside:
@@ -208,8 +208,8 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in ("_unsafe_view", "detach", "set_"):
             self.before["view"] += 1
             return func(*args, **kwargs)
-        # An operator that writes into an argument returns this argument. For other operators,
-        # allocate the results.
+        # An operator that writes into an argument returns this argument; other operators return
+        # new tensors.
         if func._schema.is_mutable:
             returned = kwargs.get("out", args[0])
         else:
@@ -254,10 +254,10 @@ def _to_meta(value: Any) -> Any:
 
 
 def flash_bytes(q: Tensor, k: Tensor) -> int:
-    """Return the bytes of temporaries in the backward of flash-attn.
+    """Return the bytes of temporaries in the backward of flash-attn; 0 if it has no kernel.
 
-    flash-attn sums dq in fp32. If query heads share KV heads, it computes dk and dv for each query
-    head. The result is 0 unless elements have 2 bytes: flash-attn has no kernel for other elements.
+    flash-attn sums dq in fp32. If query heads share KV heads, flash-attn also computes dk and dv
+    for each query head. flash-attn only has kernels for elements of 2 bytes.
     """
     return (q.element_size() == 2) * q.numel() * (4 + 4 * (q.shape[2] != k.shape[2]))
 
@@ -431,7 +431,7 @@ def _mix(recorder: Recorder, name: str, function: Callable[..., Any], *xs: Any) 
     Args:
         recorder: The recorder.
         name: The name of the launches.
-        function: The function of the mixer on the meta device, to find the shapes of its results.
+        function: The mixer's function, called on the meta device to find the shapes of its results.
         *xs: The arguments of the call.
     """
     tokens = xs[0].shape[1]
@@ -496,8 +496,8 @@ def _stock(
         q, k, v = (each(x).unflatten(-1, (-1, layer.head_dim)) for each in (q_proj, k_proj, v_proj))
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
-        # DeepSpeed's class refuses fewer KV heads than ranks. Repeat them, as DeepSpeed's adapter
-        # for transformers does.
+        # DeepSpeed's class refuses fewer KV heads than ranks. Repeat the KV heads, as DeepSpeed's
+        # adapter for transformers does.
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
         return o_proj(ulysses(q, k, v, 1).flatten(2))

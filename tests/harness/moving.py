@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize(
     ],
 )
 # Let a projection's GEMM write send buffers even where the heads of a group lie together.
-always = mock.patch.object(Geometry, "in_slices", property(lambda self: {kind for kind in "qkv" if self.divides(kind)}))
+always = mock.patch.object(Geometry, "in_slices", property(lambda self: frozenset(filter(self.divides, "qkv"))))
 
 
 def counted(seen, folds, operators=relayout):

@@ -24,14 +24,15 @@ class _Section(BaseModel):
     def _default(cls, section: Any) -> Any:
         """Drop the keys that ask for their default, before pydantic validates the section.
 
-        These are keys with the value null, or with "auto" if the key itself has no value "auto".
+        A key asks for its default by the value null; or by "auto", unless "auto" is a value of the
+        key's own type.
         """
         if not isinstance(section, dict):
             return section
         said = dict(section)
         for key, field in cls.model_fields.items():
-            # Keep a null that is itself the default, so that the key counts as set: with
-            # ``"tiles": null``, a window does not turn tiles on.
+            # If null is the default, keep the key, so that it counts as set: with ``"tiles": null``
+            # a window does not turn tiles on.
             if key not in said or field.is_required() or said[key] is field.default is None:
                 continue
             # "auto" asks for the default if the type of the key does not list "auto".
@@ -45,8 +46,8 @@ class PolicyConfig(_Section):
     """Sets how ``"head_groups": "auto"`` is resolved.
 
     Attributes:
-        warmup_steps: Optimizer steps in which candidates are timed, for each shape; 0 times nothing
-            and takes the default number of groups.
+        warmup_steps: The optimizer steps in which layers of one shape try candidates; 0 times
+            nothing and takes the default number of groups.
     """
 
     warmup_steps: Literal[0] | Annotated[int, Field(ge=_LEAST_WARMUP)] = 16
@@ -73,45 +74,45 @@ class SpOverlapConfig(_Section):
 
     Attributes:
         enabled: False: as if the section were not there.
-        head_groups: G, the number of head groups; "auto": the fastest in the first steps, which
-            `policy` times.
+        head_groups: G, the number of head groups. "auto": the fastest G in the first steps, timed
+            as ``policy`` says.
         shares: r, the number of ranks that share their query heads, each with 1/r of the queries;
             must divide the sp size. "auto": 1 if the query heads divide by the sp size; else the
             smallest r for which the heads divide by P / r, if local attention accepts a range of
             the queries and the largest amount that a rank receives does not grow (`shares_for`).
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside the
             node from rank to rank. For nodes in which several ranks need the same KV heads.
-        window: W, the largest number of head groups that are live at a time. Saves memory, since
-            backward recomputes q, k and v. null: all groups. A window also selects the largest G
-            and ``"tiles": "auto"``, and saves attention over every checkpoint that allows it,
-            unless the section sets ``head_groups``, ``tiles`` or ``checkpointing``.
+        window: W, the largest number of head groups in memory at a time. null: all groups. A window
+            saves memory, since backward recomputes q, k and v. It changes the defaults of other
+            keys: ``head_groups`` is the largest G, ``tiles`` is "auto", and ``checkpointing`` saves
+            attention over every checkpoint that allows it.
         checkpointing: Under activation checkpointing, "recompute" recomputes attention with the
             rest of the layer. "keep" saves o and the log-sum-exp, so that the recomputed forward
             runs neither attention nor its exchanges. "offload" saves o and the log-sum-exp in host
             memory.
         tiles: The number of tokens that norms and dense MLPs of decoder layers process at a time,
-            in forward and backward. "auto", the default beside a window: as many as keep a tile's
-            temporaries below half of the layer's input. null: all tokens at once.
-        projections: Compute q, k, v and the output projection part by part under the exchanges;
+            in forward and backward. "auto", the default with a window: as many tokens as keep a
+            tile's temporaries below half of the layer's input. null: all tokens at once.
+        projections: Compute the q, k, v and output projections part by part, during exchanges.
             False: call each projection once, on the whole input.
-        wgrad: Compute the output projection's wgrad under the exchange of do; False: together with
-            its dgrad.
+        wgrad: Compute the wgrad of the output projection during the exchange of do. False: together
+            with its dgrad.
         kernels: The kernels that pack and unpack. "torch": PyTorch's own copies. "compiled": the
             CUDA kernels and no others. "auto": the CUDA kernels if NCCL carries the sp group and
             all ranks have these kernels (built once where nvcc is found); else PyTorch's copies.
-        transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same
-            over a separate communicator if NCCL carries the group. "copy_engine": the GPUs' copy
-            engines, inside one node.
+        transport: The mover of bytes. "c10d": deepspeed.comm over the sp group. "auto": the same;
+            but over a separate communicator if NCCL carries the group. "copy_engine": the GPUs'
+            copy engines, inside one node.
         max_ctas: The largest number of blocks, and so of SMs, of NCCL's kernels in the separate
             communicator. "auto": 16 in one node, 4 over several; see Note [Blocks of a
             communicator] in `transport`.
-        min_ctas: The smallest number of blocks. "auto": NCCL chooses.
-        cga_cluster_size: Blocks in a cluster of NCCL's kernels. "auto": NCCL chooses.
-        on_unsupported: For a layer that can't be overlapped: "warn" and leave the layer as it is,
-            or "error".
+        min_ctas: The smallest number of these blocks. "auto": NCCL chooses.
+        cga_cluster_size: The number of blocks in a cluster of NCCL's kernels. "auto": NCCL chooses.
+        on_unsupported: For a layer that can't be overlapped: "warn" logs a warning and leaves the
+            layer as it is; "error" raises an error.
         documents: Where documents of a packed sequence may begin. "anywhere": where position_ids
-            start again; position_ids that start again on every rank raise an error, since that is
-            mostly a mistake. "per_rank": every rank may begin with a new document.
+            start again; if they start again on every rank, an error is raised, since this is mostly
+            a mistake. "per_rank": every rank may begin with a new document.
         policy: How ``"head_groups": "auto"`` is resolved.
         timeline: The steps in which the cost of each exchange is recorded; None: no steps.
         check: Compare every exchange of each layer's first call with a plain exchange; slow.
@@ -151,8 +152,8 @@ class SpOverlapConfig(_Section):
     def of_own_layer(self) -> SpOverlapConfig:
         """Return the config for a layer of this package's own classes.
 
-        If ``enabled`` is false, such a layer has no other forward to run. The layer then runs
-        without any overlap: with one head group, and projections that are called whole.
+        Such a layer has no other forward to run if ``enabled`` is false. The returned config then
+        switches overlap off: one head group, and projections that are called whole. Besides,
         `of_sp_group` makes the layer wait for each exchange at once.
         """
         if self.enabled:
@@ -164,8 +165,8 @@ class SpOverlapConfig(_Section):
     def keeps_where_possible(self) -> bool:
         """Return whether to save attention over the checkpoints that allow it.
 
-        Under all other checkpoints attention is recomputed. True with a window, unless the section
-        sets ``checkpointing``.
+        Other checkpoints recompute attention. True with a window, unless the section sets
+        ``checkpointing``.
         """
         return self.window is not None and "checkpointing" not in self.model_fields_set
 
@@ -181,21 +182,21 @@ class SpOverlapConfig(_Section):
         return self.head_groups == "auto" and self.policy.warmup_steps > 0 and is_asked
 
     def window_of(self, groups: int) -> int | None:
-        """Return W for a layer of ``groups`` head groups; None if the layer has no window.
+        """Return W for a layer of ``groups`` head groups; None if the layer runs without a window.
 
-        Without a window, backward recomputes no q, k and v.
+        Without a window, q, k and v are saved for backward.
         """
         if self.window is not None:
             return min(self.window, groups)
-        # With "keep" or "offload" o is saved, and q, k and v are received again in backward. Half
-        # of the groups at a time then need no more memory than DeepSpeed's own layer.
+        # "keep" and "offload" save o; backward projects and exchanges q, k and v again. With half
+        # of the groups at a time, this needs no more memory than DeepSpeed's own layer.
         return None if self.checkpointing == "recompute" else max(1, groups // 2)
 
     def groups_for(self, heads: int, parts: int, windowed: bool = False) -> int:
         """Return the number of head groups G of a layer.
 
-        "auto" begins with 2, or with 1 if a rank has one query head, and keeps this G if nothing is
-        timed. With a window, an untimed "auto" is the largest G.
+        For "auto", returns the G to begin with: 2, or 1 if a rank has one query head. If nothing is
+        timed, the layer keeps this G. With a window and without timing, "auto" is the largest G.
 
         Args:
             heads: The number of query heads.
@@ -218,7 +219,8 @@ class SpOverlapConfig(_Section):
             section: A dict; or a `SpOverlapConfig`, which is returned unchanged.
 
         Raises:
-            ValueError: names all unknown keys and wrong values, and the valid keys and values.
+            ValueError: if the section is not valid. The message names all unknown keys and wrong
+                values, and the valid keys and values.
         """
         if isinstance(section, cls):
             return section
@@ -245,7 +247,7 @@ class SpOverlapConfig(_Section):
         """Check the settings of the blocks of NCCL's kernels.
 
         Raises:
-            ValueError: if ``min_ctas`` exceeds ``max_ctas``, or if such a setting is combined with
+            ValueError: if ``min_ctas`` exceeds ``max_ctas``, or if one of the settings is combined with
                 the transport "c10d".
         """
         given = self.of_sp_group["settings"]
@@ -268,11 +270,11 @@ for _name, _section in _SECTIONS.items():
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the message for all faults that pydantic found: each key, its value, its limits."""
+    """Return a message with all faults that pydantic found: for each key, its value and limits."""
     messages: dict[str, str] = {}
     for fault in error.errors():
         key, *rest = map(str, fault["loc"])
-        # Beside the key of a nested section, the rest is an index, or an alternative of the type.
+        # Append a key of a nested section. Elsewhere, ``rest`` is no key, but an index or type.
         key = ".".join([key, *rest[:1]]) if key in _SECTIONS else key
         limit = fault["msg"].replace("Input should", "must")
         if fault["type"] == "extra_forbidden":

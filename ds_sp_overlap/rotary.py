@@ -20,7 +20,8 @@ def rotate(
         cos: [..., d_rot]. Dims of ``x`` from d_rot on pass through.
         sin: [..., d_rot].
         neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
-        back: Whether ``x`` is the gradient of the output, and the result that of the input.
+        back: Whether to compute the backward: ``x`` is the gradient of the output, and the result
+            is the gradient of the input.
 
     Returns:
         A tensor of the shape of ``x``, in the dtype that ``x`` and the tables promote to.
@@ -74,7 +75,7 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a layer, which is given ``position_embeddings`` in each call.
+    """The rotary embedding of a layer; each call of the layer gets ``position_embeddings``.
 
     Attributes:
         tables: A function that turns ``position_embeddings`` into (cos, sin), or into None if the
@@ -82,9 +83,9 @@ class Rotary:
             ``[b or 1, s/P, 1, d_rot]`` for batch first.
         partial: Whether d_rot may be less than d; the dims from d_rot on pass through.
         neighbours: Whether dims 2i and 2i + 1 form a pair, instead of dims i and i + d_rot / 2.
-        rounding: "promoted": compute and return in the dtype that q and the tables promote to;
-            "kept": compute in that dtype, and round to the dtype of q; "fp32": compute in fp32, and
-            round to the dtype of q.
+        rounding: "promoted": compute and return in the dtype that q and the tables promote to.
+            "kept": compute in this dtype, and round to the dtype of q. "fp32": convert q to fp32
+            first, and round the result to the dtype of q.
         optional: Whether missing position embeddings mean no rotation, instead of an error.
     """
 
@@ -95,7 +96,7 @@ class Rotary:
     optional: bool = False
 
     def __call__(self, x: Tensor, position_embeddings: Any) -> Tensor:
-        """Rotate q or k, [..., d]; return it unchanged if the layer does not rotate."""
+        """Rotate ``x``, q or k [..., d]; return ``x`` unchanged if the layer does not rotate."""
         tables = self.of(position_embeddings, x.shape[-1])
         return x if tables is None else self.rotate(x, *tables)
 
@@ -126,17 +127,17 @@ class Rotary:
     def of_tokens(
         self, position_embeddings: Any, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
-        """Return (cos, sin) without the dimension of heads, as `ops.rotate_pack` takes them.
+        """Return (cos, sin) without the dimension of heads, for the operator `ops.rotate_pack`.
 
-        None if the layer does not rotate, or if ``rotate_pack`` can't use these tables for heads of
-        ``dtype``.
+        None if the layer does not rotate, or if ``rotate_pack`` can't rotate heads of ``dtype`` by
+        these tables.
         """
         tables = self.of(position_embeddings, head_dim)
         if tables is None:
             return None
         cos, sin = tables
-        # ``rotate_pack`` pairs dims i and i + d_rot / 2, computes no gradient of its tables, and
-        # uses one table for all heads.
+        # ``rotate_pack`` only pairs dims i and i + d_rot / 2, computes no gradients of its tables,
+        # and uses the same tables for all heads.
         if self.neighbours or cos.requires_grad or sin.requires_grad or cos.shape[-2] != 1:
             return None
         accepted = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)

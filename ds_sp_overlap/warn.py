@@ -1,7 +1,7 @@
 """Logs messages through the logger ``ds_sp_overlap``; ranks other than 0 log at debug level.
 
-Unless the user has given the logger a handler, the logger prints messages of level INFO and above.
-``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)`` prints warnings only.
+If the user has set no handler, the logger prints messages of level INFO and above. After
+``logging.getLogger("ds_sp_overlap").setLevel(logging.WARNING)``, the logger prints only warnings.
 """
 
 import functools
@@ -17,7 +17,7 @@ LOGGER = logging.getLogger("ds_sp_overlap")
 
 
 class _Console(logging.Handler):
-    """Prints messages on standard output; a warning begins with its level."""
+    """Prints messages on standard output, warnings with the level in front."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message in one piece, since the ranks share standard output."""
@@ -29,7 +29,7 @@ class _Console(logging.Handler):
         sys.stdout.flush()
 
 
-# Keep a handler or a level that the user has set before this import.
+# If the user has set a handler or a level before this import, keep it.
 if not LOGGER.handlers:
     LOGGER.addHandler(_Console())
     LOGGER.propagate = False
@@ -51,7 +51,7 @@ def say(message: str, stacklevel: int = 2) -> None:
 
     Args:
         message: The message.
-        stacklevel: Frames from the logger to the caller whose line is logged.
+        stacklevel: The number of frames from the logger up to the caller whose line is logged.
     """
     LOGGER.log(logging.DEBUG if _rank() else logging.WARNING, message, stacklevel=stacklevel)
 

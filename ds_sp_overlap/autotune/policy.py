@@ -1,9 +1,9 @@
 """Chooses the number of head groups by timing candidates in the first steps of training.
 
 The candidates are: "off", the layer's own forward, if this forward computes the same output; and
-G = 1, 2, 4, if there are enough heads. A layer runs one candidate for a whole optimizer step.
-Within a step, the layers of a model run different candidates, so that disturbances of the machine
-affect all candidates alike. With C = 4 candidates, warmup_steps = 16 and none pruned yet:
+G = 1, 2, 4 head groups, if there are enough heads. A layer runs one candidate for a whole optimizer
+step. Within a step, the layers of a model run different candidates, so that disturbances of the
+machine affect all candidates alike. With 4 candidates, none pruned, and warmup_steps = 16:
 
     step    | 0       | 1   2   3   4    | 5   6   7   8   9  10  11  12  13 .. 16 | 17 ...
     layer 0 | default | off G=1 G=2 G=4  | off G=1 G=2 G=4 off ...                 | the fastest
@@ -11,8 +11,8 @@ affect all candidates alike. With C = 4 candidates, warmup_steps = 16 and none p
             |         | untimed: warm-up | timed; each round prunes the slow       |
 
 Calls that record a graph are timed: the forward, and the backward from the arrival of the output's
-gradient to the end. Times are per token. The slowest rank's time counts, since the other ranks wait
-for that rank.
+gradient to its end. Times are per token. The time on the slowest rank counts, since the other ranks
+wait for the slowest rank.
 
 Note [One candidate in forward and backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -24,26 +24,26 @@ the default.
 
 Note [What ranks have in common]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks of an sp group launch the same exchanges only if they run the same candidate. Yet one rank may
+Ranks of an sp group launch the same exchanges only if they run the same candidate. But one rank may
 have an optimizer of its own, make a step that the other ranks don't make, or free a model earlier.
-So no collective may depend on these events. Only calls of layers and their backwards are the same
-on all ranks of an sp group:
+So no collective may depend on such events. Only calls of layers and their backwards are the same on
+all ranks of an sp group:
 
     backward of a layer           is noted (`Policy._back`); without one, ranks compare nothing
     optimizer step                is noted (`Policy.note_step`), without waiting
     first layer call after a      the ranks of the sp group compare whether every rank's optimizer
-    backward                      has stepped (`Policy._look`). If so, the step is over, and the
-                                  trials of the shapes that ran go on by a step
+    backward                      has stepped (`Policy._look`). If so, the step is over, and each
+                                  trial whose layers ran advances by one step
 
 Note [Replicas]
 ~~~~~~~~~~~~~~~
 With data parallelism the sp groups are replicas, each with its own batches. Ranks that reduce
 gradients together must run the same candidate for the same layer in the same step, and choose the
-same candidate. ZeRO gathers weights and reduces gradients in the order of their arrival: replicas
-with different orders would silently sum gradients of different parameters. (A test checks that
-every G delivers gradients in the same order.) Replicas have no layer calls in common, since one
-replica may evaluate alone. So each rank posts its measurements when its optimizer steps (`Board`),
-without waiting for other ranks. The next layer call waits for the measurements of all ranks.
+same candidate: ZeRO reduces gradients in the order of their arrival, so replicas with different
+orders would silently sum gradients of different parameters. (A test checks that every G delivers
+gradients in the same order.) Replicas have no layer calls in common, since one replica may evaluate
+alone. So each rank posts its measurements when its optimizer steps (`Board`), without waiting for
+other ranks. The next layer call waits for the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ WAIT_S = 60
 class Board:
     """Collects the reports of all ranks of the world in a store, see Note [Replicas].
 
-    The last rank that posts its report for a step merges all reports. A rank that waits longer than
-    `WAIT_S` for the merged report gives up for all ranks. The store keeps only one entry for a
-    step, the first: the merged report, or the list of ranks that were late.
+    The last rank to post its report for a step merges all reports. If a rank waits longer than
+    `WAIT_S` for the merged report, it gives up for all ranks: it sets, instead of the merged
+    report, the list of ranks that were late. The first of these two entries for a step is final.
     """
 
     # Counts policies; equal on every rank, since replicas make their policies in the same order.
@@ -99,14 +99,14 @@ class Board:
         self.store.set(keys[dist.get_rank()], pickle.dumps(report))
         if self.store.add(f"{step} told by", 1) == len(keys):
             reports = [pickle.loads(entry) for entry in self.store.multi_get(keys)]
-            # This sets the entry only if there is none: a rank may have given up in `told`.
+            # Set the entry only if there is none yet: a rank may have given up in `told`.
             self.store.compare_set(str(step), "", pickle.dumps(merged(reports)))
 
     def told(self, step: int) -> dict | list[int]:
         """Wait for the merged report of a step, see `merged`.
 
         Returns:
-            The merged report; or, if a rank gave up, the ranks that had not posted by then.
+            The merged report; or, if a rank gave up, the ranks that had not posted a report.
         """
         end = time.monotonic() + WAIT_S
         while not self.store.check([str(step)]):
@@ -125,16 +125,14 @@ class Board:
 class Policy:
     """Chooses candidates for the layers of one model.
 
-    Layers of the same `Shape` share a trial.
-
-    A layer's call asks for its `trial`, runs the candidate that the trial returns, and passes its
-    `TimedCall` to `follow`, which times the call.
+    Layers of the same `Shape` share a `Trial`. A call of a layer gets its trial from `trial`, runs
+    the candidate that the trial returns, and passes its `TimedCall` to `follow`, for the times.
 
     Args:
         sp_group: The sp group, whose ranks choose together.
         warmup_steps: The limit on optimizer steps in which the layers of a shape try candidates.
-        replicas: Whether all ranks of the world choose together, because there are several sp
-            groups, each with its own batches.
+        replicas: Whether there are several sp groups, each with its own batches; then all ranks of
+            the world choose together.
     """
 
     # The functions that log the line about each choice, and the warning of `_give_up`.
@@ -146,7 +144,7 @@ class Policy:
         self.board = Board() if replicas else None
         # Whether trying has ended for all shapes.
         self.over = False
-        # The clock, which the first `trial` makes for the device of its call.
+        # The clock; the first call of `trial` makes it for the device of the layer.
         self.clock: Any = None
         self.step = self._layers = 0
         # Whether a layer had a backward in this step.
@@ -169,8 +167,8 @@ class Policy:
             gradient_group: The ranks that reduce gradients together; None if unknown.
 
         Returns:
-            The policy. None if the config leaves no choice. None also if there are replicas that
-            can't choose together, since not all ranks are known to reduce gradients together.
+            The policy. None if the config leaves no choice; or if there are replicas, but not all
+            ranks are known to reduce gradients together, so that replicas can't choose together.
         """
         if not config.times_groups or sp_group.size == 1:
             return None
@@ -191,29 +189,28 @@ class Policy:
         Collective in the first call after a backward (`_look`).
 
         Args:
-            geometry: Geometry of the call, with the default G.
+            geometry: Geometry of the call; its number of head groups is the default G.
             x: The first input of the layer. Its dtype, and its dims after batch and sequence, are
                 part of the shape that identifies the trial.
             off: Whether the layer's own forward is a candidate.
             least: The smallest G that is a candidate.
 
         Returns:
-            The trial. None if trying ended before this shape had a trial, or if the shape has a
-            single candidate and no replicas wait for this rank's steps. Then the call runs its
-            default.
+            The trial; None if the call is to run its default: if trying ended before this shape had
+            a trial, or if the shape has a single candidate and no replicas wait for this rank.
         """
         self._look()
-        # A default of 1 means that more groups are not allowed (arguments per head, for instance).
+        # A default G of 1: the call allows no more groups, for instance with arguments per head.
         most = geometry.max_groups if geometry.groups > 1 else 1
-        # Some batches don't allow "off", and replicas have different batches.
+        # Replicas get no "off": some batches don't allow "off", and replicas have other batches.
         candidates = candidates_for(most, off and not self.replicas, least)  # guard: no stock
-        # With replicas, follow calls even if there is no choice, since the other ranks wait for
-        # this rank's steps.
+        # With replicas, return a trial even if there is no choice: its calls must be followed,
+        # since the other ranks wait for this rank's steps.
         if len(candidates) == 1 and (self.over or not self.replicas):
             return None
         shape = _shape(geometry, x.shape[2:], x.dtype, candidates, self.replicas)
         if shape not in self.trials:
-            # Trying has ended, and the other replicas may not have this shape.
+            # After trying has ended, make no trial: the other replicas may not have this shape.
             if self.over:
                 return None
             self.trials[shape] = Trial(shape, self.warmup_steps)
@@ -231,8 +228,8 @@ class Policy:
     def note_step(self) -> None:
         """Note that an optimizer of this process has stepped.
 
-        Only the first optimizer step after a layer's backward has an effect: it marks this rank as
-        stepped, which `_look` compares, and posts this rank's report for the replicas.
+        Only the first optimizer step after a layer's backward has an effect. This method then marks
+        this rank as stepped, for the comparison in `_look`, and posts its report for the replicas.
         """
         if self._back_since and not self._stepped:
             self._stepped = True
@@ -252,10 +249,10 @@ class Policy:
         return report
 
     def _look(self) -> None:
-        """Go on to the next step if the optimizer of every rank of the sp group has stepped.
+        """Advance to the next step if the optimizer of every rank of the sp group has stepped.
 
-        `trial` calls this method first, so each call of a layer calls it. Collective in the first
-        call after a backward; further calls do nothing.
+        Each call of a layer calls this method, by `trial`. Collective in the first call after a
+        backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.
@@ -267,7 +264,8 @@ class Policy:
         own_report = self._report() if self._stepped and self.board is None else {}
         stepped, reports = zip(*self.sp_group.gather((self._stepped, own_report)))
         if not all(stepped):
-            # During an evaluation the step may still come, so the next call compares again.
+            # Without gradients, this is an evaluation between the backward and the optimizer's
+            # step. The next call compares again.
             self._due = not torch.is_grad_enabled()
             return
         if any(report.keys() != reports[0].keys() for report in reports):
@@ -276,7 +274,7 @@ class Policy:
                 'sp_overlap.head_groups "auto": the ranks of the sp group would try different '
                 f"things ({tried}); give a number"
             )
-        # The merged report; or the ranks because of which the replicas gave up.
+        # The merged report; or, if the replicas gave up, the ranks that were late.
         outcome: dict | list[int] = merged(reports)
         if self.board is not None:  # guard: replicas choose together
             outcome = self.board.told(self.step)
@@ -303,7 +301,7 @@ class Policy:
         )
 
     def follow(self, run: TimedCall, trial: Trial, candidate: Candidate, tokens: int) -> None:
-        """Let the call's backward run `_back`, and time the call if the trial needs times.
+        """Make the call's backward run `_back`, and time the call if the trial needs times.
 
         Args:
             run: The call.
@@ -337,7 +335,7 @@ def _shape(
     candidates: tuple[Candidate, ...],
     replicas: bool,
 ) -> Shape:
-    """Return the shape of a call; the default is the number of groups of ``geometry``."""
+    """Return the shape of a call; its default candidate is the G of ``geometry``."""
     what = f"{geometry.heads} query and {geometry.kv_heads} KV heads"
     if geometry.shares > 1:
         what += f", r = {geometry.shares}"

@@ -1,4 +1,4 @@
-"""Chooses a candidate for layers of one shape by measured times; `policy` runs the trials."""
+"""Chooses a number of head groups, or "off", for layers of one shape, by times from `policy`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 OFF = "off"
-# The numbers of head groups that are tried, and that the planner simulates. With "off" there are at
-# most four candidates; `config._LEAST_WARMUP` relies on this limit.
+# The numbers of head groups that trials time and the planner simulates. `config._LEAST_WARMUP`
+# assumes at most four candidates: these and "off".
 GROUPS = (1, 2, 4)
-# The relative difference up to which the planner counts two times as equal; it then chooses the
-# fewest groups.
+# The planner takes times as equal up to this relative difference, and then takes fewer groups.
 CLOSE = 0.01
 # A number of head groups G, or OFF.
 Candidate = int | str
-# A candidate that takes longer than this multiple of the fastest is not tried again.
+# A candidate whose time exceeds this multiple of the fastest time is not tried again.
 PRUNED_ABOVE = 1.5
 
 
@@ -27,10 +26,10 @@ class Shape(NamedTuple):
     """Identifies the calls of layers that share a trial.
 
     Attributes:
-        what: Heads, ranks and dtype in words; without replicas also batch and number of tokens.
+        what: Heads, ranks and dtype in words; without replicas also batch and rounded tokens.
         sizes: The sizes of the layer's first input after batch and sequence.
         candidates: The candidates; a single candidate is chosen at once.
-        default: The candidate that runs before trying begins, and that is chosen if none was timed.
+        default: The candidate that runs before the trial begins; chosen if no candidate was timed.
     """
 
     what: str
@@ -58,10 +57,10 @@ def candidates_for(max_groups: int, off: bool, least: int = 1) -> tuple[Candidat
 def merged(reports: Sequence[Report]) -> MergedReport:
     """Merge the reports of several ranks: for each candidate, take the time of the slowest rank.
 
-    Only ranks that have timed all remaining candidates (`Trial.left`) count.
+    Leaves out ranks that have not timed all remaining candidates (`Trial.left`).
 
     Returns:
-        For each trial, the time of each candidate that is left, in ms; None if no rank counts.
+        For each trial, the time of each remaining candidate in ms; None if no rank is taken.
     """
     merged_reports: MergedReport = {}
     for shape in ChainMap(*reports):
@@ -74,20 +73,20 @@ def merged(reports: Sequence[Report]) -> MergedReport:
 
 
 def _per_token(clock: Any, marks: list) -> float:
-    """Return the median time per token of calls (begin, end, tokens), in ms."""
+    """Return the median, over the calls (begin, end, tokens) in ``marks``, of ms per token."""
     return median(clock.between_ms(begin, end) / max(1, tokens) for begin, end, tokens in marks)
 
 
 class Trial:
     """Holds the candidates for layers of one shape, their times, and finally the chosen candidate.
 
-    Trying begins with the second optimizer step. A round has as many steps as there are candidates
-    left, and in a round each layer runs each candidate for one step. The first round is not timed.
-    After each timed round, slow candidates are pruned.
+    Rounds begin with the second optimizer step. In a round, each layer runs each remaining
+    candidate for one step. The first round is not timed. After each timed round, slow candidates
+    are pruned.
 
     Args:
         shape: The shape.
-        warmup_steps: The limit on steps of trying.
+        warmup_steps: The largest number of steps in all rounds.
     """
 
     def __init__(self, shape: Shape, warmup_steps: int):
@@ -95,9 +94,9 @@ class Trial:
         candidates = shape.candidates
         # The candidates that are not pruned yet.
         self.left = list(candidates)
-        # The step within the current round; the number of finished rounds, and of finished steps.
+        # The index of the step in the current round; the numbers of finished rounds and steps.
         self.place = self.round = self.steps = 0
-        # Whether the first step, in which the default runs, is over.
+        # Whether the first step is over; in the first step the default runs.
         self.started = False
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
         # The last step in which a call on this rank had a backward.
@@ -121,7 +120,7 @@ class Trial:
         return self.chosen is None and self.round > 0
 
     def milliseconds(self, clock: Any) -> list[float]:
-        """Return the time of a layer, forward and backward, on this rank for each candidate left.
+        """Return, for each remaining candidate, a layer's time on this rank, forward and backward.
 
         The time is the median per token, times the mean number of tokens of all calls. So short
         batches in some steps favour no candidate, and a rank with long batches counts as slow.
@@ -137,8 +136,8 @@ class Trial:
             if not (own_forwards and own_backwards):
                 times.append(float("inf"))
                 continue
-            # Recomputes and evaluations add forwards without a backward. Use the ratio of forwards
-            # to backwards over all candidates, so that an evaluation puts no candidate at a loss.
+            # Recomputes and evaluations add forwards without a backward. Count forwards per
+            # backward over all candidates, so that an evaluation disfavours no single candidate.
             calls, gradients = len(forwards), len(backwards)  # guard: evaluations favour none
             forward = _per_token(clock, own_forwards) * calls / gradients
             tokens = mean(tokens for *_, tokens in forwards)
@@ -146,11 +145,11 @@ class Trial:
         return times
 
     def next_step(self, slowest: list[float] | None) -> None:
-        """Go on by one optimizer step; at the end of a round, prune candidates or choose one.
+        """Advance by one optimizer step; at the end of a round, prune candidates or choose one.
 
         Args:
-            slowest: For each candidate left, the slowest rank's time in ms, see `merged`; None if
-                no rank has timed all candidates.
+            slowest: For each remaining candidate, the slowest rank's time in ms, see `merged`; None
+                if no rank has timed all of them.
         """
         if not self.started:
             self.started = True
@@ -164,7 +163,7 @@ class Trial:
             self.left = [each for each in self.left if self.slowest_ms[each] <= limit]
         self.place, self.round = 0, self.round + 1
         if len(self.left) == 1 or self.steps + len(self.left) > self.warmup_steps:
-            # Choose the fastest candidate that was timed; the default if none was.
+            # Choose the fastest timed candidate; the default if no candidate was timed.
             timed = [each for each in self.left if each in self.slowest_ms]
             self.chosen = min(timed, key=self.slowest_ms.__getitem__, default=self.shape.default)
             self.marks = {}

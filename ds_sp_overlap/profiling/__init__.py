@@ -2,6 +2,6 @@
 
 from collections.abc import Callable
 
-# Evaluates traces, given their paths, and writes the result beside the first trace. The package
-# sets this to a function of `tools.timeline`.
+# Evaluates the traces at the given paths, and writes the result beside the first trace. The
+# package's ``__init__`` sets this variable, to a function that calls `tools.timeline`.
 write_timeline: Callable[[list[str]], None]

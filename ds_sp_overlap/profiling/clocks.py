@@ -1,4 +1,4 @@
-"""Measures times on the host or on a device; marking a time does not make the host wait."""
+"""Measures times on the host or on a device, by marks for which the host does not wait."""
 
 from __future__ import annotations
 

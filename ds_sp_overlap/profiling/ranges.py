@@ -14,9 +14,9 @@ is_profiled = torch.autograd._profiler_enabled
 
 
 def named(*words: str) -> Any:
-    """Return a context manager that names its body for a running profiler.
+    """Return a context manager whose body a running profiler shows under this name.
 
-    The profiler is torch.profiler, or NVTX by ``emit_nvtx``. Without a profiler, the context
-    manager does nothing.
+    The profiler is torch.profiler, or ``torch.autograd.profiler.emit_nvtx``. Without a profiler,
+    the context manager does nothing.
     """
     return record_function(" ".join(words)) if is_profiled() else NOTHING

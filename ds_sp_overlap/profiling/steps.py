@@ -1,4 +1,4 @@
-"""Calls listeners after each optimizer step of this process, by one hook on all optimizers."""
+"""Calls listeners after each optimizer step of this process, by a hook on all optimizers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listen(listener: Any) -> None:
 
 @functools.cache
 def _hook_optimizers() -> None:
-    """Make torch call `_tell` after each step of each optimizer; registered once."""
+    """Make torch call `_tell` after each step of each optimizer; further calls do nothing."""
     register_optimizer_step_post_hook(_tell)
 
 
@@ -46,7 +46,7 @@ def in_backward() -> bool:
 def in_checkpoint() -> bool:
     """Return whether this code runs in a non-reentrant activation checkpoint of PyTorch.
 
-    Reentrant checkpoints are not detected; their forward runs without recording gradients.
+    Returns False in a reentrant checkpoint, whose forward runs without recording gradients.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

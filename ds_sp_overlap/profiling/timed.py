@@ -12,17 +12,17 @@ from torch import Tensor
 class TimedCall:
     """Times the forward and the backwards of one call of a layer, if `time` is called.
 
-    A backward begins when the gradient of the output arrives. It ends when the last nodes of the
-    graph between `time` and `end` have run: the nodes that compute the gradients of the inputs, or
-    of the weights if no input needs a gradient.
+    A backward begins when the gradient of the output arrives. The backward ends when all nodes have
+    run that were recorded between `time` and `end`. The last of these nodes compute the gradients
+    of the inputs; or of the weights, if no input needs a gradient.
 
     Attributes:
         inputs: The inputs that the layer must use.
-        arrives: A hook to call when the gradient of the output arrives; None for none.
+        arrives: A hook to call when the gradient of the output arrives; or None.
     """
 
     arrives: Callable[[Tensor], None] | None = None
-    # The clock of a call that is timed; else None.
+    # The clock; None if the call is not timed.
     _clock: Any = None
 
     def __init__(self, inputs: tuple[Tensor, ...]):
@@ -47,7 +47,7 @@ class TimedCall:
         """End the call, whose output is ``y``; return ``y``."""
         # Some layers return a bias beside their output.
         output = y[0] if isinstance(y, tuple) else y
-        # The hooks below hold this object, which must hold no part of the graph.
+        # Drop the inputs: the hooks below hold this object, and it must hold no part of the graph.
         inputs, self.inputs = self.inputs, ()
         if self._clock is not None:
             self._forwards.append((self._begun, self._clock.mark(), self._tokens))
@@ -55,7 +55,8 @@ class TimedCall:
             return y
         if self._clock is not None:
             last = _last_nodes(output, inputs, self._first)
-            # The number of last nodes; and, during a backward, how many of them have not run yet.
+            # The number of last nodes; and the number of those that the current backward has not
+            # run yet.
             self._last, self._left = len(last), 0
             output.register_hook(self._begin_backward)
             for node in last:
@@ -74,19 +75,19 @@ class TimedCall:
             self._backwards.append((self._begun, self._clock.mark(), self._tokens))
 
 
-# The sequence number of nodes that accumulate the gradients of leaves. Autograd runs these nodes as
-# soon as they are ready; they don't count as part of the forward.
+# The sequence number of the nodes that accumulate the gradients of leaves. These nodes are no part
+# of a forward: autograd runs them as soon as they are ready.
 _LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
-    """Return the nodes of a forward that run last in backward: no node of the forward follows.
+    """Return the nodes of a forward after which backward runs no other node of the forward.
 
     Args:
         y: The output of the forward, where backward begins.
-        inputs: The inputs of the forward. Nodes whose outputs are inputs are part of the forward.
-        first: The sequence number of autograd when the forward began; nodes with a smaller number
-            are left out.
+        inputs: The inputs of the forward. The nodes that made them count as part of the forward.
+        first: The sequence number of autograd when the forward began. Nodes with a smaller number
+            are no part of the forward, except the nodes that made the inputs.
     """
     of_inputs = {x.grad_fn for x in inputs if x.requires_grad}
     last: list[Any] = []

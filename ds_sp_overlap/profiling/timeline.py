@@ -1,7 +1,7 @@
 """Records some optimizer steps with ``torch.profiler``; the trace shows the cost of exchanges.
 
-The trace has the ranges that layers and exchanges open for any profiler (`ranges`).
-`tools.timeline` reads the trace.
+In the trace, named ranges mark layers and exchanges (`ranges`). `tools.timeline` evaluates the
+trace.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..warn import inform, warn_once
 from .ranges import is_profiled
 from .steps import listen, listeners
 
-# The timelines that are not over, by folder. Layers whose configs name the same folder share one.
+# The unfinished timelines by folder. Layers whose configs name the same folder share a timeline.
 _open: dict[str, Timeline] = {}
 
 
 @atexit.register
 def _close_all() -> None:
-    """Write the timelines that are not over when the process ends."""
+    """Write the timelines that are unfinished when the process ends."""
     for timeline in list(_open.values()):
         timeline.close()
 
@@ -45,7 +45,7 @@ class Timeline:
         ValueError: if this rank can't write into the folder.
     """
 
-    # The running profiler of torch.profiler, or None.
+    # The running profiler; None outside the recorded steps.
     profile: Any = None
 
     def __init__(self, folder: str, steps: list[int], rank: int):
@@ -66,9 +66,9 @@ class Timeline:
 
     @classmethod
     def of(cls, config: SpOverlapConfig, sp_group: Any) -> Timeline | None:
-        """Return the timeline that a config asks for; make it if its folder has none yet.
+        """Return the timeline of the folder that a config names; make it if there is none.
 
-        Returns None if the config asks for none, or if world rank 0 is not in this sp group.
+        Returns None if the config has no timeline, or if world rank 0 is not in this sp group.
         """
         section = config.timeline
         if section is None or sp_group.ranks[0] != 0:
@@ -88,8 +88,8 @@ class Timeline:
     def note_step(self) -> None:
         """Count an optimizer step; start or stop the profiler at the first and the last step."""
         nodes = torch._C._autograd._get_sequence_nr()
-        # Without a forward since the last call, this is still the same step: ZeRO-3 steps once for
-        # each sub-group, and a model may have several optimizers.
+        # Without a forward since the last call of this method, the step is still the same: ZeRO-3
+        # calls optimizers once for each sub-group, and a model may have several optimizers.
         if nodes == self._nodes:
             return
         self._nodes = nodes
@@ -108,7 +108,7 @@ class Timeline:
                 "recorded beside it; python -m ds_sp_overlap timeline TRACE draws its trace"
             )
             return self.close()
-        # With a schedule the trace has ranges ``ProfilerStep#20`` and so on.
+        # Only with a schedule does the trace have ranges ``ProfilerStep#20`` and so on.
         self.profile = torch.profiler.profile(schedule=lambda step: ProfilerAction.RECORD)
         self.profile.step_num = self.step
         self.profile.start()

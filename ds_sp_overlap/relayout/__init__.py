@@ -1,5 +1,5 @@
-"""Packs and unpacks tensors on either side of a transfer.
+"""Packs tensors before a transfer, and unpacks tensors after it.
 
-``ops`` chooses between PyTorch's copies and the compiled operators of csrc/. ``kernels`` loads
-these operators, and ``build`` compiles them.
+``ops`` chooses between PyTorch's copies and the compiled operators of csrc/; ``kernels`` loads
+the compiled operators, and ``build`` compiles them.
 """

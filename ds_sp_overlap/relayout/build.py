@@ -1,12 +1,13 @@
 """Compiles csrc/ into one shared library, with plain nvcc and the C++ compiler.
 
-The library depends only on torch's stable ABI (torch/csrc/stable, from torch `ABI` on), and the
-CUDA runtime is linked into it. So one binary works with every later torch, with CUDA or without.
-The build needs no GPU: it compiles CUDA and CPU kernels if nvcc is found, else CPU kernels only.
+The library depends only on torch's stable ABI (torch/csrc/stable), which torch has from version
+`ABI` on; the CUDA runtime is linked into the library. So one binary works with every later torch,
+with CUDA or without. The build needs no GPU. It compiles CUDA and CPU kernels if nvcc is found,
+else CPU kernels only. Environment variables:
 
     DS_SP_OVERLAP_BUILD    the kernels that are built at first use. 0: none; cpu, cuda: exactly
                            these, or an error; unset: all kernels for which there is a compiler
-    TORCH_CUDA_ARCH_LIST   as torch reads it, for instance "8.0;9.0+PTX" (the default)
+    TORCH_CUDA_ARCH_LIST   the GPU architectures, in torch's format; default "8.0;9.0+PTX"
     CUDA_HOME, CXX         the folder of nvcc, and the C++ compiler
 """
 
@@ -30,7 +31,8 @@ NAME = "_kernels.so"
 # The folder of the library.
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH = Path(torch.__file__).parent
-# The flags of both compilers. With the macro torch's headers declare only what torch `ABI` has.
+# The flags for nvcc and for the C++ compiler. With this macro, torch's headers declare only the
+# functions that torch `ABI` has.
 _MAJOR, _MINOR = map(int, ABI.split("."))
 _TARGET = f"-DTORCH_TARGET_VERSION=0x{(_MAJOR << 56) | (_MINOR << 48):016x}"
 FLAGS = ["-std=c++17", "-O3", _TARGET, f"-I{TORCH / 'include'}"]
@@ -41,12 +43,12 @@ class BuildError(RuntimeError):
 
 
 def wish() -> str:
-    """Return DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (all that can be compiled).
+    """Return DS_SP_OVERLAP_BUILD: "0", "cpu", "cuda" or "" (all kernels with a compiler).
 
     Raises:
         BuildError: for other values.
     """
-    # Values other than "0" are a ``kind`` of `build`.
+    # Except "0", each value is valid as the argument ``kind`` of `build`.
     value = os.environ.get("DS_SP_OVERLAP_BUILD", "").strip().lower()
     if value not in ("", "0", "cpu", "cuda"):
         raise BuildError(f"DS_SP_OVERLAP_BUILD must be 0, cpu or cuda, got {value!r}")
@@ -54,7 +56,7 @@ def wish() -> str:
 
 
 def sources() -> Path:
-    """Return the folder csrc/: inside of an installed package, beside the package in a checkout.
+    """Return the folder csrc/: inside the package if it is installed, beside it in a checkout.
 
     Raises:
         BuildError: if there is no such folder.
@@ -93,13 +95,13 @@ def gencode(architectures: str) -> list[str]:
 
 def cuda_compile(architecture_flags: list[str]) -> list[str]:
     """Return the command that compiles the CUDA kernels; the caller adds "-c" and an output."""
-    # No fused multiply-add: round products before they are added, bit for bit as PyTorch does.
+    # No fused multiply-add: products are rounded before the addition, as in PyTorch's kernels.
     flags = FLAGS + ["-DDS_SP_OVERLAP_CUDA", "-fmad=false"] + architecture_flags
     return [nvcc() or "nvcc"] + flags + [str(sources() / "kernels.cu")]
 
 
 def linker(cuda: str | None, cxx: str) -> list[str]:
-    """Return the linker and its first options, for `link`; ``cuda`` is the path of nvcc or None."""
+    """Return the linker and its first options, for `link`; ``cuda`` is nvcc's path or None."""
     # nvcc links the CUDA runtime into the library.
     return [cxx] if cuda is None else [cuda, "-cudart", "static"]
 
@@ -107,11 +109,11 @@ def linker(cuda: str | None, cxx: str) -> list[str]:
 def link(by: list[str], objects: list[str], library: str) -> list[str]:
     """Return the command that links ``objects`` into ``library``; ``by`` is from `linker`."""
     # ops.cpp gets torch's current CUDA stream from a function of libtorch_cuda. The machine that
-    # builds may lack this library, so the function is a weak symbol: null if it is not found. torch
-    # loads its libraries locally, so our library finds symbols only in libraries that it depends
-    # on. So our library depends on libtorch: every torch has libtorch, and in a torch with CUDA,
-    # libtorch depends on libtorch_cuda. Since no symbol of libtorch itself is used, many linkers
-    # would drop libtorch without --no-as-needed. (-Xlinker, since nvcc has no -Wl.)
+    # builds may lack libtorch_cuda, so the function is a weak symbol: null if it is not found.
+    # torch loads its libraries locally, so our library finds symbols only in its dependencies. So
+    # link libtorch: every torch has libtorch, and in a torch with CUDA, libtorch depends on
+    # libtorch_cuda. Without --no-as-needed, many linkers would drop libtorch, since our library
+    # uses no symbol of libtorch itself. (-Xlinker, since nvcc has no -Wl.)
     libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     return by + ["-shared"] + objects + ["-o", library, f"-L{TORCH / 'lib'}"] + libraries
 
@@ -120,8 +122,8 @@ def _run(commands: list[list[str]]) -> None:
     """Run commands in parallel, and wait for all of them.
 
     Raises:
-        BuildError: if a command failed; with the output of the first failed command in
-            ``commands``.
+        BuildError: if a command failed. The message has the output of the first command, in the
+            order of ``commands``, that failed.
     """
     # Capture stdout and stderr of each command together.
     options: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -136,7 +138,7 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def wanted(cuda: str | None) -> dict[str, str | None]:
-    """Return the versions and the hash of sources that a library is built from, for its JSON file.
+    """Return the versions and the source hash that identify a build, for the library's JSON file.
 
     ``cuda`` is the path of nvcc; None for a library without CUDA kernels.
     """
@@ -155,7 +157,7 @@ def wanted(cuda: str | None) -> dict[str, str | None]:
 
 
 def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
-    """Return whether the library in ``folder`` is up to date; the arguments are those of `build`.
+    """Return whether the library in ``folder`` is up to date; see `build` for the arguments.
 
     Raises:
         BuildError: if the folder csrc/ is missing.
@@ -164,7 +166,7 @@ def is_current(folder: Path = PACKAGE, kind: str = "") -> bool:
         built = json.loads((folder / "_kernels.json").read_text())
     except (OSError, ValueError):
         return False
-    # The version of nvcc ("cuda") is not compared, since another nvcc needs no new build.
+    # Ignore the version of nvcc ("cuda"): another nvcc needs no new build.
     new = wanted(None if kind == "cpu" else nvcc()) | {"cuda": built.get("cuda")}
     return (folder / NAME).is_file() and built == new
 
@@ -208,7 +210,7 @@ def build(folder: Path = PACKAGE, kind: str = "") -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{NAME}.{os.getpid()}"
         shutil.copy(f"{scratch}/{NAME}", partial)
-        # Replace the file, don't overwrite it: processes that have loaded the old library keep it.
+        # Replace the file and don't overwrite it: other processes may have loaded the old library.
         partial.replace(folder / NAME)
         # Write the JSON file last, so that a killed build does not look up to date.
         (folder / "_kernels.json").write_text(json.dumps(built, indent=2) + "\n")

@@ -50,10 +50,10 @@ class Library:
 
 
 def load(path: Path) -> Library:
-    """Load a library; on failure return a `Library` with ``failed`` instead of raising.
+    """Load a library; on failure return a `Library` with ``failed`` instead of raising an error.
 
-    The ``reason`` then names the versions that the library was built against, and the versions that
-    run here.
+    If torch can't load the library, ``reason`` names the versions of torch and CUDA that the
+    library was built against, and the versions in this process.
     """
     try:
         built = json.loads(path.with_suffix(".json").read_text())
@@ -74,13 +74,13 @@ def load(path: Path) -> Library:
     return Library(path, built, "" if built["cuda"] else f"{path.name} holds CPU kernels only")
 
 
-# The library that `demanded` has built and loaded; a failed `Library` if that failed; None before.
+# The library that `demanded` has built and loaded, or the failed `Library`; None before the build.
 _built_here: Library | None = None
 
 
 @functools.cache
 def _installed() -> Library:
-    """Load the library in the package's folder, once; or return a `Library` that says why not."""
+    """Load the library in the package's folder, once; else return a `Library` that says why not."""
     if build.wish() == "0":
         return Library(reason="DS_SP_OVERLAP_BUILD is 0")
     path = build.PACKAGE / build.NAME
@@ -90,7 +90,7 @@ def _installed() -> Library:
 
 
 def library() -> Library:
-    """Return the compiled operators of this process, loaded once, without building any.
+    """Return the compiled operators of this process; load them once, but build none.
 
     A library that was built at first use takes precedence over the library in the package.
     """
@@ -105,7 +105,7 @@ def _first_use() -> Library:
     Raises:
         build.BuildError: if there is no compiler, or the build fails.
     """
-    # Import here, since these imports are slow and only a first use needs them.
+    # Import these modules only here, since they are slow to import.
     from torch.utils import cpp_extension
     from torch.utils.file_baton import FileBaton
 
@@ -136,9 +136,9 @@ def _first_use() -> Library:
 
 
 def demanded() -> Library:
-    """Return the compiled operators; build them first if there are none and no build has failed.
+    """Return the compiled operators; build them first, if there are none and no build has failed.
 
-    If the build fails, the ``reason`` of the result says why.
+    If the build fails, ``reason`` of the returned `Library` says why.
     """
     global _built_here
     installed = library()
@@ -147,7 +147,7 @@ def demanded() -> Library:
     try:
         _built_here = _first_use()
     except (build.BuildError, OSError) as error:
-        # The next call returns this failed library, so this process does not build again.
+        # The next call returns this `Library`, so that this process does not build again.
         reason = f"{installed.reason}, and building them failed: {error}"
         _built_here = Library(reason=reason, failed=True)
     return _built_here

@@ -2,15 +2,16 @@
 
     pack                 cut a tensor along one dimension and lay the parts, each contiguous, end to
                          end
-    unpack               the inverse; slices that several parts hold are summed, in fp32 for half
-                         precision
+    unpack               the inverse of pack; where parts overlap, it sums their elements, in fp32
+                         for half precision
     rotate_pack          rotary embedding of heads [tokens..., h, d], then pack: q and k
     unpack_rotate_back   the transpose of rotate_pack: unpack, sum, rotate back: dq and dk
 
-All operators write into tensors that the caller passes, so the caller decides which stream
-allocates. The operators raise for arguments that don't fit. They are compiled from csrc/; `kernels`
-loads them as ``torch.ops.ds_sp_overlap``. The CPU kernels only serve to test the index maps of the
-CUDA kernels. Without compiled kernels, `exchange.copies` packs and unpacks by PyTorch's copies.
+All operators write into tensors that the caller passes, so that the caller chooses the stream that
+allocates. The operators raise errors for arguments that don't fit. They are compiled from csrc/;
+`kernels` loads them as ``torch.ops.ds_sp_overlap``. The CPU kernels only serve to test the index
+maps of the CUDA kernels. Without compiled kernels, `exchange.copies` packs and unpacks by PyTorch's
+copies.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def implementation(which: str) -> Relayout:
     """Return the operators that ``sp_overlap.kernels`` names.
 
     Args:
-        which: "torch" for PyTorch's copies; "compiled" for the compiled operators, after
-            `check_usable`; or "auto", which means "torch" until `SPGroup.prepare` has chosen.
+        which: "torch" for PyTorch's copies; "compiled" for the compiled operators, only after
+            `check_usable`; or "auto", the same as "torch" until `SPGroup.prepare` has chosen.
     """
     return _compiled() if which == "compiled" else _TORCH
 
@@ -67,7 +68,7 @@ def lacks_compiled(build: bool) -> str:
     """Return why this process has no compiled operators for a GPU; empty if it has them.
 
     Args:
-        build: Whether to build a library if there is none, which takes a minute.
+        build: Whether to build a library if there is none; a build takes a minute.
     """
     library = kernels.demanded() if build else kernels.library()
     if library.cuda:
@@ -82,8 +83,8 @@ def check_usable(which: str) -> None:
     for "compiled" loads the library, or builds one.
 
     Raises:
-        ValueError: for "compiled" without a CUDA device or without CUDA kernels; with the reason
-            and the command that helps.
+        ValueError: for "compiled", if there is no CUDA device or there are no CUDA kernels. The
+            message has the reason and a remedy.
     """
     if which != "compiled":
         return

@@ -1,8 +1,9 @@
 """Lets Accelerate accept a DeepSpeed config that has an ``sp_overlap`` section.
 
-Accelerate fills in every "auto" of the config, and raises an error for a key that it doesn't know:
-`install` makes it skip the section. Accelerate's launcher drops unknown keys of its YAML file
-without a warning: `in_yaml` lists the keys of that file, so that a section there raises an error.
+Accelerate fills in every "auto" of the config, and raises an error for an "auto" under a key that
+it doesn't know: `install` makes Accelerate skip the section. Accelerate's launcher drops unknown
+keys of its YAML file without a warning: `in_yaml` lists the keys of that file, so that DeepSpeed's
+adapter (`initialize`) can raise an error for a section there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def install(plugins: Any) -> None:
 def in_yaml() -> dict[str, Any]:
     """Return the keys under ``deepspeed_config`` in Accelerate's YAML file, each mapped to None.
 
-    The launcher passes on only the names of the keys. The result is empty without the launcher, or
-    without such keys.
+    The values are None since the launcher passes on only the names of the keys. The result is empty
+    without the launcher, or without such keys.
     """
     return dict.fromkeys(filter(None, os.environ.get(FIELDS, "").split(",")))

@@ -1,9 +1,9 @@
 """Makes DeepSpeed honour the ``sp_overlap`` section of its config.
 
-DeepSpeed ignores a section that it doesn't know. Importing this file wraps the constructor of
+DeepSpeed ignores sections that it doesn't know. Importing this file wraps the constructor of
 DeepSpeed's engine. An engine whose config has the section then overlaps its model, whether
 ``deepspeed.initialize`` or a framework makes the engine. The package imports this file once
-DeepSpeed is imported. A misspelt section, which DeepSpeed would ignore as well, is an error.
+DeepSpeed is imported. A misspelt name of the section raises an error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from . import accelerate
 
 OLDEST = "0.19.7"
 # Environment variable for scripts whose config can't be edited: a section as JSON, 1 to switch the
-# overlap on, or 0 to switch it off. The keys of the variable take precedence over those of the
-# config. A JSON section switches the overlap on, unless it sets ``enabled`` itself.
+# overlap on, or 0 to switch it off. The keys of this section take precedence over those of the
+# config. The section switches the overlap on, unless it sets ``enabled`` itself.
 VARIABLE = "DS_SP_OVERLAP"
 # Keys from ``python -m ds_sp_overlap run``, which take precedence over the config and the variable.
 from_command_line: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def install() -> None:
     Nothing changes for a config without the section.
 
     Raises:
-        ImportError: for a DeepSpeed whose own sequence parallelism has wrong gradients.
+        ImportError: for a DeepSpeed older than `OLDEST`, whose gradients are wrong.
     """
     if Version(Version(deepspeed.__version__).base_version) < Version(OLDEST):
         raise ImportError(
@@ -66,7 +66,7 @@ def install() -> None:
     original = DeepSpeedEngine.__init__
     if hasattr(original, "__sp_overlap__"):
         return
-    # A module with hooks of DeepSpeed can be overlapped: ZeRO-3 gathers weights in such hooks.
+    # Overlap also modules that have hooks of DeepSpeed: ZeRO-3 gathers weights in such hooks.
     linear.harmless.add("deepspeed.")
     transport.log = transport.Log(comms_logger, _all_to_all)
     signature = inspect.signature(original)
@@ -75,7 +75,7 @@ def install() -> None:
     def __init__(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
         """Make an engine as DeepSpeed does, then overlap its model. Collective."""
         given = signature.bind(engine, *args, **kwargs).arguments
-        # Errors in the section are raised before the engine is made.
+        # Read the section first, so that its errors are raised before the engine is made.
         config = _asked_for(given["config_class"]._param_dict, given["args"])
         original(engine, *args, **kwargs)
         _honour(config, engine)
@@ -108,9 +108,9 @@ def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
         nor the variable.
 
     Raises:
-        ValueError: on this rank: if the section, the variable or their combination is not valid;
-            if ``run`` has options but there is neither section nor variable; or if the config also
-            switches on DeepSpeed's AutoSP.
+        ValueError: on this rank only: if the section, the variable or their combination is not
+            valid; if the command line has keys, but there is neither section nor variable; or if
+            the config also switches on DeepSpeed's AutoSP.
     """
     section, variable = _section(ds_config, args), _variable()
     if section is None and variable is None:
@@ -167,7 +167,7 @@ def _section(ds_config: dict, args: Any) -> Any:
     """Return the ``sp_overlap`` section, not validated yet; None if there is no section.
 
     Raises:
-        ValueError: if the section is misplaced or misspelt, and would be ignored.
+        ValueError: if the section would be ignored, since it is misplaced or its name misspelt.
     """
     if lost := next(_misplaced(accelerate.in_yaml(), "deepspeed_config."), None):
         raise ValueError(
@@ -181,7 +181,7 @@ def _section(ds_config: dict, args: Any) -> Any:
             "belongs at the top level of the config (to switch it off give it "
             '"enabled": false)'
         )
-    # A flag of Megatron-DeepSpeed replaces a missing section.
+    # Without a section, take the section that a flag of Megatron-DeepSpeed stands for.
     return ds_config.get("sp_overlap", megatron_bridge.section(args))
 
 
@@ -189,8 +189,8 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
     """Yield the keys that obviously mean ``sp_overlap``, but are misspelt or not at the top level.
 
     Args:
-        config: The config, or a section of it.
-        within: The path to that section, such as "zero_optimization."; empty for the top level.
+        config: The config, or a section inside the config.
+        within: The path of this section, such as "zero_optimization."; empty for the top level.
     """
     for key, value in config.items():
         letters = re.sub("[^a-z]", "", str(key).lower())
@@ -201,13 +201,14 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
         if not synonym and not typo:
             if isinstance(value, dict):
                 yield from _misplaced(value, f"{within}{key}.")
-        # A key such as "_sp_overlap", which begins with no letter, is taken for commented out.
+        # Skip keys that begin with another character than a letter, such as "_sp_overlap": such
+        # keys are taken for commented out.
         elif str(key)[0].isalpha() and (within or key != "sp_overlap"):
             yield within + key
 
 
 def _agree(config: SpOverlapConfig | None, group: Any) -> None:
-    """Raise ValueError, on all ranks of ``group``, if their sections differ. Collective."""
+    """Raise ValueError, on all ranks of ``group``, if the ranks' sections differ. Collective."""
     sections = _gather("nothing" if config is None else repr(config), group)
     for rank, section in enumerate(sections):
         if section == sections[0]:
@@ -222,11 +223,11 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn of wrong losses and gradients in DeepSpeed's sequence parallelism, also without overlap.
+    """Warn of wrong losses and gradients that sequence parallelism has even without our overlap.
 
     ZeRO-3's reduce-scatter divides gradients by the sp size once too often; only transformers'
-    Trainer compensates for that. The Trainer's loss ignores gradient accumulation. With the mesh
-    of the DeepSpeed config, gradients are not summed over the sp group.
+    Trainer compensates for this division. The Trainer's loss ignores gradient accumulation. With
+    the mesh of the DeepSpeed config, gradients are not summed over the sp group.
     """
     size, steps = getattr(engine, "sequence_parallel_size", 1), engine.gradient_accumulation_steps()
     if size == 1:
@@ -255,9 +256,9 @@ def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def _trainer() -> Any:
-    """Return the object whose method in transformers' ``trainer`` module is on the call stack.
+    """Return the ``Trainer`` that is on the call stack; None if there is none.
 
-    Usually a ``Trainer`` or an instance of a subclass; None if there is no such method.
+    Looks for a call of a method in transformers' ``trainer`` modules, and returns its ``self``.
     """
     frame: Any = inspect.currentframe()
     while frame is not None:
@@ -285,18 +286,18 @@ def _honour(config: SpOverlapConfig | None, engine: DeepSpeedEngine) -> None:
     Collective over ``engine.seq_data_parallel_group``, or over all ranks with pipeline parallelism.
 
     Args:
-        config: The section. If None, the model is not changed, but warnings are logged, and the
-            ranks still compare their sections, since another rank may have one.
+        config: The section. None changes no model, but still logs warnings, and compares the ranks'
+            sections, since another rank may have a section.
         engine: The engine.
 
     Raises:
-        ValueError: on all ranks, if their sections differ, or if `enable` raises.
+        ValueError: on all ranks, if the ranks' sections differ, or if `enable` raises.
     """
     size = getattr(engine, "sequence_parallel_size", 1)
     # Layers may have an sp group that DeepSpeed doesn't know.
     if size == 1 and (group := find_group(engine.module)) is not None:
         size = dist.get_world_size(group)
-    # All stages of a pipeline wait for one another (`_enable_stages`), even those without layers.
+    # With a pipeline, all ranks compare, since all stages take part in `_enable_stages`.
     if engine.pipeline_parallelism:
         _agree(config, dist.group.WORLD)
     elif size > 1:
@@ -364,7 +365,7 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     # `DistributedAttention` in the stage, or the group that DeepSpeed itself has.
     has_layers = find_group(engine.module) is not None
     some_stage_has = any(_gather(has_layers))
-    # If no stage seems to have layers, each stage calls `enable`, for its error message.
+    # If no stage seems to have layers, each stage calls `enable`, to get its error message.
     if has_layers or not some_stage_has:
         try:
             report = _enable(config, engine)
@@ -373,9 +374,9 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     outcomes = _gather((error, bool(report.layers)))
     is_somewhere = any(overlapped for _, overlapped in outcomes)
     for rank, (text, _) in enumerate(outcomes):
-        # Ignore the error of a stage without attention layers if another stage has some.
+        # If another stage has attention layers, ignore the error of a stage that has none.
         if text and not (is_somewhere and NO_LAYERS in text):
-            # All ranks restore their stage, even if it was overlapped without an error.
+            # All ranks restore their stages, including the stages that had no error.
             disable(engine.module)
             raise ValueError(f"{text} (in the pipeline stage of rank {rank})")
     return report
@@ -388,6 +389,6 @@ def _gather(what: Any, group: Any = None) -> list[Any]:
     return every
 
 
-# Call `install` here, and not in the hook that the package registers: if this file is the first to
-# import DeepSpeed, that hook runs before the rest of this file.
+# Call `install` here, and not in the hook that runs after the import of DeepSpeed: if this file is
+# the first to import DeepSpeed, the hook runs before the rest of this file.
 install()

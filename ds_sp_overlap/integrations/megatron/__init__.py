@@ -1,1 +1,1 @@
-"""Overlaps attention layers of Megatron-DeepSpeed, and lets it run with a newer DeepSpeed."""
+"""Overlaps Megatron-DeepSpeed's attention, and lets Megatron run with a newer DeepSpeed."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Provides ``deepspeed.compression.compress``, which HEAD imports and DeepSpeed removed.
 
-    The functions of the module raise.
+    The functions of the provided module raise an error when they are called.
     """
 
     names = ("deepspeed.compression", "deepspeed.compression.compress")
@@ -27,13 +27,13 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec of a module in ``names``, with this object as loader; else None."""
-        # In programs without Megatron the module stays missing.
+        # Provide nothing in programs without Megatron.
         if name not in self.names or "megatron" not in sys.modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
 
     def create_module(self, spec: Any) -> None:
-        # None: Python creates the module as usual.
+        # With None, Python creates the module as usual.
         return None
 
     def exec_module(self, module: Any) -> None:
@@ -58,7 +58,7 @@ def bridge() -> None:
     The import of the package calls this in every program, whether it uses Megatron or not.
     """
     if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
-        # Behind all other finders, so that DeepSpeed's own module is found first if it exists.
+        # Append behind all other finders, so that DeepSpeed's own module has precedence.
         sys.meta_path.append(_Compression())
 
 

@@ -1,19 +1,19 @@
 """Finds the ``ParallelAttention`` layers of Megatron-DeepSpeed, and replaces their forward.
 
-A layer is recognised by the names of its children, as of commit 4efb479d: ``query_key_value`` (rows
-[all q | all k | all v]), ``dist_attn`` (DeepSpeed's class around the local attention) and
-``dense``, whose bias the caller adds. Hidden states are [s/P, b, m]. With pull request 415 a layer
-has ``query_linear``, ``key_linear`` and ``value_linear`` instead of the fused projection. If the
-forward of a layer is known (`megatron.source`), `SelfAttention` replaces the whole forward. This
-file never imports Megatron.
+A layer is recognised by the names of its children, as of commit 4efb479d: ``query_key_value``, the
+fused projection with rows [all q | all k | all v]; ``dist_attn``, DeepSpeed's class around the
+local attention; and ``dense``, whose bias the layer's caller adds. With pull request 415 a layer
+has ``query_linear``, ``key_linear`` and ``value_linear`` instead of the fused projection. Hidden
+states are [s/P, b, m]. If the forward of a layer is known (`megatron.source`), `SelfAttention`
+replaces the whole forward. This file never imports Megatron.
 
 The replaced forward computes correct results where Megatron-DeepSpeed at 4efb479d ("HEAD") fails:
 
 - The attention mask reaches core attention; HEAD passes it as ``batch_dim_idx``.
 - Attention may return [s, b, h d].
 - RoPE works where the sequence is the first dim.
-- There may be fewer KV heads than query heads, which HEAD asserts against. KV heads are exchanged
-  before they are repeated.
+- There may be fewer KV heads than query heads; HEAD asserts equal numbers. KV heads are repeated
+  only after the exchange.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SPLIT = {"q_proj": "query_linear", "k_proj": "key_linear", "v_proj": "value_line
 def is_batch_first(module: Any) -> bool:
     """Return whether a layer's local attention takes q as [b, s, h, d].
 
-    True for flash attention, except for the implementation in Triton.
+    Flash attention does, except for its implementation in Triton.
     """
     return module.use_flash_attn and not module.use_flash_attn_triton
 
@@ -61,7 +61,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
         q: [s, b, h', d].
         k: [s, b, h_kv', d]. The KV heads that the query heads need.
         v: [s, b, h_kv', d].
-        mask: The mask of core attention; flash attention takes no mask.
+        mask: The attention mask; used by core attention, ignored by flash attention.
 
     Returns:
         o, [s, b, h', d] or [s, b, h' * d].
@@ -69,7 +69,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
     local = module.dist_attn.local_attn
     flash_function = getattr(getattr(local, "flash_attn_func", None), "__name__", "")
     grouped = k.shape[2] < q.shape[2]
-    # All other attentions of Megatron need as many KV heads as query heads.
+    # Repeat KV heads, except for flash-attn 2: all other attentions of Megatron need as many KV
+    # heads as query heads.
     if grouped and flash_function != "flash_attn_varlen_func":
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
@@ -78,8 +79,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
         return local(q, k, v)
-    # Core attention flattens o to the width in this attribute, the width of all heads of a rank. q
-    # may hold only one head group, so the attribute is set to the width of q during the call.
+    # Core attention flattens the heads of o to the width in this attribute, which is that of all
+    # heads of a rank. Set the attribute to the width of q, which may hold a single head group.
     with replaced(vars(local), "hidden_size_per_partition", q.shape[2] * q.shape[3]):
         return local(q, k, v, mask.tensor)
 
@@ -111,8 +112,8 @@ def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ..
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({len(x)} on each "
             f"of {sp_group.size} ranks); give the tables of the whole sequence"
         )
-    # RoPE computes each token by itself. So q and k can be rotated before the exchange, where the
-    # exchange hides the time. The results are bit-identical to those of the layer's own forward,
+    # RoPE computes each token by itself. So each rank rotates its own tokens, before the exchange,
+    # at the time of other exchanges. The result has the same bits as in the layer's own forward,
     # which rotates after the exchange.
     (cos, sin), own = rotary, slice(sp_group.rank * len(x), (sp_group.rank + 1) * len(x))
     return cos[own].to(x.dtype), sin[own].to(x.dtype)
@@ -140,7 +141,7 @@ class _Driven:
 
     Attributes:
         block: The `SelfAttention`.
-        facts: The children, constants and methods that the forward uses, as they were in `enable`.
+        facts: The children, constants and methods that the forward uses, recorded in `enable`.
         baseline_is_right: Whether the layer's own forward computes the same result.
     """
 
@@ -180,7 +181,7 @@ class _Driven:
         encoder_output: Any = None,
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
-        # Megatron-DeepSpeed first calls with this argument, and without it after a TypeError.
+        # Megatron-DeepSpeed first calls with this argument. After a TypeError it calls without.
         cpu_offloading: bool = False,
     ) -> Any:
         """Attend over the global sequence; replaces the layer's forward. Collective.
@@ -206,8 +207,8 @@ class _Driven:
         except (RuntimeError, ValueError) as error:
             block.layer.refuse(error)
         is_candidate = settings.policy and self.baseline_is_right
-        # The mask is [b or 1, 1, s, s], and b may equal the number of heads. `ForAllHeads` says
-        # that the mask is nevertheless not cut by heads.
+        # The mask is [b or 1, 1, s, s]. If b equals the number of heads, dim 0 would be taken for
+        # heads, and cut. `ForAllHeads` prevents that.
         mask = ForAllHeads(attention_mask)
         try:
             return block(
@@ -217,7 +218,7 @@ class _Driven:
                 mask=mask,
             )
         except TypeError as error:
-            # After a TypeError, Megatron-DeepSpeed would call again on this rank only.
+            # Raise no TypeError: Megatron-DeepSpeed would call again, on this rank only.
             raise RuntimeError(f"{name}: {error}") from error
 
     def _refuse_changed(self) -> None:
@@ -234,16 +235,16 @@ class _Driven:
 
 
 def _plain(linears: list[nn.Module]) -> Plain:
-    """Return the forwards of Megatron's linear layers that compute x w^T + b and nothing else.
+    """Find the forwards, among those of ``linears``, that compute x w^T + b and nothing else.
 
-    `SelfAttention` may compute these linear layers part by part.
+    `SelfAttention` may compute such linear layers part by part.
 
     Returns:
-        For each such forward, a function that returns whether a linear layer leaves the addition of
-        its bias to the caller.
+        For each such forward, a function of a linear layer: whether the layer's caller adds the
+        bias.
     """
     plain: Plain = {}
-    # A layer with one of these attributes set also communicates, for tensor parallelism.
+    # A linear layer with one of these attributes set also communicates, for tensor parallelism.
     extras = (
         "sequence_parallel",
         "async_tensor_model_parallel_allreduce",
@@ -268,7 +269,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _has_own_local(module: Any) -> bool:
-    """Return whether the local attention of a layer is Megatron's, which treats all heads alike."""
+    """Return whether a layer's local attention is Megatron's; Megatron's treats all heads alike."""
     local = module.dist_attn.local_attn
     if not isinstance(local, nn.Module) or "forward" in vars(local) or has_own_call(local):
         return False
@@ -281,8 +282,8 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
     """Explain why the whole forward of a layer can't be replaced.
 
     Returns:
-        The reason, empty if the forward can be replaced; and whether at least the exchanges in the
-        layer's ``dist_attn`` can be overlapped.
+        The reason; empty if the forward can be replaced. And whether the exchanges in the layer's
+        ``dist_attn`` can be overlapped, at least.
     """
     children = dict(module.named_children())
     if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
@@ -332,9 +333,9 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         if reason:
             layers.append(FoundLayer(name, module, lacks=reason, inside=inside))
             continue
-        # With this reason as ``attend``, `shares_of` lets no ranks share query heads. With fewer
-        # queries than keys, Megatron's flash attention fails an assertion in training, and is not
-        # causal in evaluation.
+        # If ranks shared query heads, each would have fewer queries than keys. Megatron's flash
+        # attention then fails an assertion in training, and is not causal in evaluation. Given this
+        # reason as ``attend``, `shares_of` lets no ranks share query heads.
         why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
         driven = _Driven(name, module, settings)
         linear = {part: child for part, child in module.named_children() if part != "dist_attn"}

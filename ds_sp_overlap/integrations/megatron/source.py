@@ -5,7 +5,7 @@ A forward with a known source
 - takes q, k and v from the rows [all q | all k | all v] of its projections,
 - passes q, k, v, the rotary tables, the mask and nothing else to ``dist_attn``,
 - passes the result of ``dist_attn`` to ``dense``,
-- fails for fewer KV heads than query heads, so that it can't serve as a baseline for such layers.
+- fails for fewer KV heads than query heads, and so is no baseline to time for such layers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def why_unknown(module: Any) -> str:
 
 
 def facts_of(module: Any) -> dict[str, Any]:
-    """Return the children, constants and methods, by name, that a known forward depends on.
+    """Return, by name, the children, constants and methods on which a known forward depends.
 
-    All of these must stay as they were in `enable`.
+    If one of these changes after `enable`, the layer can't run (`layers._Driven`).
     """
     facts = dict(module.named_children())
     for name, value in vars(module).items():

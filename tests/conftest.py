@@ -1,11 +1,15 @@
-"""Leave out by default what is marked ``full``, ``sweep`` or ``clients``, and of ``singles`` and ``pairs`` what `cases.beyond` names; with
-``--all`` leave out the types of the sweep that are ``beyond`` its sample, and nothing with ``-m sweep`` besides."""
+"""Chooses the tests that pytest leaves out, and runs tests on several ranks.
+
+By default, leaves out tests marked ``full``, ``sweep`` or ``clients``. Of a test marked ``singles`` or ``pairs``, only the cases run
+that are needed to cover every option, or every pair of options (`cases.beyond`). With ``--all``, leaves out only the model types
+that are marked as ``beyond`` the sample of the sweep. With ``--all -m sweep``, all model types run.
+"""
 
 import gc
 import inspect
 import os
 
-# Tests run side by side: threads of one that spin while they wait take the cores of the others. And each has blocks of attention.
+# Several tests run at the same time. With more threads, the waiting threads of a test would spin, and take the cores of other tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
@@ -27,7 +31,7 @@ def pytest_configure(config):
 
 
 def compile_kernels():
-    """Compile csrc/ into the package, where nobody did since it changed: some tests skip without, and ranks load what is there."""
+    """Compile csrc/ into the package, unless the compiled kernels are up to date; some tests skip without kernels."""
     if build.compiler() is None or build.wish() == "0" or build.is_current(kind=build.wish()):
         return
     print("compiling the kernels of csrc/, once ...", flush=True)
@@ -54,14 +58,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def rank():
-    """Have a test run on each of several gloo ranks, of which this is one there."""
+    """Make the test run on several gloo ranks; `pytest_pyfunc_call` passes each rank its number as ``rank``."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that takes `rank` on as many ranks as its mark ``ranks``, its ``size`` or its ``lengths`` say, else on two.
+    """Run a test that takes `rank` on several ranks; the test passes if it passes on every rank.
 
-    It passes where it passes on each of them.
+    The number of ranks is the argument of the mark ``ranks``; else the test's ``size``; else the length of ``lengths``; else two.
     """
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     if arguments.pop("rank", 0) is not None:
@@ -73,4 +77,4 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_finish(session):
-    gc.freeze()  # libraries stay; a collection, of which tests ask for many, looks at what came after them
+    gc.freeze()  # tests collect garbage often: leave out the objects of libraries, which stay alive anyway

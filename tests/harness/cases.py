@@ -1,4 +1,4 @@
-"""Chooses cases among products of options: by default, cases that cover all pairs of options; with ``--all``, all cases."""
+"""Chooses cases among products of options: by default, a few that cover every option or pair of options; with ``--all``, all."""
 
 import importlib.metadata
 import itertools
@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 from packaging.version import Version
 
-ALL = "DS_SP_OVERLAP_TEST_ALL"  # an environment variable, which ranks and scripts of a test inherit
+ALL = "DS_SP_OVERLAP_TEST_ALL"  # an environment variable, so that ranks and scripts that a test starts inherit the choice
 
 
 def everything():
@@ -34,7 +34,7 @@ def full(*case):
 
 
 def _options(row):
-    """Return the options of a case by name: the index in a tuple or the field of a dataclass, also for nested ones."""
+    """Return the options of a case by name; a name joins dict keys, tuple indices and dataclass fields by dots."""
     if is_dataclass(row):
         parts = {field.name: getattr(row, field.name) for field in fields(row)}
     elif isinstance(row, dict):

@@ -77,7 +77,7 @@ def _trainer(
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", logging_steps=1, report_to="none",
         disable_tqdm=True, save_strategy="steps", save_steps=2, eval_strategy="steps" if evaluate else "no", eval_steps=2,
         per_device_eval_batch_size=BATCH, seed=1,
-        ignore_data_skip=True,  # a resume can skip no data of stock Ulysses' loader
+        ignore_data_skip=True,  # on a resume, Trainer can't skip data of the loader of stock Ulysses
     )  # fmt: skip
     count = STEPS * accumulation * BATCH
     lora = LoraConfig(**LORA, init_lora_weights=False) if lora else None
@@ -138,7 +138,7 @@ def train_with_accelerate(rank, section, stage=2, folder=None, steps=4):
     model, losses = tiny(initializer_range=0.2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(list(rows(2 * steps * BATCH)), batch_size=BATCH)
-    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"), fresh():  # as `accelerate launch` does
+    with mock.patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="true"), fresh():  # `accelerate launch` sets this variable, too
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
             parallelism_config=sp_of_two(),

@@ -1,4 +1,4 @@
-"""Runs the drop-in `DistributedAttention` in each rank of a test, and attention on the whole sequence."""
+"""Compares the drop-in `DistributedAttention`, run on each rank of a test, with attention on the whole sequence."""
 
 import functools
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ def tables(case):
 
 
 def whole_attention(case):
-    """Return the reference attention on the whole sequence, q, k, v -> o."""
+    """Return a function q, k, v -> o that computes the reference attention on the whole sequence."""
 
     def attend(q, k, v):
         if case.rotary_dims:
@@ -78,8 +78,9 @@ def backward(call, q, k, v, do):
 def dropin_faults(rank, case, use=backward, transport=None, tolerance=1e-12, attend=None, whole=None, **keywords):
     """List the results on this rank in which the drop-in differs from the reference.
 
-    ``attend`` replaces the drop-in, ``whole`` the reference; ``use`` is as in
-    `layers.block_faults`. ``keywords`` are those of the call.
+    use        ``use(call, q, k, v, do)`` -> tensors along the sequence by name; runs with the drop-in and with the reference
+    attend     replaces the drop-in; ``whole`` replaces the reference
+    keywords   further arguments of each call of the drop-in
     """
     inputs = whole_inputs(case)
     expected = use(whole or whole_attention(case), *(t.clone().requires_grad_() for t in inputs[:3]), inputs[3])

@@ -1,4 +1,4 @@
-"""Makes a tiny model of each type of causal language model that transformers knows; every term of a model affects its results."""
+"""Makes a tiny model of each type of causal language model in transformers, with weights that let every term affect the results."""
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, HEADS, HEAD_DIM, HIDDEN, WINDOW = 64, 4, 8, 32, 5
 
-# The names of sizes in configs, by size. There are two heads for each KV head, and head_dim is not hidden / heads.
+# Pairs of a size and the names that configs give it. Two heads share a KV head, and head_dim is not hidden / heads.
 SIZES = [
     (VOCABULARY, "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
     (2, "num_key_value_heads num_kv_heads num_query_groups n_group num_expert_group num_experts_per_tok "
@@ -36,9 +36,9 @@ SIZES = [
 ]  # fmt: skip
 SIZES = {name: size for size, names in SIZES for name in names.split()}
 
-# Further arguments of some types, without which the model can't be built, or a special feature would not act. A nested dict holds
-# the arguments of a nested config.
-CHUNK = 12  # so that local sequences of 16 tokens end inside a chunk
+# Further config arguments of some types. Without them, the model can't be built, or a special feature of the type has no effect.
+# A nested dict holds the arguments of a nested config.
+CHUNK = 12  # does not divide the 16 tokens of a local sequence, so a local sequence ends inside a chunk
 MORE: dict[str, dict] = {
     "bamba": dict(mamba_n_heads=8, mamba_chunk_size=8, attn_layer_indices=[1]),
     "big_bird": dict(attention_type="original_full"),
@@ -103,7 +103,7 @@ def _tiny(config_class, more):
         given["num_hidden_layers"] = most = max(2, *map(len, lists.values()))
         given |= {name: (each * most)[:most] for name, each in lists.items()}
     if "qk_nope_head_dim" in known:
-        given.update(num_key_value_heads=HEADS, head_dim=8)  # latent attention: one latent for all heads, rotary of 8
+        given.update(num_key_value_heads=HEADS, head_dim=8)  # latent attention: no grouped queries; head_dim is the rotary part
     more = dict(more)
     for name, value in known.items():
         if isinstance(value, PreTrainedConfig):
@@ -111,13 +111,13 @@ def _tiny(config_class, more):
     return config_class(**{**given, **more})
 
 
-LARGEST = 7_000_000  # most parameters of a model
+LARGEST = 7_000_000  # limit of the number of parameters
 
 
 def tiny_model(kind, **more):
-    """Make a model in fp64 with random weights, equal on every rank; no parameter keeps an initial value such as 0 or 1."""
+    """Make a model in fp64 with the same random weights on every rank; norms and biases are random, too."""
     config = tiny_config(kind, **more)
-    config._experts_implementation = "eager"  # the default one has no fp64
+    config._experts_implementation = "eager"  # the default implementation has no fp64
     with torch.device("meta"):
         try:
             config._attn_implementation = "sdpa"
@@ -145,7 +145,11 @@ def draw(model):
 
 
 def _rope(config, **parameters):
-    """Return rope_parameters of a config with ``parameters`` added to each set; None if the config has none of the default type."""
+    """Return rope_parameters of a config, with ``parameters`` added to each of its sets.
+
+    Some configs have one set, others one set for each type of layer. None if there is no set, or if the only set is not of type
+    "default".
+    """
     given = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in given:
         return {**given, **parameters} if given["rope_type"] == "default" else None
@@ -162,8 +166,9 @@ def _longrope(config):
     )  # fmt: skip
 
 
-# Further configs of a type. Each function returns changes of the first config; `configs` skips names that the config lacks.
-FIRST = 20  # the original sequence length before rope was scaled: longer than a local, shorter than the global sequence
+# Further configs of a type, as functions of the first config that return changes. `configs` drops changes of fields that the config
+# lacks.
+FIRST = 20  # sequence length before RoPE was scaled; between the lengths of the local and the global sequence
 SCALED = dict(original_max_position_embeddings=16)
 CONFIGS = {
     "one KV head": lambda config: dict(num_key_value_heads=1),
@@ -183,7 +188,7 @@ CONFIGS = {
 
 
 def configs(kind):
-    """Return the changes of each of `CONFIGS` that changes the config of ``kind``, by name."""
+    """Return for each name in `CONFIGS` the changes to the config of ``kind``; leave out names without a change."""
     config, found = tiny_config(kind), {}
     for name, of in CONFIGS.items():
         changes = {key: value for key, value in of(config).items() if key in vars(config) and getattr(config, key) != value}

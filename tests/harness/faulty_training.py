@@ -1,9 +1,9 @@
-"""Trains on separate ranks, the last of which has a planted fault: as in real clusters, a rank dies, raises, hangs or differs.
+"""Trains on separate ranks, with a fault planted in the last rank: it dies, raises, hangs or differs, as ranks of a cluster may.
 
-    outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})     runs all at once; by name, the outcome of every rank
+    outcomes = run(folder, {"a name": Fault("killed", "dk1"), ...})
 
-Ranks are processes of the fork server, which start fast. A rank writes its error to a file. `run` adds how and when the rank ended,
-and whether any of its processes is left.
+`run` runs all trainings at once, and returns for each name the `Outcome` of every rank. Ranks are processes of the fork server,
+which start fast. A rank writes its error to a file. `run` adds how and when the rank ended, and whether child processes are left.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from tests.harness.ranks import _context
 from tests.harness.uses import RaisesInBackward
 
 TIMEOUT_S = 8.0  # timeout of the process groups, once all ranks have started
-MARGIN_S = 30.0  # time to end, on two cores that many processes share; a rank that hangs never ends
+MARGIN_S = 30.0  # time that a rank may take to end, on two cores that many processes share; a rank that hangs never ends
 STEPS = 4
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The fault of the last rank.
+    """Describes a training, and the fault of its last rank.
 
     how       "killed", "stuck", "raises", "waits" (until the parent calls `Job.go`) or "nothing"
-    what      where the fault acts in ``layer``, once earlier exchanges have arrived: an exchange such as "k0", or "attention"
-    train     the training: "blocks", or "llama" through deepspeed.initialize
-    other     arguments of the training that differ on the last rank
-    more      arguments of the training on every rank
+    what      the fault acts just before this part of ``layer`` in ``step``: an exchange such as "k0", or "attention"
+    train     the function that trains: "blocks", or "llama" through deepspeed.initialize
+    other     arguments of this function on the last rank alone
+    more      arguments of this function on every rank
     """
 
     how: str = "nothing"
@@ -60,7 +60,7 @@ class Fault:
 class Outcome:
     """Describes how a rank ended.
 
-    status    the exit status; minus the number of the signal that killed the rank
+    status    the exit status; for a killed rank, minus the number of the signal
     after_s   time from the fault to the end of this rank; without a fault, from the first end of a rank
     error     kind and message of the error; None if there was none, or if the rank could not write it
     losses    the losses of the finished steps
@@ -80,7 +80,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def attention_raises(call, backward=False):
-    """Make attention raise in call ``call`` of the body; expect the exception at its end.
+    """Make call number ``call`` of attention raise while the body runs; expect the body to end with the exception.
 
     With ``backward``, the backward of that call raises instead.
     """
@@ -114,7 +114,7 @@ class Progress:
         self.file.write_text(json.dumps({"error": error, "losses": self.losses}))
 
     def passes(self, where, what):
-        """Trigger the fault if it is planted at ``what`` in the layer ``where``; called just before that."""
+        """Trigger the fault if it is planted at ``what`` in the layer ``where``. Call this just before ``what`` begins."""
         fault = self.fault
         if not self.here or (self.step, what) != (fault.step, fault.what) or f"layers.{fault.layer}" not in where:
             return
@@ -261,7 +261,7 @@ class Job:
         self.began, self.ended = time.time(), {}
 
     def met(self):
-        """Return when the fault was met; None before that."""
+        """Return the time at which the fault was triggered; None if it was not triggered yet."""
         file = self.folder / "met"
         return file.stat().st_mtime if file.exists() else None
 
@@ -300,7 +300,7 @@ class Job:
 
 
 def run(folder, faults, spaces=None, meanwhile=lambda job: None):
-    """Run a job for each fault; return the outcomes of its ranks, in order, by the name of the fault.
+    """Run a job for each fault, all at once; return {name of the fault: outcomes of the ranks, in order}.
 
     meanwhile   a function that is called with each job repeatedly, until all jobs are over
     """
@@ -309,7 +309,7 @@ def run(folder, faults, spaces=None, meanwhile=lambda job: None):
         for name, fault in faults.items():
             jobs[name] = Job(folder / name, fault, spaces)
             for job in jobs.values():
-                job.over()  # some end before others have started
+                job.over()  # notes the end of jobs that end before others have started
         limit = time.time() + 300
         while time.time() < limit and not all([job.over() for job in jobs.values()]):
             for job in jobs.values():

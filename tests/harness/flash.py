@@ -1,4 +1,4 @@
-"""Replaces the functions of flash-attn that transformers calls, on CPU; the replacements read no tensor values on the host."""
+"""Replaces the functions of flash-attn that transformers calls by PyTorch code, which never waits for the values of a tensor."""
 
 import contextlib
 from unittest import mock
@@ -10,16 +10,16 @@ NAME = "flash_attention_2"
 
 
 def _attend(q, k, v, may_see, scale, dropout, causal, window, sinks, softcap):
-    """Attend with q [b, n, h, d], k, v [b, s, h, d] -> [b, n, h, d]; the last query is at the last key.
+    """Attend with q [b, n, h, d], k, v [b, s, h_kv, d] -> [b, n, h, d]; the queries are the last n of the s tokens.
 
-    ``may_see`` is [n, s], ``sinks`` [h] or None, ``softcap`` 0 for none.
+    ``may_see`` is a mask that broadcasts to [n, s], ``sinks`` is [h] or None, ``softcap`` is 0 for no cap.
     """
     at = torch.arange(k.shape[1], device=q.device)
     return _attend_at(q, k, v, at[k.shape[1] - q.shape[1] :], at, may_see, scale, dropout, causal, window, sinks, softcap)
 
 
 def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sinks, softcap):
-    """Attend as `_attend`, with queries and keys at the positions ``at_q`` and ``at_k``."""
+    """Attend as `_attend` does, with queries and keys at the given positions ``at_q`` and ``at_k``."""
     assert causal and dropout == 0.0
     behind = at_q[:, None] - at_k
     may_see = may_see & (behind >= 0) & (behind <= (window[0] if window[0] >= 0 else k.shape[1]))
@@ -40,7 +40,8 @@ def _attend_at(q, k, v, at_q, at_k, may_see, scale, dropout, causal, window, sin
 def flash_attention():
     """Let models use the implementation ``NAME`` while the body runs; yield the list of calls.
 
-    A call is None, or the edges of the documents and the longest length, for q and for k.
+    A call without documents is listed as None. A call with documents is listed as (edges for q, longest length for q, edges for k,
+    longest length for k).
     """
     calls = []
 

@@ -1,9 +1,9 @@
-"""Checks that a test fails if a guard is removed: replaces a marked statement of the source while a check runs.
+"""Checks that tests notice the removal of a guard, a statement of the package that a comment marks:
 
     self.handle.wait()  # guard: waits before it reads
 
-Each marker occurs once. `Watched` names a guard and the check that must notice its removal. The check finds nothing while the
-guard is there.
+Each marker occurs once. `Watched` names a guard and a check. `must_notice` replaces the statement while the check runs: then the
+check must fail. With the guard in place, the check must pass.
 """
 
 import ast
@@ -29,7 +29,7 @@ PACKAGE = Path(ds_sp_overlap.__file__).parent
 
 @functools.cache
 def markers():
-    """Return all markers of the package, each with its places: files and lines."""
+    """Return {marker: its places} for all markers of the package; a place is (file, line)."""
     places: dict[str, list[tuple[Path, int]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -40,16 +40,13 @@ def markers():
 
 @functools.cache
 def _statements(path):
-    """Return the first and last line of each statement; a statement with a body ends before the body."""
+    """Return (first line, last line) of each statement; of a statement with a body, only the lines before the body."""
     statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.stmt, ast.excepthandler))]
     return [(node.lineno, node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno) for node in statements]
 
 
 def guarded(marker):
-    """Return the file, and the first and last line, of the statement that contains ``marker``.
-
-    For a statement with a body, the last line is the one before the body.
-    """
+    """Return the file, first line and last line of the statement that contains ``marker``; see `_statements`."""
     places = markers().get(marker, [])
     if len(places) != 1:
         raise LookupError(f"# guard: {marker} stands {len(places)} times in the package; follow the code in the tests")
@@ -75,7 +72,7 @@ def _outermost_function(tree, line):
 
 @contextlib.contextmanager
 def removed(marker, without):
-    """Run the body without the guard. The code of the function is replaced in place, so all references to it change."""
+    """Run the body with the guard replaced by ``without``; replace the function's code in place, for all references to it."""
     path, first, last = guarded(marker)
     lines = path.read_text().splitlines()
     indent = re.match(" *", lines[first - 1]).group()
@@ -93,7 +90,7 @@ def removed(marker, without):
         while wrapper is not None:
             getattr(wrapper, "cache_clear", lambda: None)()
             wrapper = getattr(wrapper, "__wrapped__", None)
-        plan.pieces_of.cache_clear()  # pieces that were compiled with the guard
+        plan.pieces_of.cache_clear()  # its pieces were compiled before this change of the code
 
     function = inspect.unwrap(found)
     namespace: dict = {}
@@ -112,10 +109,10 @@ class Watched(NamedTuple):
 
     marker   the text behind ``# guard:``, on any line of the guarded statement
     without  the statement that replaces the guarded one, as if somebody had removed the guard
-    check    a test that passes while the guard is there; or a function that then returns only errors below ``limit``, or nothing
+    check    a test that passes with the guard; or a function that, with the guard, returns None or only errors below ``limit``
     ranks    the number of ranks, if the check takes a rank
-    raises   whether the removal shows as an exception; otherwise it must show as a wrong result
-    says     words in the result of the check while the guard is there, for a check that returns a refusal
+    raises   whether the check raises without the guard; if False, the check must give a wrong result instead
+    says     for a check that returns a refusal: words in this refusal while the guard is there
     """
 
     marker: str
@@ -140,10 +137,7 @@ def size_of(watched):
 
 
 def found(rank, watched):
-    """Return what the check finds.
-
-    A failed assertion is a finding. Any other exception is a finding that begins with `CRASHED`.
-    """
+    """Return the findings of the check: wrong results and failed assertions; other exceptions begin with `CRASHED`."""
     try:
         result = watched.check(**{"rank": rank} if size_of(watched) else {})
         if result is None and not watched.says:

@@ -1,4 +1,6 @@
-"""Counts the launches of one rank in a step of a layer, and the bytes that copies write; the other ranks are emulated.
+"""Counts the launches of one rank in a step of a layer, and the bytes that they write; the other ranks are emulated.
+
+Each launch is of one of these kinds:
 
 weights       copies of a weight or of parts of a weight, and copies of parts of a weight's gradient into the whole gradient
 joins         packs of send buffers, and unpacks of receive buffers
@@ -31,14 +33,14 @@ NO_LAUNCH = frozenset("empty new_empty empty_like empty_strided new_empty_stride
 
 
 class Launches(TorchDispatchMode):
-    """Counts the launches of the body.
+    """Counts the launches of the body by kind (see above).
 
-    weights   tensors; copies of their memory count as "weights"
+    weights   tensors whose copies are of the kind "weights"
     """
 
     def __init__(self, weights):
         super().__init__()
-        self.launched, self.written = Counter(), Counter()  # launches, and bytes
+        self.launched, self.written = Counter(), Counter()  # launches and written bytes, by kind
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._joining = 0
         self._copies = []  # for each copy: its memory (kept, so that no address is reused), bytes, kind
@@ -68,7 +70,7 @@ class Launches(TorchDispatchMode):
         return "activations" if name in COPIES else "rest"
 
     def settle(self, gradients):
-        """Count copies into the memory of the weights' gradients as copies of weights."""
+        """Move copies that wrote to the memory of a weight's gradient to the kind "weights"."""
         whole = {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient.dim() > 1}
         for storage, size, kind in self._copies:
             if storage.data_ptr() in whole and kind in ("activations", "rest"):
@@ -108,9 +110,10 @@ def counted_step(layer, run, parameters):
 
 
 def fused(layer, interleaved, **config):
-    """Give the layer one projection for q, k and v; return its block.
+    """Give the layer one projection for q, k and v; return the layer's block.
 
-    The rows are [all q | all k | all v], or if ``interleaved``, the heads of one KV head after another.
+    The rows of the projection are [all q | all k | all v]. If ``interleaved``, they are, for one KV head after another, [its query
+    heads | k | v].
     """
     shape = layer.shape
     heads, shared = shape.heads + 2 * shape.kv_heads, shape.heads // shape.kv_heads
@@ -137,7 +140,7 @@ def of_layer(size, heads, kv_heads, dtype=torch.float32, tokens=4, head_dim=16, 
     """
     layer = Layer(Shape(size * tokens, heads, head_dim, kv_heads, dtype=dtype), 0, size, sp_group=Emulated(size, Silent()))
     run = layer.ours(**config) if form == "separate" else fused(layer, form == "interleaved", **config)
-    with mock.patch.object(slices, "unbatched", set()):  # as on a GPU
+    with mock.patch.object(slices, "unbatched", set()):  # batch GEMMs as on a GPU
         return counted_step(layer, run, layer.projections.parameters())
 
 

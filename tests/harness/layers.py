@@ -1,4 +1,4 @@
-"""Builds a self-attention layer in each rank of a test, and the same layer on the whole sequence."""
+"""Compares an overlapped self-attention layer, run on each rank of a test, with the same layer on the whole sequence."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ class Shape:
     lengths: tuple = (6, 6)  # local sequence of each rank
     batch_first: bool = True
     rope: bool = True
-    rotary: bool = True  # whether rope is a `ds_sp_overlap.Rotary`, with which the projections are one node, or a function
+    rotary: bool = True  # pass rope as a `ds_sp_overlap.Rotary`, so that the projections are one autograd node; else as a function
     bias: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float64
@@ -77,14 +77,14 @@ def reference_layer(shape, layer, x):
 
 
 def laid_out(attention, batch_first):
-    """Return ``attention``, which takes batch-first heads, in the layout of a layer."""
+    """Return ``attention``, a function of batch-first q, k, v, as a function of q, k, v in the layout of a layer."""
     if batch_first:
         return attention
     return lambda *heads: attention(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
 
 
 def block(shape, layer, group, transport=None, local_attention=None, heads_alike=True):
-    """Make the overlapped block over the layer's own modules."""
+    """Make a `SelfAttention` from the modules of the layer."""
     local = reference.attention if shape.batch_first else reference.sequence_first_attention
     if shape.attends:
         local = functools.partial(local, **shape.attends)
@@ -136,7 +136,7 @@ def call_block(shape, attend, rank, x):
 
 
 def faults(tolerance, **pairs):
-    """Return a line for each ``name=(got, expected)`` that differs by more than the tolerance, relative."""
+    """Return a line for each ``name=(got, expected)`` whose relative error exceeds the tolerance."""
     errors = {}
     for name, (got, expected) in pairs.items():
         if got is None or expected is None:
@@ -147,17 +147,17 @@ def faults(tolerance, **pairs):
 
 
 def unlike(shape, rank, mine, whole, got=None, expected=None, tolerance=1e-12):
-    """List the gradients of ``mine`` and the tensors ``got`` that differ from the expected ones.
+    """List the gradients and tensors on this rank that differ from those of the whole sequence.
 
-    Gradients are summed over the ranks; ``got`` holds tensors of this rank's tokens. ``whole`` and
-    ``expected`` are the module and the tensors of the whole sequence.
+    mine, whole     the modules that ran on this rank, and on the whole sequence; gradients of ``mine`` are summed over the ranks
+    got, expected   {name: tensor} of this rank's tokens, and of the whole sequence
     """
     pairs = {name: (got[name].detach(), my_slice(shape, rank, x.detach())) for name, x in (expected or {}).items()}
     return faults(tolerance, **pairs, **gradients(mine, dict(whole.named_parameters())))
 
 
 def gradients(mine, of_whole):
-    """Return for each parameter its gradient, summed over the ranks, and the gradient of ``of_whole[name]``."""
+    """Return {name: (gradient summed over the ranks, gradient of ``of_whole[name]``)} for the parameters of ``mine``."""
     pairs = {}
     for name, parameter in mine.named_parameters():
         total = None if parameter.grad is None else parameter.grad.clone()
@@ -197,7 +197,7 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
 
 
 def faults_of_all(rank, shapes, transport=None, of_one=block_faults):
-    """List the faults of many shapes; each line begins with the shape. ``transport`` is a class."""
+    """List the faults of many shapes; each line begins with the shape. ``transport`` is the class of a transport with ``faults``."""
     every = []
     for shape in shapes:
         mover = transport() if transport else None

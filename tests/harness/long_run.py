@@ -1,10 +1,11 @@
-"""Trains two ranks with everything on that keeps state, and checks that nothing grows: a small leak would only show after days.
+"""Trains two ranks for many steps, and checks that no resource grows: a user would notice a small leak only after days.
 
     python -m tests.harness.long_run --steps 2000
 
-The model is a small LLaMA, trained through DeepSpeed with "auto"; a timeline records some steps. In every tenth step, local
-attention raises on all ranks, in forward and in backward by turns, and training goes on. Every fifth step has an evaluation. From
-a third of the run on, the amounts of `census` may not grow by more than `COUNT`, or `MEMORY_BYTES`, a step.
+The model is a small LLaMA, trained through DeepSpeed, with all features that keep state: ``head_groups`` is "auto", and a timeline
+records some steps. In every tenth step, local attention raises on all ranks, by turns in forward and in backward, and training goes
+on. Every fifth step has an evaluation. After the first third of the run, memory may grow by at most `MEMORY_BYTES` a step, and the
+other amounts of `census` by at most `COUNT` a step.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from tests.harness.faulty_training import attention_raises
 from tests.harness.ranks import on_ranks
 
 SAMPLES = 12
-MEMORY_BYTES = 2048  # a step: about the memory of one leaked tensor with one element, with the pages for thousands of them
-COUNT = 0.01  # a step, for all other amounts: the rarest leak, one object in every tenth step, is ten times as large
+MEMORY_BYTES = 2048  # a step: about the size of one leaked tensor with one element
+COUNT = 0.01  # a step; the rarest possible leak, one object in every tenth step, is ten times as large
 
 
 def census(model):
@@ -65,7 +66,7 @@ class Leak:
 
 
 def train(rank, folder, steps, planted=False):
-    """Train; return samples of `census` by step, and the numbers of exceptions and evaluations."""
+    """Train; return {step: `census`} of some steps, and the numbers of exceptions and evaluations."""
     model, leak, samples, happened = models.tiny(), Leak(planted), {}, {"exceptions": 0, "evaluations": 0}
     section = {"head_groups": "auto", "timeline": {"path": folder, "steps": [steps // 6, steps // 6 + 5]}}
     config, tokens = {**models.ds_config(), "sp_overlap": section}, models.batches(8)[:, None]
@@ -113,7 +114,7 @@ def what_grows(samples):
     return [
         sort
         for sort, (first, last, slope) in growth(samples).items()
-        if (slope > MEMORY_BYTES if sort == "memory" else slope > COUNT and last > first + 1)  # one more may be a cache of Python's
+        if (slope > MEMORY_BYTES if sort == "memory" else slope > COUNT and last > first + 1)  # Python's caches may add one object
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs tests/unit/test_kernels.py with kernels.cu compiled for the host, to test index arithmetic of the kernels without a GPU.
+"""Runs tests/unit/test_kernels.py with kernels.cu compiled for the host: tests the kernels' index arithmetic without a GPU.
 
     python -m tests.harness.kernels_on_host LIBRARY [options of pytest]
 
@@ -25,7 +25,7 @@ def memory_of(x):
 
 
 class Compared:
-    """Calls each operator by the kernel and by the CPU loops. Both must leave the same bits in memory."""
+    """Runs each operator twice, as the kernel and as CPU loops; asserts that both leave the same bits in memory."""
 
     def __init__(self, library):
         self.library = ctypes.CDLL(str(library))

@@ -1,15 +1,15 @@
 """Chooses the tests that pytest leaves out, and runs tests on several ranks.
 
-By default, leaves out tests marked ``full``, ``sweep`` or ``clients``. Of a test marked ``singles`` or ``pairs``, only the cases run
-that are needed to cover every option, or every pair of options (`cases.beyond`). With ``--all``, leaves out only the model types
-that are marked as ``beyond`` the sample of the sweep. With ``--all -m sweep``, all model types run.
+By default, leaves out tests marked ``full``, ``sweep`` or ``clients``. Of a test marked ``singles`` or ``pairs``, runs only the
+cases that are needed to cover every option, or every pair of options (`cases.beyond`). With ``--all``, leaves out only the model
+types that are marked as ``beyond`` the sample of the sweep. With ``--all -m sweep``, all model types run.
 """
 
 import gc
 import inspect
 import os
 
-# Several tests run at the same time. With more threads, the waiting threads of a test would spin, and take the cores of other tests.
+# Several tests run at the same time. Waiting threads of one test would spin, and take the cores of other tests.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest

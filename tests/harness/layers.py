@@ -197,7 +197,7 @@ def block_faults(rank, shape, use=backward, transport=None, tolerance=1e-12, cha
 
 
 def faults_of_all(rank, shapes, transport=None, of_one=block_faults):
-    """List the faults of many shapes; each line begins with the shape. ``transport`` is the class of a transport with ``faults``."""
+    """List the faults of many shapes; each line begins with the shape. ``transport`` is a class, such as `Late`."""
     every = []
     for shape in shapes:
         mover = transport() if transport else None

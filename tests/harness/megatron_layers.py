@@ -1,6 +1,6 @@
 """Stands in for the attention layer of Megatron-DeepSpeed, with the same contract and other code.
 
-The contract (commit 4efb479d; FORK marks what pull request 415 changes):
+The contract is that of commit 4efb479d; FORK marks the changes of pull request 415:
 
 - hidden states are [s/P, b, m]; the layer returns ``(output, bias)``, and its caller adds the bias;
 - the layer makes, in this order: ``query_key_value`` (rows [all q | all k | all v]; FORK: ``query_linear``, ``key_linear``,
@@ -139,7 +139,7 @@ class ParallelAttention(nn.Module):
         self.dense = RowParallelLinear(shape.width, shape.width, shape.bias, True)
 
     def heads_of(self, hidden_states):
-        """Return q, k and v. As in Megatron-DeepSpeed's HEAD, the numbers of query heads and KV heads must be equal."""
+        """Return q, k and v. As in HEAD of Megatron-DeepSpeed, the numbers of query heads and KV heads must be equal."""
         assert self.num_attention_heads == self.num_key_value_heads
         if hasattr(self, "query_linear"):
             made = [getattr(self, name)(hidden_states)[0] for name in ("query_linear", "key_linear", "value_linear")]
@@ -147,7 +147,10 @@ class ParallelAttention(nn.Module):
         return self.query_key_value(hidden_states)[0].unflatten(-1, (3, self.num_attention_heads, -1)).unbind(2)
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
-        """Compute as HEAD does, with its faults: it needs as many KV heads as query heads, and passes the mask as batch_dim_idx."""
+        """Compute as HEAD of Megatron-DeepSpeed does, with its two faults.
+
+        The numbers of query heads and KV heads must be equal. For core attention, the mask is passed in place of batch_dim_idx.
+        """
         return self.attend(*self.heads_of(hidden_states), attention_mask, rotary_pos_emb)
 
     def attend(self, q, k, v, attention_mask, rotary_pos_emb):
@@ -161,14 +164,14 @@ class ParallelAttention(nn.Module):
         return self.dense(context)
 
 
-# The package recognises this layer by its source, as it does HEAD's.
+# The package recognises Megatron's layers by a digest of their source. Register the digests of these layers, too.
 source.PARTS += ("heads_of", "attend")
 source.KNOWN.add(digest(ParallelAttention, *source.PARTS))
 source.KNOWN_LINEAR.update(digest(kind, "forward") for kind in (ColumnParallelLinear, RowParallelLinear))
 
 
 class ParallelTransformerLayer(nn.Module):
-    """Surrounds the attention as Megatron does: tries two calls, and adds the bias."""
+    """Calls attention as Megatron does: tries ``cpu_offloading=`` first, and adds the bias and the residual."""
 
     def __init__(self, shape, group, attention=ParallelAttention):
         super().__init__()
@@ -190,7 +193,10 @@ def layer(shape, group, seed=1):
 
 
 def inputs(shape, seed=2):
-    """Draw hidden states and a cotangent [s, b, m], a mask [b, 1, s, s] that never hides a token from itself, and (cos, sin)."""
+    """Draw hidden states and a cotangent [s, b, m], and a mask [b, 1, s, s]; return them with (cos, sin), or None without RoPE.
+
+    The mask never hides a token from itself.
+    """
     torch.manual_seed(seed)
     x, dy = torch.randn(2, shape.seq, shape.batch, shape.width, dtype=torch.float64)
     mask = (torch.rand(shape.batch, 1, shape.seq, shape.seq) < 0.3) & ~torch.eye(shape.seq, dtype=torch.bool)
@@ -199,7 +205,7 @@ def inputs(shape, seed=2):
 
 
 def reference_attention(shape, weights, x, mask, tables, where="self_attention."):
-    """Return the output of attention on the whole sequence, which is added to ``x``; ``weights`` are by name."""
+    """Return the attention layer's output on the whole sequence, without the residual; ``weights`` is {name: tensor}."""
     pick = lambda name: weights[where + name]  # noqa: E731
     names = list(NAMES.values()) if shape.split else ["query_key_value"]
     y = x @ torch.cat([pick(f"{name}.weight") for name in names]).t()
@@ -221,7 +227,7 @@ def reference_attention(shape, weights, x, mask, tables, where="self_attention."
 
 
 def reference_layer(shape, weights, x, mask, tables):
-    """Return the output of the layer on the whole sequence; ``weights`` are by name."""
+    """Return the output of the layer on the whole sequence; ``weights`` is {name: tensor}."""
     return x + reference_attention(shape, weights, x, mask, tables)
 
 

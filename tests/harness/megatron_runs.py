@@ -1,6 +1,7 @@
-"""Runs Megatron-DeepSpeed's own pretrain_gpt.py, unedited, on CPU with gloo; MEGATRON_DEEPSPEED is the path of its checkout.
+"""Runs pretrain_gpt.py of a checkout of Megatron-DeepSpeed, unchanged, on CPU with gloo.
 
-`megatron_on_cpu` stands in for what a machine without a GPU lacks, such as flash attention; the ranks find it on PYTHONPATH.
+The environment variable MEGATRON_DEEPSPEED is the path of the checkout. `megatron_on_cpu`, which the ranks find on PYTHONPATH,
+replaces parts that need a GPU, such as flash attention.
 """
 
 import json
@@ -28,7 +29,7 @@ MODEL = (
 
 
 def write_data(folder):
-    """Write a tokenized corpus in the format of ``--data-path``: random tokens with some structure to learn."""
+    """Write a tokenized corpus in the format of ``--data-path``; return its path. The random tokens have a structure to learn."""
     prefix = folder / "corpus"
     draw = np.random.default_rng(3)
     documents = [np.cumsum(draw.integers(1, 4, 300)) % (VOCABULARY - 1) for _ in range(40)]
@@ -69,7 +70,7 @@ def _launch(ranks, launcher, arguments, env, folder):
         try:
             output, _ = running.communicate(timeout=900)
         except BaseException:
-            running.terminate()  # a launcher that is told to stop takes its ranks with it
+            running.terminate()  # on SIGTERM, the launcher ends its ranks, too
             raise
     return running.returncode, output
 
@@ -84,7 +85,8 @@ def train(
     way       "run": torchrun -m ds_sp_overlap run; "deepspeed": DeepSpeed's launcher with --module ds_sp_overlap run; "import": a
               copy of the script that first imports ds_sp_overlap; "stock": the script by itself, without the package
     more      further arguments of the script
-    planted   "wrong": an error in v; "reference": our attention with grouped queries, which HEAD lacks at sp size 1
+    planted   further stand-ins. "wrong": an error in v; "reference": attention with grouped queries, which Megatron-DeepSpeed lacks
+              at sp size 1
     must_fail whether the run must fail; then only the output is returned
     """
     record, micro = folder / "record.pt", 2
@@ -117,14 +119,14 @@ def train(
 
 
 def apart(one, other):
-    """Return the largest relative differences between two runs, by name.
+    """Return {name: largest relative difference between two runs}.
 
     loss, norm   the loss and the gradient norm of all steps
     gradients    the parameters' gradients in the first step, before training amplifies rounding
     parameters   the parameters at the end
 
-    Leaves out k's bias. With learned positions, attention does not depend on k's bias. So its gradient is only rounding, which
-    Adam turns into whole steps.
+    Leaves out the bias of k. With learned positions, attention does not depend on this bias, so the bias's gradient is only
+    rounding. But Adam turns even such a gradient into full steps.
     """
     assert len(one.losses) == len(other.losses) and one.parameters.keys() == other.parameters.keys()
 

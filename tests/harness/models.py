@@ -40,7 +40,7 @@ def tiny(family="llama", heads=4, kv_heads=2, layers=2, dtype=torch.float32, imp
 
 
 def with_sinks(model, implementation):
-    """Return the model with an attention implementation, and with large attention sinks if it has sinks."""
+    """Set the attention implementation of a model, and large attention sinks if the model has sinks; return the model."""
     torch.manual_seed(7)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -50,7 +50,7 @@ def with_sinks(model, implementation):
 
 
 def with_images(kind):
-    """Make a tiny vision-language model, whose text has positions of three axes."""
+    """Make a tiny vision-language model, in which a text token has a position on each of three axes."""
     text = dict(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
@@ -73,7 +73,7 @@ def batches(steps, batch=BATCH, seq=SEQ, seed=5):
 
 
 def cut(tokens, rank, size, positions=None):
-    """Return this rank's slice of input_ids, labels (shifted over the whole sequence) and position_ids."""
+    """Return this rank's slices of input_ids, labels and position_ids; labels are shifted before the sequence is cut."""
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
     return {
@@ -83,7 +83,10 @@ def cut(tokens, rank, size, positions=None):
 
 
 def mean_loss(model, inputs, group):
-    """Return the mean loss over the sp group; the gradients of all ranks sum to those of the whole sequence."""
+    """Return the mean loss over the sp group.
+
+    The sum of the ranks' gradients is the gradient of the whole sequence.
+    """
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     labels = inputs["labels"]
     share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -120,7 +123,7 @@ def forgetting():
 
 @contextlib.contextmanager
 def sequence_parallel_model(size, *args, stock=None, **options):
-    """Yield a tiny model under stock Ulysses, and its sp group; ``stock`` are options of `sequence_parallel`."""
+    """Yield a tiny model under stock Ulysses, and its sp group; ``stock`` holds options of `sequence_parallel`."""
     model = tiny(*args, **options)
     with forgetting():
         mpu = sequence_parallel(model, size, model.config._attn_implementation, **(stock or {}))
@@ -130,7 +133,7 @@ def sequence_parallel_model(size, *args, stock=None, **options):
 
 @contextlib.contextmanager
 def engine_of(model, config, size=2):
-    """Yield DeepSpeed's engine of a model under stock Ulysses, and its sp group (None for a size of 1); clean up afterwards."""
+    """Yield DeepSpeed's engine of a model under stock Ulysses, and the sp group (None at size 1); clean up afterwards."""
     with forgetting():
         mpu = sequence_parallel(model, size)
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
@@ -141,7 +144,7 @@ def engine_of(model, config, size=2):
 
 @contextlib.contextmanager
 def scaled_values(factor):
-    """Plant a fault: overlapped attention sees v times ``factor``."""
+    """Plant a fault while the body runs: multiply the v of overlapped attention by ``factor``."""
     right = attention_function.local_attention
 
     def scaled(module, q, k, v, **options):
@@ -152,7 +155,7 @@ def scaled_values(factor):
 
 
 def overlapped_layers(model):
-    """Return the names of the attention layers that the package drives."""
+    """Return the names of the attention layers that the package overlaps."""
     bound = ds_sp_overlap.integrations.registry._undo
     return [name for name, module in model.named_modules() if module in bound and "ttention" in type(module).__name__]
 
@@ -179,7 +182,7 @@ def ds_config(stage=0, accumulation=1, dtype=torch.float32, optimizer="AdamW", *
 class Run:
     """Holds the results of a training run.
 
-    losses, norms   the last loss and the gradient norm of each step
+    losses, norms   the loss of the last microbatch, and the gradient norm, of each step
     evaluated       the loss of each evaluation
     resumed         the losses and norms of the steps after a resume
     gradients       the gradients of the first step
@@ -199,7 +202,7 @@ class Run:
         return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
     def distance(self, other):
-        """Return the largest relative difference of the gradients, and of each list of numbers, by name."""
+        """Return {"gradients" or the name of a list of numbers: largest relative difference}."""
         far = {"gradients": max((relative_error(self.gradients[name], x) for name, x in other.gradients.items()), default=0.0)}
         for name in ("losses", "norms", "evaluated", "resumed"):
             pairs = zip(getattr(self, name), getattr(other, name), strict=True)
@@ -207,13 +210,13 @@ class Run:
         return far
 
     def gradient_error(self, other):
-        """Return the norm of the difference of all gradients, over the norm of the other's."""
+        """Return the norm of the difference of all gradients, relative to the norm of all gradients of ``other``."""
         off = sum((self.gradients[name] - x).double().square().sum() for name, x in other.gradients.items())
         return (off / sum(x.double().square().sum() for x in other.gradients.values())).sqrt().item()
 
 
 def step(engine, tokens, rank, size, group, at_gradients=None):
-    """Run one optimizer step over the microbatches in ``tokens``; return the loss of the last one."""
+    """Run one optimizer step over the microbatches in ``tokens``; return the loss of the last microbatch."""
     for microbatch in tokens:
         loss = mean_loss(engine, cut(microbatch, rank, size), group)
         engine.backward(loss)
@@ -227,9 +230,9 @@ def train_run(
     rank, size, section, family="llama", steps=5, accumulation=1, stage=0, dtype=torch.float32, prepare=None,
     optimizer="SGD", more_config=None, **model_options,
 ):  # fmt: skip
-    """Train for a few steps, with stock Ulysses if ``section`` is None.
+    """Train for a few steps, with stock Ulysses if ``section`` is None; return a `Run`.
 
-    The default is SGD, since AdamW's first steps amplify rounding. More ranks than ``size`` form replicas, whose batches have
+    The default is SGD, since AdamW's first steps amplify rounding. Every ``size`` ranks are a replica. The replicas' batches have
     different lengths.
     """
     replica, rank = divmod(rank, size)
@@ -250,7 +253,7 @@ def train_run(
         tokens = batches(steps * accumulation, seq=SEQ * (1 + replica), seed=5 + replica)
         for tokens in tokens.unflatten(0, (steps, accumulation)):
             run.losses.append(step(engine, tokens, rank, size, group, note_gradients))
-            norm = engine.get_global_grad_norm()  # None where no ZeRO optimizer computes it (stage 0 in fp32)
+            norm = engine.get_global_grad_norm()  # None in fp32 at stage 0, where no ZeRO optimizer computes the norm
             run.norms += [] if norm is None else [float(norm)]
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
             run.parameters = {name: p.detach().clone().float() for name, p in engine.module.named_parameters()}
@@ -266,7 +269,7 @@ EXACT = dict(dtype=torch.float64, initializer_range=0.2)
 def outcome(model, tokens, rank, size, group, positions=None, mask=None):
     """Return the logits of the whole sequence, and every gradient summed over the sp group.
 
-    With ``mask`` [b, s], only the tokens where the mask is not 0 count.
+    With ``mask`` [b, s], tokens where the mask is 0 add nothing to the loss, and their logits are 0.
     """
     inputs = cut(tokens, rank, size, positions)
     labels = inputs.pop("labels")
@@ -303,7 +306,10 @@ def packed(lengths_of_rows):
 
 
 def document_by_document(model, tokens, lengths_of_rows):
-    """Return the result of `outcome` with every document run alone; its last label comes from the next document."""
+    """Return logits and gradients as `outcome` does, but run every document alone.
+
+    As in a packed batch, the label of a document's last token is the first token of the next document.
+    """
     labels = cut(tokens, 0, 1)["labels"]
     model.zero_grad()
     rows = []
@@ -354,8 +360,9 @@ def _errors_beyond_stock(rank, cases):
 
 
 def assert_right_where_stock_is_wrong(cases, lengths=None, limits=None):
-    """Assert that overlapped models with these options are right, and stock Ulysses is wrong.
+    """Assert that, for each of ``cases``, the overlapped model is right, and stock Ulysses is wrong.
 
+    cases     options of `tiny`
     lengths   lengths of the documents of each row; None for whole rows
     limits    limits of the error by family; `FP64` for other families
     """

@@ -1,4 +1,4 @@
-"""Chooses the kernels that move a layer's data, counts their calls, and chooses the writer of the send buffers."""
+"""Chooses the kernels that pack and unpack, counts their calls, and lets projections' GEMMs write the send buffers."""
 
 import contextlib
 from collections import Counter
@@ -23,12 +23,15 @@ kinds = pytest.mark.parametrize(
         ),
     ],
 )
-# Let a projection's GEMM write send buffers even where the heads of a group lie together.
+# Let a projection's GEMM write the send buffer even if the heads of a group are adjacent in its output.
 always = mock.patch.object(Geometry, "in_slices", property(lambda self: frozenset(filter(self.divides, "qkv"))))
 
 
 def counted(seen, folds, operators=relayout):
-    """Replace pack and unpack by ``operators``, and count their calls in ``seen``; ``folds``: the operators also rotate."""
+    """Replace pack and unpack by ``operators``, and count their calls in ``seen``.
+
+    folds   whether the operators also rotate
+    """
 
     def count(name):
         def move(*args):
@@ -58,7 +61,7 @@ def moving(kernels, direct):
 
 
 def moved(layouts, tensors):
-    """Return the tensors that each rank receives, if rank r sends ``tensors[r]`` in ``layouts[r]``."""
+    """Return for each rank the tensors that it receives, if rank r sends ``tensors[r]`` in ``layouts[r]``."""
     pieces, received = [], []
     for layout, xs in zip(layouts, tensors):
         wire = pack(xs, copies_of(layout.sources, tuple(x.stride() for x in xs)), xs[0].new_empty)

@@ -5,9 +5,10 @@
     python -m tests.harness.mutants run --everything    run survivors with all tests of `make test-all` in the files of these
     python -m tests.harness.mutants table               print which mutants the tests killed
 
-A seed draws the mutants: comparisons turned, numbers off by one, statements dropped, operands swapped, defaults changed. With ``map
---planted``, the mutants are the faults of `PLANTED` instead. Mutants are made in copies of the checkout under ``--folder``. If code
-runs once a process, because its result is cached, only the test that ran the code counts as reaching it.
+A mutant is the package with one change: a comparison turned, a number off by one, a statement dropped, operands swapped, or a
+default changed. A seed draws the mutants. With ``map --planted``, the mutants are the faults of `PLANTED` instead. Mutants are made
+in copies of the checkout under ``--folder``. If a cache lets code run only once in a process, only the test that ran the code
+counts as reaching it.
 """
 
 import argparse
@@ -99,9 +100,9 @@ def changes(node):
 
 
 def mutants_of(path):
-    """Return all mutants of a file, which change code inside functions.
+    """Return all mutants of a file; only code inside functions is changed.
 
-    A mutant is: kind, file, line of the statement, first line and column, last line and column, new text.
+    A mutant is (kind, file, line of the statement, first line, first column, last line, last column, new text).
     """
     text, found = path.read_text(), []
 
@@ -110,7 +111,7 @@ def mutants_of(path):
             statement = node
         is_function = isinstance(node, ast.FunctionDef)
         for kind, old, new in changes(node) if inside or is_function else ():
-            at = node.body[min(1, len(node.body) - 1)] if kind == "wrong default" else statement  # behind a docstring
+            at = node.body[min(1, len(node.body) - 1)] if kind == "wrong default" else statement  # the line after a docstring
             if "#" not in ast.get_source_segment(text, old) and not getattr(at, "decorator_list", None):
                 span = old.lineno, old.col_offset, old.end_lineno, old.end_col_offset
                 found.append((kind, str(path.relative_to(ROOT)), at.lineno, *span, new))
@@ -124,9 +125,9 @@ def mutants_of(path):
 
 
 def sample(rooms, seed, count):
-    """Draw about the same number of mutants from each room, of all kinds in turn.
+    """Draw about the same number of mutants from each of ``rooms``, of all kinds in turn.
 
-    A room may also be a single file.
+    A room is a folder or a file of the package.
     """
     chosen, draw = [], random.Random(seed)
     for room in rooms:
@@ -169,7 +170,7 @@ def pytest_in(copy, *arguments, timeout_s=None, **variables):
 
 def map_tests(folder, mutants, tests):
     copy = checkout(folder, "mapped")
-    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # in the package, so not third-party code
+    (copy / "ds_sp_overlap/mutants_probe.py").write_text(PROBE)  # in the package, so that the package doesn't refuse it
     for path in {mutant[1] for mutant in mutants}:
         lines = (copy / path).read_text().splitlines()
         top = next(s.lineno for s in ast.parse("\n".join(lines)).body[1:] if getattr(s, "module", "") != "__future__")
@@ -182,7 +183,7 @@ def map_tests(folder, mutants, tests):
         (copy / path).write_text("\n".join(lines) + "\n")
     stored = "--store-durations", f"--durations-path={folder / 'seconds.json'}"
     done = pytest_in(copy, "-n2", "--dist=worksteal", *stored, *tests, MUTANTS=str(folder))
-    (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # tests that fail without a mutant show nothing
+    (folder / "failed.json").write_text(json.dumps(FAILED.findall(done.stdout)))  # `run` skips tests that fail without a mutant
     print(done.stdout[-5000:], done.stderr[-2000:])
 
 
@@ -204,10 +205,10 @@ def killer(copy, mutant, tests, seconds, *options):
 
 
 def run(folder, mutants, fate, patience_s, jobs):
-    """Run the tests of ``fate`` that reach each surviving mutant, fastest first, until one fails.
+    """For each surviving mutant, run the tests that reach it, fastest first, until one fails; record this test.
 
-    Records the test that fails. If ``patience_s`` is too short for all tests, and none fails, the
-    mutant is left to a run with more.
+    fate         "make test": the tests that the map names; "make test-all": the other tests in the same files
+    patience_s   longest time for the tests of one mutant; if it is too short for all tests, and none fails, nothing is recorded
     """
     known = ROOT / "tests/durations.json", folder / "seconds.json", folder / "failed.json"
     of_all, seconds, failed = (json.loads(path.read_text()) for path in known)
@@ -273,7 +274,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     given.folder = given.folder.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
-    drawn = given.folder / "mutants.json"  # the drawn mutants stay, even if the package changes
+    drawn = given.folder / "mutants.json"  # later steps use the same mutants, even if the package changes
     if given.step == "map":
         drawn.write_text(json.dumps(planted() if given.planted else sample(given.rooms, given.seed, given.count)))
     steps = {

@@ -1,7 +1,7 @@
-"""Judges odd configs: each number and flag of a config that a model's code reads takes two other values, with weights times 8.
+"""Judges odd configs: changes one number or flag of a model's config at a time, and multiplies the weights by 8.
 
-A clamp at 8, a softcap of 50 or a gate that is off does nothing to small numbers, so a reading by results would miss it. The oracle
-is the one of `tests.harness.sweep`: transformers' model on the whole sequence.
+A clamp at 8, a softcap of 50 or a gate that is off has no effect on small numbers. If the package looked only at results, it would
+miss such code. The oracle is transformers' model on the whole sequence, as in `tests.harness.sweep`.
 """
 
 import logging
@@ -19,10 +19,10 @@ from ds_sp_overlap.integrations.transformers import probe
 from tests.harness.families import MORE, SIZES, tiny_model
 from tests.harness.sweep import FAILURES, Raised, attempt, batch_of, ends, in_double, more, overlaps, reasons, whole
 
-OWN = ""  # the name of the type's own config
+OWN = ""  # stands for the unchanged config of a model type
 SCALE = 8.0  # factor of the weights
-# If each of these weights is rounded once (1e-16), gradients change by up to 5e-10 (granite with attention_multiplier = 2, where
-# softmax saturates). The tolerance is twenty times as large.
+# A single rounding (1e-16) of each weight changes gradients by up to 5e-10: in granite with attention_multiplier = 2, softmax
+# saturates. The tolerance is twenty times as large.
 FP64 = 1e-8
 ELSEWHERE = "vision_config", "audio_config"  # configs of parts that don't run
 NEITHER = "base_model_ output_ return_ token_id initializer num_hidden_layers max_position dtype problem_type".split()
@@ -32,7 +32,7 @@ RANDOM = "drop", "jitter"  # fields that are judged in evaluation
 def reads(kind):
     """Return {path: value} of the config fields of ``kind`` that attention, decoder layers and masks read.
 
-    Only fields that are a number, a flag or None.
+    Leaves out fields that are neither a number nor a flag nor None.
     """
     read, plain = set(), PreTrainedConfig.__getattribute__
 
@@ -57,7 +57,7 @@ def reads(kind):
 
 
 def _is_of_attention(frame):
-    """Return whether a frame runs for a mask, for a decoder layer, or inside a call of an attention or rotary module."""
+    """Return whether a frame runs code of masks or of a decoder layer, or runs within an attention or rotary module."""
     if frame.f_globals["__name__"] == masking_utils.__name__ or re.search("Layer|Block", _module(frame)):
         return True
     while frame is not None and not re.search("Attention|Rotary", _module(frame)):
@@ -83,7 +83,7 @@ def moved(name, value):
         return [1, 2] if isinstance(value, int) else [0.5, 1.0]
     if isinstance(value, int):
         return [value // 2 if value > 1 else 3, 2 * value]
-    return [0.1, 1.0] if abs(value) < 1e-2 else [value / 2, 2 * value]  # large enough for an epsilon to act
+    return [0.1, 1.0] if abs(value) < 1e-2 else [value / 2, 2 * value]  # large enough for an epsilon to have an effect
 
 
 def odd_configs(kind):
@@ -105,9 +105,9 @@ def odd_model(kind, name, value):
 
 
 def judge_odd(rank, kind, odd=None):
-    """Judge ``kind`` with its own config and the ``odd`` ones (None for all odd configs).
+    """Judge ``kind`` with its own config and with the ``odd`` configs (None for all odd configs).
 
-    Returns a `Trial` for each config by name, or `Raised` for a config that can't be run.
+    Returns {name of the config: `Trial`}, with `Raised` for a config that can't be run.
     """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -122,7 +122,10 @@ def judge_odd(rank, kind, odd=None):
 
 
 def judge_misread(rank, kind, odd):
-    """Judge with a reader that wrongly ignores in-place clamps, first with probes and then without."""
+    """Judge as `judge_odd` does, with a planted fault: the code that reads forwards ignores in-place clamps.
+
+    Judges twice, with the package's probe on random numbers and without. Names without the probe end in "unseen".
+    """
     judge = accounting.Accounting.__torch_function__
 
     def clamp_for_nothing(account, function, types, args=(), kwargs=None):
@@ -143,7 +146,8 @@ class Odd:
 
     right, refused, not_run   the number of configs with this verdict
     wrong                     {name: why} for configs that are wrong, that crash, or that only a probe notices
-    otherwise                 {name: (what is overlapped, why not more)} for configs that differ in this from the type's own config
+    otherwise                 {name: (what is overlapped, why not more)} for configs with which other parts are overlapped than with
+                              the type's own config
     """
 
     right: int = 0
@@ -154,7 +158,7 @@ class Odd:
 
 
 def odd_verdict(ranks):
-    """Return the verdicts on the trials of all ranks."""
+    """Return the `Odd` of a type from the trials of all ranks, a list of the results of `judge_odd`."""
     found, own = Odd(), _overlapped(ranks[0][OWN])
     for name in ranks[0]:
         trials = [of_rank[name] for of_rank in ranks]

@@ -1,4 +1,4 @@
-"""Defines a user's own layer, which attends in one of several ways."""
+"""Defines a layer as a user may write it, with several implementations of attention."""
 
 import torch
 from deepspeed.sequence.layer import DistributedAttention
@@ -18,7 +18,8 @@ def linear(width_in, width_out):
 class Layer(nn.Module):
     """Attention with a residual.
 
-    kind   "whole": on the whole sequence; "stock": with DeepSpeed's class; "drop-in"; "block": with `SelfAttention`
+    kind   "whole": on the whole sequence; "stock": with DeepSpeed's `DistributedAttention`; "drop-in": with the package's
+           `DistributedAttention`; "block": with `SelfAttention`
     """
 
     def __init__(self, kind, group, local=attention, **options):

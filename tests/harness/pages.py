@@ -2,8 +2,8 @@
 
 A block runs, unless a comment directly before the block says otherwise:
 
-    <!-- file: train.py -->   the block is a file of that name, for the blocks after it
-    <!-- printed -->          the last block that ran has printed the text of this block
+    <!-- file: train.py -->   write the block to a file train.py, which later blocks may use
+    <!-- printed -->          the block is output of the last block that ran
     <!-- not run: why -->     the block can't run here
 
 The bash and Python blocks of a section run one after another in an empty folder.
@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("example
 
 @dataclass(frozen=True)
 class Block:
-    """A code block; ``said`` is the comment before the block: the part before the colon and the part after it."""
+    """A code block; ``said`` holds the two parts of the comment before the block, as ("file", "train.py")."""
 
     section: str
     language: str
@@ -35,7 +35,7 @@ class Page:
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    tables: list[tuple[str, list[list]]] = field(default_factory=list)  # the comment before it; rows of inline tokens
+    tables: list[tuple[str, list[list]]] = field(default_factory=list)  # (comment before the table, rows of inline tokens)
 
 
 @cache
@@ -62,5 +62,5 @@ def read(path):
 
 
 def code(cell):
-    """Return the texts between backticks in a cell."""
+    """Return the texts between backticks in a table cell."""
     return [child.content for child in cell.children if child.type == "code_inline"]

@@ -1,4 +1,4 @@
-"""Runs policies with scripted times: when a candidate runs, the clock moves by the cost that the test states."""
+"""Runs policies with scripted times: when a candidate runs, the clock advances by the cost that the test gives."""
 
 import contextlib
 from unittest import mock
@@ -12,7 +12,7 @@ from ds_sp_overlap.profiling.timed import TimedCall
 
 
 class ScriptedClock:
-    """A clock that moves only if `Tick` moves it."""
+    """A clock that advances only when `Tick` runs."""
 
     def __init__(self):
         self.now = 0.0
@@ -39,10 +39,10 @@ class Tick(torch.autograd.Function):
 
 @contextlib.contextmanager
 def scripted(costs):
-    """Run the body with scripted times of candidates; yield the list of (step, candidate) that ran.
+    """Run the body with scripted times; yield a list that collects (step, candidate) of each run.
 
-    ``costs[candidate]`` is the time of forward and also of backward, or a function of the call's
-    tokens that returns this time.
+    ``costs[candidate]`` is the time of a forward, and also of a backward. It may be a function that returns this time for the
+    number of tokens of a call.
     """
     clock, follow, ran = ScriptedClock(), Policy.follow, []
 
@@ -58,7 +58,7 @@ def scripted(costs):
 
 
 def followed(policy, trial, candidate, tokens, body, *inputs):
-    """Return ``body(*inputs)``, run as a call that the policy follows."""
+    """Return ``body(*inputs)``, run as a call that the policy times."""
     run = TimedCall(inputs)
     policy.follow(run, trial, candidate, tokens)
     return run.end(body(*run.inputs))
@@ -71,7 +71,7 @@ def optimizer_step():
 
 
 def hooks():
-    """Count the listeners to optimizer steps; all listeners share one hook."""
+    """Return the number of the package's listeners to optimizer steps; all listeners share one hook."""
     return len(listeners)
 
 

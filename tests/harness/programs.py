@@ -1,12 +1,12 @@
-"""Draws random programs of a few layers, to find uses that no test has; runs them on 2 to 4 ranks and on the whole sequence.
+"""Draws random programs that use a few layers, and compares each on 2 to 4 ranks with the whole sequence; finds untested uses.
 
     python -m tests.harness.programs --seed 123                       print one program and its faults
     python -m tests.harness.programs --programs 20000 --first 5000    run many programs
 
-The seed of a program decides everything, including the number of ranks. A program runs in two worlds. In the `World` of a rank,
-attention is the package's, and tensors hold the rank's tokens. In the world of the whole sequence, attention is `reference`'s, and
-nothing is the package's. Both worlds record every output, every gradient (of parameters, the sum over the ranks), whether an output
-needs a gradient, the tensors that hooks saw, and how often a parameter got its gradient. ``faults`` compares the records.
+The seed of a program decides everything, including the number of ranks. A program runs in two kinds of `World`. In the world of a
+rank, the package computes attention on the rank's tokens. In the world of the whole sequence, `reference` does, and no code of the
+package runs. Both worlds record every output, every gradient (of parameters, the sum over the ranks), whether an output needs a
+gradient, the tensors that hooks saw, and how often a parameter got its gradient. `faults` compares the records.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from tests.harness.relayout import REFERENCE
 from tests.harness.uses import Adapted, Deliberate, RaisesInBackward, Scaled
 
 BATCH = 25  # programs that the ranks run in one task
-PATIENCE_S = 30  # for a task, plus two seconds for each of its programs
+PATIENCE_S = 30  # time limit of a task, to which each program adds two seconds
 
 
 class Written:
@@ -56,21 +56,21 @@ class Written:
 class LayerSpec(Written):
     """Describes a layer.
 
-    block        whether the layer is a `SelfAttention`; else it is the drop-in, between projections of the caller
-    view         pass a transposed view instead of a copy, where the layout asks for another order
+    block        the layer is a `SelfAttention`; else the drop-in, with projections that the caller runs
+    view         pass a transposed view instead of a transposed copy, for layers that take another layout
     norms        the kinds ("q", "k") with a norm over each head
-    rope         "Rotary", "function" (block) or "tables" (drop-in); rotates ``rotary_dims`` dims of each head
-    learned      RoPE's tables need a gradient
-    by_row       each batch element has other positions
+    rope         how RoPE is passed: "Rotary" or "function" (block), or "tables" (drop-in); RoPE rotates ``rotary_dims`` dims
+    learned      the tables of RoPE need a gradient
+    by_row       positions differ between the batch elements
     gain         "constant" or "learned": attention takes a factor for each head as a further argument
     output       form of local attention's output: "4-D", "flat" or "strided"
-    same         the value is the key: one module for both (block), or one tensor (drop-in)
+    same         k and v are equal: one module makes both (block), or one tensor is both (drop-in)
     query        the drop-in's query is also used "elsewhere", or "changed" in place afterwards
     in_place     the tensor that is changed in place: the "query" inside local attention, or the drop-in's "output"
     frozen       prefixes of the names of frozen parameters
     wrapped      pairs (projection, kind of wrapper)
     hooks        pairs (projection or "attention", kind of hook)
-    shares       (another layer, "modules" or "weights", the names of modules that are shared or whose weights are)
+    shares       (other layer, "modules" or "weights", names): uses the other layer's modules of these names, or their weights
     lengths      pass the lengths of the ranks even if all are equal
     alike        ``heads_alike``; if it is False, there is one head group
     """
@@ -111,10 +111,10 @@ class LayerSpec(Written):
 class Program(Written):
     """Describes a program.
 
-    shapes      local lengths of the ranks for each batch size, so that a tensor's batch size tells its lengths
-    transport   "plain", "late" or "delayed"; the last two with spoiled buffers (`transports`)
+    shapes      {batch size: local lengths of the ranks}; every batch size occurs with only one sequence length
+    transport   "plain": the package's; "late" or "delayed": from `transports`, with spoiled buffers
     autocast    run layers under autocast, which does not change fp64
-    rank_major  projections write the send buffers wherever that is possible, not only from slices
+    rank_major  projections write the send buffers wherever possible (`moving.always`)
     folds       rotate inside the operators that pack q and k
     counts      count how often each parameter gets its gradient
     """
@@ -153,8 +153,8 @@ class Input(Written):
 class Call(Written):
     """Calls layers, one after another, on a value.
 
-    how   "plain"; "reentrant" or "non-reentrant": in a checkpoint; "saved": with hooks on saved tensors; "no_grad" or
-          "inference": in that mode
+    how   "plain"; "reentrant" or "non-reentrant": in such a checkpoint; "saved": with hooks on saved tensors; "no_grad" or
+          "inference": in such a mode
     """
 
     out: str
@@ -238,11 +238,11 @@ class Hook(Written):
 
 
 class Term(Written):
-    """A part of a loss, from the tokens ``windows[rank]`` of a value on each rank.
+    """A term of a loss, computed on each rank from the tokens ``windows[rank]`` of a value.
 
-    form   "dot": the product with a random cotangent, where other tokens are masked out; "slice": the same, but other tokens are
-           cut off; "sum"; "square": the product of the squares; "direct": no loss, backward gets the cotangent; "strided": as
-           "direct", in another memory order
+    form   "dot": the scalar product of the value with a random cotangent, other tokens masked out; "slice": as "dot", with other
+           tokens cut off; "sum": the sum of the value; "square": as "dot", with squared values; "direct": backward gets the
+           cotangent, without a loss; "strided": as "direct", with a cotangent in another memory order
     """
 
     value: str
@@ -250,7 +250,7 @@ class Term(Written):
     form: str = "dot"
 
     def ends(self, world, index):
-        """Return the tensor that backward starts from, and its gradient; None if the value needs no gradient."""
+        """Return (tensor from which backward starts, gradient of this tensor); None if the value needs no gradient."""
         y = world.values[self.value]
         if not y.requires_grad:
             return None
@@ -301,7 +301,7 @@ class Backward(Written):
 
 
 class Raises(Written):
-    """Makes local attention raise on all ranks, in head group ``group`` or in backward; drops all gradients so far."""
+    """Makes local attention raise on all ranks, in head group ``group`` or in backward; clears all gradients."""
 
     x: str
     layer: int
@@ -330,7 +330,7 @@ class Raises(Written):
 
 
 class Step(Written):
-    """Takes a step of gradient descent; drops all graphs so far."""
+    """Takes a step of gradient descent, and drops all autograd graphs."""
 
     def run(self, world):
         world.note_gradients()
@@ -355,7 +355,7 @@ class Vector(nn.Module):
 
 
 def modules_of(spec, width, others):
-    """Make the modules of a layer with random weights; ``others`` are the modules of earlier layers."""
+    """Make the modules of a layer with random weights; take shared modules from ``others``, those of earlier layers."""
     made = nn.ModuleDict()
     sizes = {
         "q_proj": spec.heads * spec.head_dim,
@@ -433,7 +433,7 @@ class Layer:
             self.world.note(f"{what} {say}", tensor)
 
         def sees(module, args, output):
-            if not self.world.in_backward:  # how much a backward recomputes differs between the worlds
+            if not self.world.in_backward:  # leave out recomputation, which differs between the worlds
                 note("gave", output.flatten(2)) if kind == "sees output" else self.world.note(f"{what} called", True)
 
         if kind in ("sees output", "deepspeed's"):
@@ -461,7 +461,7 @@ class Layer:
         return y if spec.batch_first else y.transpose(0, 1)
 
     def outside(self, x, attend):
-        """Run projections and norms around ``attend``, without the package."""
+        """Run the projections and norms of the caller, and ``attend`` between them."""
         spec, modules = self.spec, self.modules
         if spec.fused:
             sizes = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim
@@ -521,8 +521,8 @@ class Layer:
         if self.raises:
             where, after = self.raises
             self.first = self.first or queries
-            # Count a group at its first range of queries: ranks that share heads attend a group in one range or in several. The
-            # first call may be a probe of heads, in one range on all ranks. After the probe has raised, each rank's next call raises.
+            # If ranks share heads, a rank may attend a group in several calls, one for each range of queries. Count a group at its
+            # first range. The first call may be a probe, with one range on all ranks. If it raises, the next call raises, too.
             if after < 0 or queries == self.first:
                 self.raises = where, after - 1
                 if where == "attention" and after <= 0:
@@ -534,7 +534,7 @@ class Layer:
         return RaisesInBackward.apply(o) if self.raises and self.raises[0] == "backward" else o
 
     def gain(self):
-        """Return the gain of this rank's heads; if heads don't divide, the first ranks have one head more."""
+        """Return the gain of this rank's heads; if the heads don't divide by the ranks, the first ranks have one head more."""
         ranks, spec = self.world.program.ranks, self.spec
         shares = dict(spec.config).get("shares", shares_for(ranks, spec.heads, spec.kv_heads))
         part = self.world.rank // shares
@@ -574,7 +574,7 @@ class Layer:
 
 
 class Whole(nn.Module):
-    """Replaces the drop-in in the world of the whole sequence, so that a hook can be registered."""
+    """Replaces the drop-in in the world of the whole sequence; a module, so that hooks can be registered."""
 
     def __init__(self, layer):
         super().__init__()
@@ -587,8 +587,8 @@ class Whole(nn.Module):
 class World:
     """Runs a program on the whole sequence (``rank`` None), or on a rank's tokens with the package.
 
-    values    the values of the program by name, [b, s, width]
-    records   the results to compare by name: (tensor or flag, whether the tensor has tokens [b, s, ..])
+    values    {name: value of the program [b, s, width]}
+    records   {name: (tensor or flag, whether a tensor has tokens [b, s, ..])}, the results to compare
     """
 
     def __init__(self, program, rank=None, mover=None, nudged=None):
@@ -633,7 +633,7 @@ class World:
         return list(self.made.named_parameters())
 
     def subset(self, pick):
-        """Draw some of the values and parameters that need a gradient; return them by name."""
+        """Draw some of the values and parameters that need a gradient, by the seed ``pick``; return {name: tensor}."""
         everything = [(name, x) for name, x in self.values.items() if x.requires_grad]
         everything += [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
         chosen = random.Random(pick)
@@ -669,7 +669,7 @@ class World:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
     def settle(self):
-        """Wait until no thread of the transport moves bytes."""
+        """Wait until the transport's thread has delivered all exchanges."""
         if isinstance(self.mover, transports.Delayed):
             self.mover.settle()
 
@@ -677,12 +677,12 @@ class World:
 def errors(world, got, expected):
     """Compare the records of this rank with those of the whole sequence.
 
-    Returns the relative error of each record by name, or a text for a record that is not a tensor of the expected shape.
+    Returns {name: relative error}, with a text instead of the error for a record of another shape, or of another flag.
     """
     tensors = {name: what for name, (what, _) in expected.items() if isinstance(what, torch.Tensor)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise AssertionError("the reference isn't finite")
-    # Without RoPE, the gradient of a key's bias is only rounding. So divide errors by no less than 1e-3 of the largest number.
+    # Without RoPE, the gradient of a key's bias is only rounding. So divide errors by at least 1e-3 of the largest number.
     least = 1e-3 * max((tensor.abs().max().item() for tensor in tensors.values() if tensor.numel()), default=0)
     sums = [name for name in tensors if not expected[name][1]]
     mine = [got.get(name, (None,))[0] for name in sums]
@@ -707,7 +707,7 @@ def difference(what, wanted, least):
 
 
 def faults(rank, program, delayed, acted):
-    """List the faults of a program on this rank; count in ``acted`` what the program really did."""
+    """List the faults of a program on this rank; count in ``acted`` how often each feature of the program had an effect."""
     expected = World(program).run()
     tolerance = 1e-12
     mover = {"plain": None, "late": transports.Late(), "delayed": delayed}[program.transport]
@@ -727,7 +727,7 @@ def faults(rank, program, delayed, acted):
         acted.update({"two legs": relay.call_count, "rank-major": by_rank.call_count * program.rank_major})
     wrong = errors(world, got, expected)
     if any(isinstance(e, float) and e > tolerance for e in wrong.values()):
-        # Some stacks of squared layers magnify rounding. Allow 4 times the error of the reference with slightly changed weights.
+        # Some programs magnify rounding. Allow 4 times the error of the reference when its weights are rounded differently.
         worlds = [World(program, nudged=seed) for seed in range(3)]
         tolerance = max(
             tolerance, *(4 * e for world in worlds for e in errors(world, world.run(), expected).values() if isinstance(e, float))
@@ -747,7 +747,7 @@ def faults(rank, program, delayed, acted):
 
 
 def run(rank, seeds):
-    """Run programs that are drawn for this number of ranks; return ``([(seed, fault)], acted)``."""
+    """Run the programs of ``seeds`` on this rank; return ``([(seed, fault)], acted)``."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     delayed, found, acted = transports.Delayed(longest_s=0.001), [], Counter()
@@ -770,9 +770,9 @@ def draw(seed):
 class _Draw:
     def __init__(self, seed):
         self.random, self.ranks = random.Random(seed), ranks_of(seed)
-        self.windows = random.Random(-1 - seed)  # a separate generator, so that the seed's other draws stay the same
+        self.windows = random.Random(-1 - seed)  # a separate generator, so that the other draws of a seed stay as they were
         self.sharing = random.Random(f"shares {seed}")
-        self.chance(0.05)  # unused, kept so that the seed's other draws stay the same
+        self.chance(0.05)  # unused, kept so that the other draws of a seed stay as they were
         self.shapes = {self.some(1, 3): self.lengths() for _ in range(self.some(1, 2))}
         self.least = min(map(sum, self.shapes.values()))
         self.transport = self.pick("plain", "plain", "plain", "late", "delayed")
@@ -869,11 +869,11 @@ class _Draw:
         possible = [r for r in range(2, self.ranks + 1) if self.ranks % r == 0 and self.ranks // r <= heads]
         if self.least < self.ranks:  # shares without a token are refused
             config["shares"] = 1
-        elif in_place == "query":  # ranges of q are views of one tensor, of which autograd allows no change in place
+        elif in_place == "query":  # with shares, the q of a call is a view that autograd does not let anyone change in place
             config["shares"] = 1
         elif self.sharing.random() < 0.3:
             config["shares"] = self.sharing.choice(possible)
-        if self.sharing.random() < 0.25:  # nodes have two ranks
+        if self.sharing.random() < 0.25:  # as if every node had two ranks
             config["kv_once_per_node"] = True
         return dict(
             batch_first=self.chance(0.5),
@@ -926,7 +926,7 @@ class _Draw:
             elif fresh:
                 self.backward([self.pick(*fresh)])
         used = [value for value in fresh if self.chance(0.85)] or fresh[-1:]
-        if self.chance(0.3):  # one backward after another, through the graph that values share
+        if self.chance(0.3):  # one backward for each value, through parts of the graph that the values share
             self.random.shuffle(used)
             for value in used:
                 self.backward([value])
@@ -953,7 +953,7 @@ class _Draw:
         return out
 
     def lets_input_go(self, spec):
-        """Return whether nothing reads a layer's input in backward."""
+        """Return whether backward does not need a layer's input."""
         is_read = spec.block and "window" in dict(spec.config)  # backward recomputes q, k and v from the input
         return set(spec.projections) <= set(spec.frozen) and not (spec.wrapped or spec.hooks or spec.shares or is_read)
 
@@ -978,7 +978,7 @@ class _Draw:
         self.statements.append(Backward(tuple(terms), via, self.some(0, 999) if via != "backward" else 0))
 
     def with_retained(self):
-        """Return the statements, with ``retain`` set in each backward whose graph a later backward needs."""
+        """Return the statements, with ``retain`` set in each backward if a later backward uses the same graph."""
         later, kept = set(), []
         for statement in reversed(self.statements):
             if isinstance(statement, Step):
@@ -1004,7 +1004,10 @@ class _Draw:
 
 
 def check(seeds, task=run, *args, enough=5):
-    """Run programs on their ranks; return a report for each wrong, raising or hanging one, up to ``enough``, and ``acted``."""
+    """Run the programs of ``seeds``; return reports of at most ``enough`` failed programs, and ``acted``.
+
+    A program fails if it is wrong, raises or hangs.
+    """
     reports, acted = [], Counter()
     for size in (2, 3, 4):
         mine = [seed for seed in seeds if ranks_of(seed) == size]
@@ -1016,9 +1019,9 @@ def check(seeds, task=run, *args, enough=5):
 
 
 def reports_of(batch, task, args, acted, enough):
-    """Report on programs that run on the same number of ranks.
+    """Run programs of one number of ranks; return the reports of failed programs.
 
-    If a rank fails, run each program alone, to find the program that failed.
+    If a rank raises or hangs, run each program alone, to find the program that failed.
     """
     said = {seed: f"seed {seed} (python -m tests.harness.programs --seed {seed})\n{draw(seed)}" for seed in batch}
     reports = []

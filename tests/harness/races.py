@@ -1,13 +1,13 @@
-"""Detects races between streams, on the host: every two accesses to memory, and every reuse of memory, must be ordered.
+"""Detects races between streams, on the host. It finds two kinds of faults:
+
+    race     two accesses to one storage, at least one of them a write, on two streams, neither of which has waited for the other
+    reuse    a storage is freed before the stream that allocated it has waited for all accesses; a caching allocator would give the
+             memory at once to the next operation of that stream
 
 On a GPU, a race shows once in a thousand runs; on a CPU, never. Here everything runs on the host in program order, with the
 stand-in for streams (`streams`). For each operation that torch dispatches, the detector notes the current stream, the storages
 that the operation reads and the storages that it writes. An event carries the vector clock of its stream, and orders the streams
 that wait for the event. ``torch.cuda._sanitizer`` works in the same way, but does not check freed memory.
-
-    a race     two accesses to one storage, one of them a write, on two streams of which neither has waited for the other
-    a reuse    a storage is freed, and the stream that allocated it has not waited for all accesses: a caching allocator gives the
-               memory away at once, in the order of that stream
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """A storage, with its last write, and the last read on each stream since that write."""
+    """The accesses to a storage: the last write, and the last read on each stream since this write."""
 
     def __init__(self, owner, made_by):
         self.owner, self.made_by = owner, made_by
@@ -52,7 +52,7 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.backend, self.faults = backend, []
         self.memory: dict[int, Memory] = {}
-        self.seen: Counter = Counter()  # the number of operations on each stream, and of freed storages
+        self.seen: Counter = Counter()  # number of operations by stream name; under "freed", number of freed storages
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -113,7 +113,7 @@ class Races(TorchDispatchMode):
 
 
 def _storages(values):
-    """Return the storages of all tensors in ``values``, by address; leave out empty storages."""
+    """Return {address: storage} for all tensors in ``values``; leave out empty storages."""
     found = (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return {storage._cdata: storage for storage in found if storage.nbytes()}
 
@@ -130,7 +130,7 @@ def _is_written(argument):
 class Wire:
     """A transport that moves no data: it only reads the send buffer and writes the receive buffer, on the current stream.
 
-    asynchronous   use a separate stream, as c10d does on request; ``wait`` orders the current stream after the transfer
+    asynchronous   use a separate stream, as c10d does with ``async_op=True``; ``wait`` orders the current stream after the transfer
     """
 
     def __init__(self, races, asynchronous):
@@ -153,7 +153,10 @@ class Wire:
 
 @contextlib.contextmanager
 def watched(asynchronous):
-    """Yield the detector and a transport; raise AssertionError (BLIND) if they saw too few operations."""
+    """Run the body under the detector; yield the detector and a `Wire`.
+
+    Raises AssertionError (BLIND) if the detector saw too few operations to find faults.
+    """
     races = Races(Backend())
     wire = Wire(races, asynchronous)
     with races, device_thread(races.backend, races):

@@ -1,8 +1,8 @@
-"""Runs functions on gloo ranks, which are kept between tests, since starting ranks takes seconds.
+"""Runs functions on gloo ranks. Starting ranks takes seconds, so ranks are kept between tests.
 
-The workers for each number of ranks are started once, as a pool. Each worker holds a process group, and runs the functions that it
-is sent. If a worker fails or does not answer in time, its pool is closed, and the next test gets a new pool. A pool whose workers
-have many threads is closed as well: engines of DeepSpeed that outlive their test hold process groups, whose threads wake up often.
+For each number of ranks, there is one pool of workers. A worker is one rank of a process group, and runs the functions that tests
+send to the pool. If a worker fails or does not answer in time, its pool is closed, and the next test gets a new pool. A pool with
+many threads is closed, too: engines of DeepSpeed that outlive their test hold process groups, whose threads wake up often.
 """
 
 import atexit
@@ -24,15 +24,15 @@ from torch.distributed.distributed_c10d import _world
 _context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([
     "torch", "deepspeed", "ds_sp_overlap", "tests.harness.models",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",  # these take a rank seconds to import
+    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",  # else each rank imports for seconds
 ])  # fmt: skip
 _pools: dict[int, "Pool"] = {}
 MOST_THREADS = 60
-OVER = "over"  # on all ranks: a rank that destroyed its groups at once could end one that another rank still makes
+OVER = "over"  # sent once all ranks are done: if a rank destroyed its groups earlier, another rank might still be making them
 
 
 class RankError(AssertionError):
-    """Lists the errors of the ranks; ``kinds`` and ``messages`` are in rank order, None for a rank without an error."""
+    """Holds the errors of the ranks: ``kinds`` and ``messages``, in rank order, with None for a rank without an error."""
 
     def __init__(self, failures):
         self.kinds = [None if failure is None else failure[0] for failure in failures]
@@ -45,7 +45,7 @@ def _work(rank, size, store, tasks, results):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size), OMP_NUM_THREADS="1",
         DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", CROSS_RANK="0", CROSS_SIZE="1",
     )  # fmt: skip
-    stacks = open(f"{store}.stacks{rank}", "w")  # open as long as the worker lives
+    stacks = open(f"{store}.stacks{rank}", "w")  # not closed: on SIGUSR1, faulthandler writes the stack to it
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
     install_importhook(get_config())  # a failed assert shows the values that it compared
@@ -71,9 +71,9 @@ def _work(rank, size, store, tasks, results):
         try:
             function, args, os.environ["PYTEST_CURRENT_TEST"] = task  # `mutants` records which test reaches a line
             torch.manual_seed(0)
-            torch.nn.functional.linear = linear  # ZeRO-3 replaces it for the rest of the process
-            layer._policies.clear(), layer._told.clear()  # layers left over from another task must choose alone
-            Calls._of_groups.clear()  # count calls anew, so that none is compared with another task's
+            torch.nn.functional.linear = linear  # ZeRO-3 replaces this function for the rest of the process
+            layer._policies.clear(), layer._told.clear()  # forget policies of layers that an earlier task made
+            Calls._of_groups.clear()  # count from 0, so that no call is compared with a call of an earlier task
             results.put((rank, None, function(rank, *args)))
         except BaseException as error:  # sent to the test
             results.put((rank, (type(error).__name__, str(error), traceback.format_exc()), None))
@@ -133,7 +133,7 @@ class Pool:
 
 
 def refusal(function, *args, **kwargs):
-    """Return ``(kind, message)`` of the error that ``function`` raises, or None; so the error does not end the rank."""
+    """Return ``(kind, message)`` of the error that ``function`` raises, or None. The rank goes on after the error."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -142,7 +142,10 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, *args, timeout_s=180):
-    """Return ``[function(rank, *args) for rank in range(size)]``, each from its own rank; ``function`` must be importable."""
+    """Run ``function(rank, *args)`` on each of ``size`` ranks; return the results in rank order.
+
+    ``function`` must be importable. Raises `RankError` if a rank raises, or doesn't answer within ``timeout_s``.
+    """
     pool = _pools.get(size)
     if pool is not None and pool.threads() > MOST_THREADS:
         pool.close()
@@ -169,14 +172,14 @@ def soon(happened):
 
 
 def leaves(found):
-    """Return the values in nested dicts, lists and tuples."""
+    """Return a flat list of the values in nested dicts, lists and tuples."""
     if isinstance(found, dict):
         return leaves(list(found.values()))
     return [leaf for each in found for leaf in leaves(each)] if isinstance(found, (list, tuple)) else [found]
 
 
 def assert_small(errors, limit):
-    """Assert that ``errors``, in nested dicts, lists and tuples, are not empty and all below ``limit``."""
+    """Assert that all ``errors`` in nested dicts, lists and tuples are below ``limit``, and that there is at least one."""
     every = leaves(errors)
     assert every and all(error < limit for error in every), f"errors should be below {limit:g}: {errors}"
 
@@ -187,9 +190,10 @@ def assert_error(said, words, kind="ValueError"):
 
 
 def assert_refused(said, messages, kind="ValueError"):
-    """Assert that the cases in ``messages`` raised an error of ``kind`` with these words, and the other cases raised none.
+    """Assert that each case in ``messages`` raised an error of ``kind`` with its words, and that no other case raised.
 
-    ``said`` holds the result of `refusal` for each case, by name.
+    said       {case: result of `refusal`}
+    messages   {case: words in the message}
     """
     assert messages.keys() <= said.keys(), f"{messages.keys() - said.keys()} were not tried"
     for name, error in said.items():

@@ -1,4 +1,4 @@
-"""Computes attention on the whole sequence in one process, as the oracle; uses torch, but not the package."""
+"""Computes attention on the whole sequence in one process, as the oracle of tests; does not use the package."""
 
 import math
 
@@ -6,10 +6,11 @@ import torch
 
 
 def attention(q, k, v, causal=True, queries=None, window=None, starts=()):
-    """Attend with q [b, s, h, d], k and v [b, s, h_kv, d] -> [b, s, h, d_v]; softmax is written out.
+    """Attend with q [b, s, h, d], k [b, s, h_kv, d] and v [b, s, h_kv, d_v] -> [b, s, h, d_v]; softmax is written out.
 
-    With ``queries=(a, b)``, q holds only the tokens from a to b. With ``window``, a token sees at most that many tokens,
-    including itself. With ``starts``, documents begin at these tokens, and no document sees another.
+    queries   (a, b) if q holds only the tokens from a to b; None for all tokens
+    window    the number of tokens that a token sees at most, including itself; None for no limit
+    starts    the first tokens of documents; no document sees another
     """
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
@@ -30,7 +31,7 @@ def sequence_first_attention(q, k, v, causal=True, queries=None, **options):
 
 
 def fused(q, k, v, dropout=0.0):
-    """Attend as causal `attention`, by PyTorch's kernel, whose backward reads o and a log-sum-exp."""
+    """Attend as causal `attention` does, with PyTorch's fused kernel, whose backward reads o and a log-sum-exp."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -39,7 +40,7 @@ def fused(q, k, v, dropout=0.0):
 
 
 def rope_tables(positions, dims, dtype):
-    """Return cos and sin [s, dims], half-rotated convention."""
+    """Return cos and sin [s, dims]; dim i is rotated with dim i + dims / 2."""
     frequencies = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     angles = positions.double()[:, None] * frequencies
     angles = torch.cat((angles, angles), -1)
@@ -56,7 +57,7 @@ def rope(x, cos, sin):
 
 
 def relative_error(got, expected):
-    """Return the largest difference, over the largest expected magnitude; infinite where the shapes differ."""
+    """Return the largest difference relative to the largest expected magnitude; infinity if the shapes differ."""
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():

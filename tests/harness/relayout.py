@@ -1,4 +1,4 @@
-"""Computes in PyTorch the same as the compiled operators of csrc/, as their reference."""
+"""Computes the operators of csrc/ in PyTorch, as a reference for the compiled operators."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ds_sp_overlap.rotary import rotate
 
 
 def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Copy the parts of ``x`` along ``dim``, each contiguous, end to end into the flat ``out``.
+    """Copy parts of ``x`` along ``dim`` into the flat ``out``, one part after another.
 
     Args:
         x: Any shape.
@@ -21,9 +21,9 @@ def pack(x: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) 
 
 
 def unpack(wire: Tensor, dim: int, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Copy the parts in the flat ``wire`` to their places in ``out``; the inverse of `pack`.
+    """Copy parts from the flat ``wire`` to their places in ``out``; the inverse of `pack`.
 
-    Slices that occur in several parts are summed, in fp32 for half precision.
+    Where parts overlap, their elements are summed, in fp32 for half precision.
 
     Args:
         wire: Flat, with the elements of all parts.
@@ -45,16 +45,16 @@ def _parts(x: Tensor, dim: int, starts: list[int], stops: list[int]) -> list[Ten
 
 
 def rotate_pack(x: Tensor, cos: Tensor, sin: Tensor, starts: list[int], stops: list[int], out: Tensor) -> None:
-    """Rotate ``x``, and pack parts of its heads.
+    """Rotate ``x``, and pack ranges of its heads.
 
     Args:
         x: [tokens..., h, d].
         cos: [tokens..., d_rot], or a shape that broadcasts to it; of the dtype of ``x``, or float32
             for half precision.
         sin: Shape and dtype of ``cos``.
-        starts: First head of each part.
-        stops: The head behind each part.
-        out: Flat.
+        starts: First head of each range.
+        stops: The head after the last head of each range.
+        out: Flat, with the elements of all ranges.
     """
     # Round only once, after the rotation.
     exact = _accumulator(x.dtype)

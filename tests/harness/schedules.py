@@ -1,4 +1,4 @@
-"""Makes schedules for tests, checks the schedules of windows, and turns words into steps."""
+"""Makes schedules for tests, checks schedules of `by_window`, and parses the names of steps."""
 
 from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts, needs_of
 from ds_sp_overlap.schedule.checked import check_program, check_starts
@@ -15,7 +15,10 @@ def merged_last(kinds, wgrad_last=True):
 
 
 def travelling(*sent):
-    """Make schedules that send the tensors of each string of ``sent`` together, in every group that sends them."""
+    """Return a schedule function: each string of ``sent``, such as "qk", names tensors that are sent in one exchange.
+
+    A group that sends only some of these tensors sends those together.
+    """
 
     def schedule(kinds, wgrad_last=True):
         starts = (("".join(kind for kind in of if kind in here) for of in sent) for here in kinds)
@@ -31,7 +34,7 @@ def travelling(*sent):
 
 
 def step_of(words):
-    """Return the step of these words, as in error messages: "start dqkv 1", "finish odo 2"."""
+    """Parse a step as error messages print it, such as "start dqkv 1" or "finish odo 2"."""
     op, what, group = words.split()
     tensors, beside = tuple(what), ()
     grad = op in ("dgrad", "wgrad") or "d" in tensors
@@ -43,8 +46,8 @@ def step_of(words):
 def check_window(schedule, kinds, last_use, window):
     """Check a schedule of `by_window`, as `check` does for other schedules; return the schedule.
 
-    The schedule must attend to its groups in order, in backward in reverse, and must not have more groups in memory than its
-    window. Raises ValueError for the first fault.
+    Attention must run group by group: in order in forward, in reverse order in backward. At most ``window`` groups may be in memory
+    at the same time. Raises ValueError for the first fault.
     """
     check_starts(schedule, kinds)
     forward, backward = needs_of(kinds, schedule.starts)
@@ -61,27 +64,27 @@ def check_window(schedule, kinds, last_use, window):
     for group in range(schedule.groups):
         if group:
             forward[Step(Op.ATTEND, O, False, group)].append(Step(Op.ATTEND, O, False, group - 1))
-        # The start of do with o frees the local o, which wgrad o reads.
+        # A start of do that also sends o frees the local o. So wgrad o, which reads the local o, must come before.
         if beside:
             backward[Step(Op.START, O, True, group)].append(Step(Op.WGRAD, O, True, group))
         attend_needs = backward[Step(Op.ATTEND, O, True, group)]
         if group < last:
             attend_needs.append(Step(Op.ATTEND, O, True, group + 1))
-        # A group reads q, k and v that are recomputed with it, and shared k and v that were
-        # recomputed with a later group, see Note [Shared KV heads] in `window`.
+        # A group reads the q, k and v that are recomputed for it. KV heads that several groups share are
+        # recomputed for the last of these groups, see Note [Shared KV heads] in `window`.
         for start in restarts:
             is_shared = start.group < group <= last_use[start.group]
             if start.group == group or start.tensors != Q and is_shared:
                 attend_needs.append(start._replace(op=Op.FINISH))
 
     def with_o(step):
-        """Return the step with o beside do, if o travels beside do in this schedule."""
+        """Return the step, with o added to the exchange of do if this schedule sends both together."""
         return step._replace(beside=beside) if step.on_wire and step.tensors == O and step.grad else step
 
     backward = {with_o(step): [with_o(need) for need in needs] for step, needs in backward.items()}
     for name, program, needs in (("forward", schedule.forward, forward), ("backward", schedule.backward, backward)):
         check_program(name, program, needs)
-        # The groups whose q is projected, and whose attention has not ended.
+        # The groups in memory: their q is projected, and their attention has not run yet.
         live = set()
         for step in program:
             if step.op is Op.PROJECT and step.tensors == Q:

@@ -1,7 +1,7 @@
 """Prints the lines and tokens of each folder of the package and of the tests, for `make size`.
 
-Blank lines, comments and docstrings don't count. The number of lines depends on the formatter, which breaks the package at 100
-columns and the tests at 132; the number of tokens does not.
+Blank lines, comments and docstrings don't count. Unlike the number of tokens, the number of lines depends on the formatter, which
+breaks lines of the package at 100 columns, and lines of the tests at 132.
 """
 
 import ast

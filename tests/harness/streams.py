@@ -1,11 +1,11 @@
-"""Stands in for the stream interface of an accelerator, on the host, and writes down which stream waits for which.
+"""Stands in for the streams of an accelerator, on the host, and logs which stream waits for which.
 
-Each stream has a vector clock. For every stream, the clock holds the time of the last operation that is known to come before the
-next operation of the clock's own stream. `races` asks the clock.
+A stream's time is the number of its operations. Each stream also has a vector clock, {other stream: time}: all operations of the
+other stream up to this time come before the next operation of the clock's stream. `races` reads these clocks.
 
 Each thread has a current stream, as in CUDA. `device_thread` runs backward in a separate thread, as autograd does for a GPU. The
-current stream of that thread is the stream on which forward ran. If backward is called on another stream, backward waits for that
-stream first, and that stream waits for backward.
+current stream of this thread is the stream on which forward ran. If the caller's stream is another one, backward first waits for
+the caller's stream, which in the end waits for backward.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from ds_sp_overlap.exchange.streams import SideStream
 
 
 class Event:
-    """Remembers the clock and the queue of its stream from when it was last recorded."""
+    """Holds the clock of a stream, and the names of its queued operations, as of the last `record_event`."""
 
     says = "nothing"
-    clock: dict = {}  # to wait for an event that was never recorded does nothing, as in CUDA
+    clock: dict = {}  # empty until recorded: waiting for an event that was never recorded has no effect, as in CUDA
     capture = None  # the capture in which the event was last recorded
 
     def synchronize(self):
@@ -30,7 +30,7 @@ class Event:
 
 
 class Stream:
-    """Remembers the operations that were queued on it, so that an event can name them."""
+    """A stream; ``queued`` holds the names of its operations, for the log of waits."""
 
     def __init__(self, backend, name):
         self.backend, self.name, self.queued = backend, name, []
@@ -49,12 +49,12 @@ class Stream:
             self.clock[stream] = max(self.clock.get(stream, 0), time)
 
     def _take_part(self, capture):
-        """Take part in ``capture``, the capture of an event that this stream waits for; refuse events of other captures."""
+        """Join the graph capture to which an awaited event belongs; raise AssertionError if CUDA would refuse the wait."""
         assert capture is None or capture == self.backend.capture, f"{self.name} waits for an event of a capture that is over"
         assert self.capture in (None, capture), f"{self.name} is captured, and waits for an event that is not"
         if capture is not None:
             self.capture = capture
-            self.tick()  # so that the stream must be joined, even if it does nothing
+            self.tick()  # counts as an operation, so the capture must wait for this stream, even if it runs nothing
             self.backend.forked.add(self)
 
     def tick(self):
@@ -68,7 +68,7 @@ class Stream:
 
 
 class Backend:
-    """Stands in for the part of `Accelerator` that `SideStream` uses; tests use `stream`."""
+    """Stands in for the part of `Accelerator` that `SideStream` uses. The method `stream` is for tests."""
 
     def __init__(self):
         self.log = []
@@ -105,9 +105,9 @@ class Backend:
 
     @contextlib.contextmanager
     def captured(self):
-        """Capture a graph from the current stream while the body runs; yield the streams that take part.
+        """Capture a graph on the current stream while the body runs; yield the set of streams that join the capture.
 
-        Raises AssertionError where CUDA would refuse the capture, or if a stream that takes part is not joined.
+        Raises AssertionError if CUDA would refuse the capture, or if the current stream does not wait for all of these streams.
         """
         origin, self.capture, self.forked = self.current, next(self._captures), set()
         origin.capture = self.capture
@@ -147,11 +147,11 @@ def order(later, earlier):
 
 @contextlib.contextmanager
 def device_thread(backend, *modes):
-    """Run each backward in a separate thread, and enter ``modes`` there, since a mode holds for one thread."""
+    """Run each backward in a separate thread; enter ``modes`` in this thread, since a mode acts in one thread only."""
     original, here = torch.autograd.backward, threading.current_thread()
 
     def backward(*args, **kwargs):
-        if threading.current_thread() is not here:  # a backward inside another, as that of a reentrant checkpoint
+        if threading.current_thread() is not here:  # a backward inside a backward, such as that of a reentrant checkpoint
             return original(*args, **kwargs)
         caller, nodes, raised = backend.current, backend.nodes_run_on, []
 

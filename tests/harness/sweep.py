@@ -1,6 +1,6 @@
-"""Judges a model type on two ranks: under stock Ulysses, overlapped, and with a planted fault.
+"""Judges a model type on two ranks: under stock Ulysses, overlapped, and overlapped with a planted fault.
 
-The oracle is transformers' own model on the whole sequence, in fp64, with weights that all affect the results.
+The oracle is transformers' own model on the whole sequence, in fp64. The weights are such that all of them affect the results.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ SEQ, SIZE = 32, 2
 PACKAGE = str(Path(ds_sp_overlap.__file__).parent)
 
 
-FP64 = 1e-10  # roundings (1e-16) over a few layers and sums in another order stay below 1e-13
+FP64 = 1e-10  # tolerance; rounding (1e-16), over a few layers and with sums in another order, stays below 1e-13
 
 
 class Double(TorchFunctionMode):
-    """Gives a model fp64 where it asks for fp32, as in norms, routers and rotary tables.
+    """Replaces fp32 by fp64 where a model casts to fp32, as in norms, routers and rotary tables.
 
-    fp32 rounding would hide small errors, or would look like errors.
+    Rounding to fp32 would hide small errors, or would look like an error.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -52,7 +52,7 @@ class Double(TorchFunctionMode):
 def in_double():
     shape, rotate, rotary_of = InputModules.shape, Rotary.rotate, attention.rotary_of
 
-    def read(*args):  # runs outside of modes, with the usual rounding
+    def read(*args):  # the package reads the rotary function without this mode, so without the changed rounding
         with mock.patch.object(Rotary, "rotate", rotate):
             return rotary_of(*args)
 
@@ -87,7 +87,10 @@ BATCHES = ("packed", "mask of ones", "right padding", "left padding", "left padd
 
 
 def batch_of(kind):
-    """Return input_ids, labels, position_ids, and attention_mask or None [b, s] of the whole sequence."""
+    """Return input_ids, labels, position_ids and attention_mask, each [b, s], of the whole sequence.
+
+    The mask is None for the batches without one, "first" and "packed".
+    """
     tokens = torch.randint(1, 64, (1 if kind == "packed" else 2, SEQ), generator=torch.Generator().manual_seed(3))
     positions, mask = torch.arange(SEQ).repeat(len(tokens), 1), torch.ones_like(tokens)
     if kind == "packed":
@@ -123,7 +126,7 @@ def gradients(model):
 
 
 def alone(positions, mask):
-    """Yield the row and the range of tokens of each document, without padding."""
+    """Yield for each document its row and its range of tokens, as slices; leave out padding."""
     real = torch.ones_like(positions) if mask is None else mask
     begins = (positions.diff(prepend=positions[:, :1] - 2) != 1) | (real.diff(prepend=1 - real[:, :1]) != 0)
     for row, starts in enumerate(begins):
@@ -134,9 +137,9 @@ def alone(positions, mask):
 
 
 def whole(model, batch, apart=False):
-    """Return the logits of the tokens that have a label, and every gradient, on the whole sequence.
+    """Return the logits of the tokens with a label, and every gradient, on the whole sequence.
 
-    With ``apart``, run each document by itself.
+    apart   whether to run each document alone
     """
     model.zero_grad()
     logits = []
@@ -149,7 +152,7 @@ def whole(model, batch, apart=False):
 
 
 def split(model, batch, rank, group):
-    """Return the results of `whole` from ranks that split the sequence: gathered logits, summed gradients."""
+    """Return the results of `whole`, computed by ranks that split the sequence; gather logits, and sum gradients."""
     model.zero_grad()
     logits, loss = forward(
         model, *(None if x is None else x.chunk(dist.get_world_size(group), 1)[rank].contiguous() for x in batch)
@@ -162,9 +165,9 @@ def split(model, batch, rank, group):
 def errors(found, expected):
     """Return the error of the logits, and the largest error of a gradient.
 
-    Errors are relative to the largest magnitude in the tensor; for a gradient, at least to a
-    thousandth of the largest magnitude in any gradient. Some gradients are zero but for rounding,
-    such as that of a key bias.
+    An error is relative to the largest magnitude in the tensor. Some gradients are only rounding, such
+    as that of a key bias. So the error of a gradient is relative to at least a thousandth of the
+    largest magnitude in all gradients.
     """
     least = max(x.abs().max().item() for name, x in expected.items() if name != "logits") / 1e3
     off = {
@@ -180,7 +183,8 @@ def errors(found, expected):
 class Raised:
     """An error that was raised.
 
-    ``refusal``: whether the package raised the error on purpose, for the user. The error of a probe is no refusal.
+    refusal   whether the package refused the model, with an error for the user; False for the error of a probe, which asks for a
+              report
     """
 
     message: str
@@ -188,7 +192,7 @@ class Raised:
 
 
 def attempt(function, *args):
-    """Return the result of ``function``, or `Raised`."""
+    """Return the result of ``function(*args)``, or `Raised` if it raises."""
     try:
         return function(*args)
     except Exception as error:
@@ -205,9 +209,9 @@ class Trial:
     """The results of one rank for one model and batch.
 
     stock        the errors of stock Ulysses (logits, worst gradient), or `Raised`
-    ours         the same for the overlap, by the number of head groups
+    ours         {"G = number of head groups": the errors with the overlap, or `Raised`}
     got, lacks   for each attention layer: what is overlapped, and why not more
-    faults       for each planted fault: the error that it caused, and how often it acted
+    faults       {tensor with a planted fault: (error that the fault caused, number of changed exchanges)}
     """
 
     stock: tuple | Raised | None = None
@@ -218,7 +222,10 @@ class Trial:
 
 
 def overlapped(model, batch, rank, groups, *expected, trial=None):
-    """Return the errors of the overlapped model against the nearest of ``expected``, or `Raised`."""
+    """Return the errors of the overlapped model against the closest of the results ``expected``, or `Raised`.
+
+    Also fills ``got`` and ``lacks`` of ``trial``.
+    """
     group = dist.group.WORLD
     report = attempt(ds_sp_overlap.enable, model, {"head_groups": groups}, group)
     try:
@@ -234,7 +241,7 @@ def overlapped(model, batch, rank, groups, *expected, trial=None):
 
 
 def judge(rank, kind, small=False):
-    """Judge ``kind`` in all its configs and batches; return a `Trial` for each by name.
+    """Judge ``kind`` with all its configs and batches; return {name of the config or batch: `Trial`}.
 
     A trial is `Raised` if the model can't be built, or can't run on the whole sequence.
 
@@ -269,7 +276,7 @@ def _first(rank, model):
         for groups in (1, 2):
             trial.ours[f"G = {groups}"] = overlapped(model, batch, rank, groups, expected, trial=trial)
         if not any(isinstance(x, Raised) for x in trial.ours.values()):
-            alone = not any("attention" in what or "eight" in what for what in trial.got)  # models of mixers alone
+            alone = not any("attention" in what or "eight" in what for what in trial.got)  # the model has mixers, but no attention
             for what in ("x",) if alone else ("q", "dk"):
                 with transport(fault := Corrupting(what)):
                     trial.faults[what] = max(overlapped(model, batch, rank, 2, expected)), fault.times
@@ -279,8 +286,8 @@ def _first(rank, model):
 def more(rank, model, name):
     """Try another config or batch, with two head groups and without stock Ulysses.
 
-    Results for packed or padded documents must agree with documents run one by one, or with transformers' results for a row. The
-    two may differ: Llama 4's temperature counts tokens of a row, and RecurrentGemma's convolution sees padding before a document.
+    For packed or padded documents, two results are right: that of documents run one by one, and transformers' result for the row.
+    They may differ: Llama 4's temperature counts tokens of a row, and RecurrentGemma's convolution sees padding before a document.
     """
     batch = batch_of(name)
     expected = model if isinstance(model, Raised) else attempt(whole, model, batch)
@@ -299,9 +306,9 @@ def more(rank, model, name):
 class Verdict:
     """The verdict on a model type.
 
-    word          for a right type, what is overlapped: "whole", "latent attention", or others of `GOT`; "refused"; "not built"; or
-                  one of `FAILURES`
-    why           the reason, unless the word is "whole"; and the configs and batches that are refused
+    word          "refused", "not built" or one of `FAILURES`; for a type with right results, the overlapped parts: "whole", "latent
+                  attention" or others of `GOT`
+    why           the reason for the word, empty for "whole"; then the configs and batches that are refused
     ours, stock   largest errors of logits and gradients, as text
     """
 
@@ -319,7 +326,7 @@ def _text(pairs):
 
 
 def ends(trial, limit):
-    """Yield how each run of a trial ended: a word, and the errors or the message."""
+    """Yield for each run of a trial how it ended: ("right", errors), or another word and a message."""
     for how, found in trial.ours.items():
         if isinstance(found, Raised):
             yield "refused" if found.refusal else "crashes", found.message
@@ -330,7 +337,7 @@ def ends(trial, limit):
 
 
 def verdict(ranks):
-    """Return the verdict on the trials of all ranks."""
+    """Return the verdict on a model type from the trials of all ranks, a list of the results of `judge`."""
     first = [trials["first"] for trials in ranks]
     for other in first:
         if isinstance(other, Raised):
@@ -359,11 +366,11 @@ GOT = "all eight exchanges", "latent attention", "attention function", "delta ru
 
 
 def overlaps(trial):
-    """Describe what is overlapped in the layers."""
+    """Return the names of the parts that are overlapped in the model's layers, joined by "and"."""
     return " and ".join(sorted(set(filter(None, trial.got)), key=GOT.index)).replace(GOT[0], "whole")
 
 
 def reasons(trial):
-    """Return the reasons why in some layers only the attention function is overlapped."""
+    """Return for layers with only their attention function overlapped the reasons why not more is overlapped."""
     own = [lacks for what, lacks in zip(trial.got, trial.lacks) if what == "attention function"]
     return list(dict.fromkeys(lacks.replace(f"; {OWN}", "") for lacks in own))

@@ -1,6 +1,6 @@
 """Writes docs/sweep.md, with a short row for each model type, and docs/sweep.csv, with the full messages.
 
-The sweep (`tests/frameworks/test_sweep.py`) calls `write`. To write the page again from the CSV, after a change of this file:
+The sweep (`tests/frameworks/test_sweep.py`) calls `write`. After a change of this file, write the page again from the CSV:
 
     python -m tests.harness.sweep_page
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FILE = DOCS / "sweep.md", DOCS / "sweep.csv"
 COLUMNS = "type", "config", "verdict", "why", "largest error, logits / gradients", "stock's"
-RUN = "(the run)"  # the "type" of the rows that describe the run, and count the verdicts on odd configs
+RUN = "(the run)"  # the "type" in rows that are not about a type: versions of packages, and counts of verdicts on odd configs
 ERROR = re.compile(r"[\d.e+-]+ / [\d.e+-]+|inf / .*")
 
 SHORT = [  # patterns of messages, and the shorter text on the page
@@ -78,7 +78,7 @@ def rows_of(verdicts: dict, odd: dict) -> list[dict[str, str]]:
 
 
 def page(rows: list[dict[str, str]]) -> str:
-    """Return the page with the figures and tables of the CSV's rows; its other paragraphs stay as they are."""
+    """Return the text of the page, with its figures and tables replaced by those of the CSV's ``rows``."""
     said = {row["config"]: row["why"] for row in rows if row["type"] == RUN}
     types = [row for row in rows if row["type"] != RUN and not row["config"]]
     odd = [row for row in rows if row["type"] != RUN and row["config"]]

@@ -1,6 +1,6 @@
-"""Finds operations for which the host would wait for the GPU; on CPU, recognises them by name.
+"""Finds operations that would make the host wait for a GPU; runs on CPU, and recognises the operations by name.
 
-Does not find a copy from the device by `to` with a `torch.device`, which looks like a `to` that moves nothing.
+Misses copies to the host by ``to(torch.device("cpu"))``: on CPU, they look like a ``to`` that copies nothing.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Operations whose results, or the sizes of whose results, the host reads.
+# The host reads the result of these operations, or the size of the result.
 READ = {
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_dim,
     aten.unique_consecutive, aten.bincount,
 }  # fmt: skip
-INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # an index that is a mask runs `nonzero`
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # with a mask as index, these run `nonzero`
 
 _HERE = {"torch", "numpy", "contextlib.py", "syncs.py"}
 
 
 class Wait(NamedTuple):
     what: str
-    where: str  # file:function of the innermost code that is not torch's
+    where: str  # file:function of the innermost frame outside of torch
 
 
 def _waits(op, args, kwargs):
@@ -57,7 +57,10 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def waits():
-    """Yield a list that collects the waits of the body, including its backward, which on CPU runs in the same thread."""
+    """Yield a list that collects the waits of the body.
+
+    Includes waits in backward: on CPU, backward runs in the same thread.
+    """
     seen = []
 
     def watched(method):
@@ -69,6 +72,6 @@ def waits():
         return mock.patch.object(torch.Tensor, method.__name__, call)
 
     with _Operations(seen), contextlib.ExitStack() as stack:
-        for method in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.to):  # on CPU, these dispatch no operation
+        for method in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.to):  # `_Operations` can't see these on CPU
             stack.enter_context(watched(method))
         yield seen

@@ -1,7 +1,8 @@
-"""Provides transports that reveal a missing wait, which goes unseen on one machine, where bytes arrive at once.
+"""Provides transports for tests: two that make a missing wait fail, and others that log, raise, or change the data.
 
-`Late` and `Delayed` deliver as late as the contract of `ds_sp_overlap.exchange.transport.Transport` allows. They fill the receive
-buffer with NaN at launch, so that a read before the wait gives NaN. Other transports log, fail, or change the data.
+On one machine, bytes arrive at once, so a missing wait has no effect. `Late` and `Delayed` deliver as late as the contract of
+`ds_sp_overlap.exchange.transport.Transport` allows. They fill the receive buffer with NaN at launch, so that a read before the wait
+gives NaN.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ from ds_sp_overlap.relayout import ops
 
 
 class Armed:
-    """Counts the acts of `spoiled_buffers` (``acted``), and the acts that the layouts of the exchanges demand (``due``).
+    """Counts how often `spoiled_buffers` did each of these acts (``acted``), and how often it should have (``due``).
 
     delayed    exchanges that `Late` or `Delayed` delivered
-    owned      exchanges whose send buffer the package made, so that nobody else may read the buffer
+    owned      exchanges whose send buffer belongs to the package, so that no other code may read the buffer
     spoiled    owned send buffers that were filled with NaN on delivery
     poisoned   received buffers that were filled with NaN once they were unpacked
     filled     buffers that held NaN before a pack or unpack wrote to them
@@ -43,9 +44,9 @@ class Armed:
         """Return whether the package made the memory ``send``, by a copy or by its own GEMM."""
         if self.launching is None:
             raise LookupError("BLIND: an exchange was launched by something else than InFlight; follow the code in transports")
-        for source in getattr(self.launching, "sources", ()):  # no sources if they were packed and dropped
+        for source in getattr(self.launching, "sources", ()):  # without sources, pack has copied them
             if source.untyped_storage().data_ptr() == send.untyped_storage().data_ptr():
-                # Only tensors that the package computes have a dimension for ranks, and no graph inside its autograd nodes.
+                # The source is the send buffer. The package computed it if it has a dimension for ranks (5 in all), and no graph.
                 return source.dim() == 5 and source.grad_fn is None
         return True
 
@@ -63,7 +64,7 @@ def _packs(in_flight):
 
 
 def _makes_memory(in_flight, copies, sides, rope):
-    """Return whether a copy allocates the result of pack or unpack, so that no buffer can be filled before."""
+    """Return whether pack or unpack allocates its result itself, so that the result can't be filled with NaN before."""
     relayout = ops.implementation(in_flight.sp_group.kernels)
     by_kernel = relayout.pack is not None and sides.cut is not None
     return rope is None and copies and in_flight.dtypes is None and not by_kernel
@@ -73,15 +74,15 @@ def _unpacks(in_flight):
     return in_flight.layout.targets.elements > 0 and (in_flight.rope_back is not None or in_flight.copies_back.flat is None)
 
 
-armed: Armed | None = None  # the `Armed` of the `spoiled_buffers` that is active
+armed: Armed | None = None  # the counts of the active `spoiled_buffers`; None if none is active
 
 
 @contextlib.contextmanager
 def spoiled_buffers():
-    """Fill buffers with NaN that the package must not read again: send buffers once delivered, received ones once unpacked.
+    """Fill each buffer with NaN once the package must not read it again; yield the `Armed` that counts.
 
-    Fill uninitialised memory with NaN, too. The methods of `InFlight` do all this: every exchange is one, whatever kernel packs it.
-    Yields the `Armed` that counts; raises AssertionError (BLIND) if there are fewer acts than the layouts of the exchanges demand.
+    Fills send buffers after delivery, receive buffers after unpack, and uninitialised memory. Wraps the methods of `InFlight`,
+    since every exchange is an `InFlight`. Raises AssertionError (BLIND) if fewer buffers were filled than the layouts demand.
     """
     global armed
     before, armed = armed, Armed()
@@ -132,7 +133,7 @@ def spoiled_buffers():
         return out
 
     wrapped = {"__init__": launching, "_packed": packing, "_unpacked": unpacking, "finish": collecting}
-    torch.use_deterministic_algorithms(True)  # then torch.empty returns NaN
+    torch.use_deterministic_algorithms(True)  # makes torch.empty return NaN
     try:
         with mock.patch.multiple(InFlight, **wrapped):
             yield here
@@ -144,7 +145,7 @@ def spoiled_buffers():
 
 def spoil(buffer):
     """Fill ``buffer`` with NaN; return whether it has any elements."""
-    with torch.inference_mode(buffer.is_inference()):  # may run in another thread, without inference mode
+    with torch.inference_mode(buffer.is_inference()):  # the thread of `Delayed` is not in inference mode
         buffer.fill_(math.nan)
     return buffer.numel() > 0
 
@@ -154,7 +155,7 @@ def is_spoiled(buffer):
 
 
 def alias(tensor):
-    """Return another tensor on the same memory that doesn't keep ``tensor`` alive."""
+    """Return a new tensor on the memory of ``tensor``; the new tensor does not keep ``tensor`` itself alive."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -166,7 +167,7 @@ def move(send, recv, send_sizes, recv_sizes, group):
 
 
 class Transfer:
-    """An exchange in flight, with the state that `deliver` checks."""
+    """An exchange in flight; `deliver` moves its bytes, and checks that the send buffer is alive and unchanged."""
 
     def __init__(self, faults, send, recv, send_sizes, recv_sizes, group, name):
         self.faults, self.name = faults, name
@@ -185,16 +186,16 @@ class Transfer:
             self.faults.append(f"{self.name}: the send buffer was written while it was being read")
         if self.held() is None:
             self.faults.append(f"{self.name}: nobody keeps the send buffer alive")
-            self.send.fill_(math.nan)  # as the next owner of the memory might
+            self.send.fill_(math.nan)  # another tensor might have reused the memory
         move(self.send, self.recv, *self.arguments)
         spoiled = self.owned and spoil(self.send)
         if self.armed is not None:
-            with self.armed.counting:  # each `Delayed` has its own thread
+            with self.armed.counting:  # several threads may count, one for each `Delayed`
                 self.armed.acted.update(delayed=1, spoiled=spoiled)
 
 
 class Late:
-    """Moves an exchange only in its wait. Spoils send buffers that nobody keeps alive, and owned ones after delivery."""
+    """Moves the bytes of an exchange only in its wait."""
 
     def __init__(self):
         self.faults: list[str] = []
@@ -219,8 +220,8 @@ class Late:
 class Delayed:
     """Moves each exchange after a random delay, in a thread, in the order of launches.
 
-    Uses a separate process group, so that the thread can't overtake the comparisons of the ranks. All ranks of the world must make
-    this object together.
+    The thread has its own process group, so that its collectives don't mix with the package's comparisons between ranks. All ranks
+    of the world must make this object together.
     """
 
     def __init__(self, seed=0, longest_s=0.003):
@@ -287,7 +288,7 @@ FAULT = 1e-6
 
 
 class Corrupting:
-    """Adds `FAULT` to one element that rank 1 receives, in one exchange ("q0") or in that of every head group ("q").
+    """Adds `FAULT` to one element that rank 1 receives, in one exchange ("q0"), or in the exchanges of all head groups ("q").
 
     times   the number of changes so far
     """

@@ -1,6 +1,6 @@
-"""Defines uses of a layer, and changes of its projections and attention, for the overlapped layer and for the reference.
+"""Defines uses of a layer, and changes of its projections and attention; tests run each on the overlapped layer and the reference.
 
-`layers.block_faults` runs each with both.
+See ``use`` and ``change`` of `layers.block_faults`, and ``use`` of `dropin.dropin_faults`.
 """
 
 import functools
@@ -64,7 +64,7 @@ def checkpointed_by_deepspeed(call, layer, x, dy):
 
 
 def selective(call, layer, x, dy):
-    """Checkpoint the layer, and save only matrix products."""
+    """Checkpoint the layer; save matrix products, and recompute everything else."""
     kept = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
 
     def policy(context, operation, *args, **kwargs):
@@ -112,7 +112,7 @@ def second_backward(call, layer, x, dy):
 
 
 def grad_of_input_then_backward(call, layer, x, dy):
-    """Run a backward to the input alone; its gradients of weights must not show in the next backward."""
+    """Run a backward to the input alone, then a full backward; only the second may add to the gradients of weights."""
     y = call(x)
     (only,) = torch.autograd.grad(y, x, dy * dy, retain_graph=True)
     y.backward(dy)
@@ -129,7 +129,7 @@ def grad_of_one_weight_then_backward(call, layer, x, dy):
 
 
 def frozen_between(call, layer, x, dy):
-    """Freeze the projection of v only for the backward, and let it train again afterwards."""
+    """Freeze the projection of v between forward and backward, and unfreeze it after backward."""
     y, trained = call(x), [p for p in layer["v_proj"].parameters() if p.requires_grad] if "v_proj" in layer else []
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -157,7 +157,7 @@ def updated_in_place(call, layer, x, dy):
 
 
 def backward_abandoned_halfway(call, layer, x, dy):
-    """Call the layer once without a backward, then with one."""
+    """Call the layer, drop the output, and then run another call with its backward."""
     call(3 * x)
     return layers.backward(call, layer, x, dy)
 
@@ -218,7 +218,7 @@ class Scaled(nn.Linear):
 
 
 class Halved(nn.Linear):
-    """Computes with half of the parameter ``weight``."""
+    """A linear layer whose ``weight`` is computed: half of the parameter."""
 
     @property
     def weight(self):
@@ -254,7 +254,7 @@ def weight_normed(layer):
 
 
 def hooked_key(layer):
-    """Add a hook that scales the output of k, so that a hook that runs twice or never shows."""
+    """Add a hook that scales the output of k; results are wrong if the hook runs twice or never."""
     layer["k_proj"].register_forward_hook(lambda module, args, y: 1.25 * y)
 
 
@@ -268,7 +268,7 @@ def hooked_on_one_rank(layer):
         layer["v_proj"].register_forward_hook(lambda module, args, y: None)
 
 
-# Changes of attention: `layers.block` calls ``layer.attend(attention)`` instead of ``attention``.
+# Changes of attention: they set ``layer.attend``, and `layers.block` uses ``layer.attend(attention)`` instead of ``attention``.
 
 
 class Learning(nn.Module):
@@ -334,7 +334,7 @@ def query_in_an_auxiliary_loss(call, q, k, v, do):
 
 
 def projections_first_then_both_calls(call, q, k, v, do):
-    """Call the drop-in twice, after the projections of both calls."""
+    """Compute q, k and v of two calls first, then call the drop-in twice."""
     first, second = [t * 1.5 for t in (q, k, v)], [t * 0.5 for t in (q, k, v)]
     ((call(*first) + call(*second) ** 2) * do).sum().backward()
     return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
@@ -362,7 +362,7 @@ def strided_inputs_and_cotangent(call, q, k, v, do):
 
 
 def taking(*names):
-    """List the functions of this file that take arguments of these names."""
+    """Return the functions of this file whose arguments have exactly these ``names``."""
     functions = filter(inspect.isfunction, list(globals().values()))
     return [function for function in functions if (*inspect.signature(function).parameters,) == names]
 

@@ -3,7 +3,7 @@
     make versions                                   test all combinations whose Python is installed
     python -m tests.harness.versions --only 4.56    test the combinations that have some package or Python 4.56
 
-A row of the page stays until its combination is tested again. Not part of CI.
+A test of a combination replaces its row of the page; the other rows stay. CI does not run this.
 """
 
 import argparse
@@ -22,12 +22,12 @@ COMBINATIONS = [
     ("3.10", "2.10.0", "0.19.7", "4.56.2"),
     ("3.11", "2.13.0", "0.19.8", "4.56.2"),
     ("3.11", "2.13.0", "0.19.8", "5.0.0"),
-    ("3.11", "2.13.0", "0.19.8", "5.23.0"),  # the last before caches were renamed
+    ("3.11", "2.13.0", "0.19.8", "5.23.0"),  # the last transformers before it renamed caches
     ("3.12", NEWEST, NEWEST, NEWEST),
     ("3.13", NEWEST, NEWEST, NEWEST),
 ]
 NAMES = ("torch", "deepspeed", "transformers")
-# Old versions of transformers don't import beside the newest accelerate and peft.
+# Packages pinned for old versions of transformers, which can't be imported with the newest accelerate and peft.
 BESIDE = {"4.56.2": ["accelerate==1.12.0", "peft==0.18.0"], "5.0.0": ["accelerate==1.12.0", "peft==0.18.0"]}
 TESTS = {
     "unit tests": ["-m", "pytest", "-q", "tests/unit"],
@@ -42,7 +42,7 @@ def python_of(venv):
 
 
 def made(combination, folder):
-    """Make a venv with the combination, unless there is one; return its folder."""
+    """Make a venv with the combination, unless the venv exists; return its folder."""
     python, *versions = combination
     venv = folder / "-".join(["py" + python, *(f"{name}{version or 'newest'}" for name, version in zip(NAMES, versions))])
     if not (venv / "ready").exists():
@@ -63,7 +63,7 @@ def made(combination, folder):
 
 
 def outcome(venv, words):
-    """Run Python in a venv; return the counts in the last line of its output."""
+    """Run Python with the arguments ``words`` in a venv; return the counts that a test run prints last."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -73,7 +73,7 @@ def outcome(venv, words):
     }
     ran = subprocess.run([python_of(venv), *words], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (venv / f"{words[-1].replace('/', '.')}.log").write_text(ran.stdout)
-    # Libraries may print behind pytest's last line.
+    # Find pytest's summary; libraries may print more lines after it.
     lines = re.findall(r"^(?:PASS|FAIL(?!ED)|BLIND|.*\b(?:passed|failed|errors?)\b.* in [\d.]+s).*", ran.stdout, re.M)
     counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped)\b|PASS|FAIL|BLIND", lines[-1] if lines else "")
     return ", ".join(counts) or f"exit {ran.returncode}"
@@ -89,7 +89,7 @@ def row_of(venv):
 
 
 def write(rows):
-    """Put ``rows`` into the page; each replaces the row with the same versions."""
+    """Put ``rows`` into the page; a new row replaces the row with the same versions."""
     text, _, rest = PAGE.read_text().partition("| Python ")
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines()[2:]]
     found = {tuple(row[:5]): row for row in lines + rows}

@@ -1,4 +1,4 @@
-"""Compares losses, gradients and training on ranks, which each have a part of a batch, with the whole sequence."""
+"""Compares losses, gradients and training on ranks, each with a part of the sequence, with those on the whole sequence."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from tests.harness.ranks import on_ranks
 from tests.harness.sweep import Double, gradients, in_double, transport
 
 RATE = 1e-3
-FP32 = 1e-3  # tolerance of trainings: some gradients are sums of a thousand fp32 terms (6e-8) that nearly cancel
+FP32 = 1e-3  # tolerance of training: some gradients sum a thousand terms with fp32 rounding (6e-8), and the terms nearly cancel
 
 
 def tokens_of(seq, rows=2):
@@ -40,9 +40,9 @@ def share(model, inputs, labels):
 
 
 def found(model, losses, group=None):
-    """Return the loss and every gradient, summed over the group.
+    """Return the sum of ``losses`` and every gradient, both summed over the group.
 
-    If a rank has no gradient, as of an expert without tokens, the rank adds zero.
+    A rank may lack a gradient, such as that of an expert without tokens. It then adds zero.
     """
     model.zero_grad()
     loss = sum(losses)
@@ -62,7 +62,10 @@ def on_all_ranks(rank, model, lengths=(16, 16)):
 
 
 def each_alone(model, tokens, lengths_of_rows):
-    """Yield the loss of each document run alone; its last label is the first token of the next document."""
+    """Yield the loss of each document, run alone.
+
+    As in a packed batch, the label of a document's last token is the first token of the next document.
+    """
     labels = tokens.roll(-1, 1)
     for row, lengths in enumerate(lengths_of_rows):
         for piece, of in zip(tokens[row].split(lengths), labels[row].split(lengths)):
@@ -70,7 +73,7 @@ def each_alone(model, tokens, lengths_of_rows):
 
 
 def again_in_double(checkpoint):
-    """Wrap a checkpoint function: backward recomputes in fp64, though it runs without PyTorch's modes."""
+    """Wrap a checkpoint function so that recomputation is in fp64, too: backward runs without the mode `Double`."""
 
     def in_both(run, *args):
         with Double():
@@ -82,7 +85,8 @@ def again_in_double(checkpoint):
 def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
     """Train; return the losses and gradients of each step, and the parameters at the end.
 
-    With ``section`` None, train on the whole sequence, without DeepSpeed. The steps are small, so that rounding isn't amplified.
+    With ``section`` None, train on the whole sequence, without DeepSpeed. The learning rate is small, so that training does not
+    amplify rounding.
     """
     config = tiny_config(kind)
     config._attn_implementation, config._experts_implementation = "sdpa", "eager"
@@ -114,9 +118,9 @@ def training(rank, kind, stage, section, steps=3, size=2, checkpoints=False):
 
 
 def trained(rank, kind, stages, section, steps=3):
-    """Return the largest relative difference from training on the whole sequence, for each stage with or without checkpoints.
+    """Return {(stage, checkpoints): largest relative difference from training on the whole sequence}.
 
-    Compares losses, gradients and parameters.
+    Compares losses, gradients and parameters. ``stages`` lists the pairs: ZeRO stage, and whether layers are checkpointed.
     """
     off, expected = {}, training(rank, kind, 0, None, steps)
     for stage, checkpoints in stages:
@@ -126,13 +130,15 @@ def trained(rank, kind, stages, section, steps=3):
     return off
 
 
-# Checks of models in fp64, made by ``make(kind)``.
+# Checks of models in fp64. ``make(kind)`` makes the model; ``kind`` is a model type, and ``section`` the sp_overlap section.
 
 
 def split_error(rank, model, expected, section, lengths, positions=None, mask=None, says="", evaluated=False):
-    """Return the error of an overlapped model's loss and gradients against ``expected``, those of the whole sequence.
+    """Return the error of an overlapped model's loss and gradients.
 
-    The report must match the pattern ``says``. With ``evaluated``, the model first runs in inference mode.
+    expected    loss and gradients of the whole sequence
+    says        a pattern that the report of `enable` must match
+    evaluated   whether the model first runs once in inference mode
     """
     report = ds_sp_overlap.enable(model, {"on_unsupported": "error", **section}, dist.group.WORLD)
     assert re.search(says, " ".join(str(report).split())), report
@@ -146,9 +152,9 @@ def split_error(rank, model, expected, section, lengths, positions=None, mask=No
 
 
 def against_whole(rank, make, cases, says, evaluated=False):
-    """Return the error of each case with each of its sections, against the whole sequence.
+    """Return {(kind, options, section): error against the whole sequence}.
 
-    A case is (kind, options, lengths, sections).
+    A case is (kind, options of ``make``, local lengths of the ranks, sections).
     """
     errors = {}
     with in_double():
@@ -162,7 +168,7 @@ def against_whole(rank, make, cases, says, evaluated=False):
 
 
 def documents(rank, make, kind, lengths, rows, section):
-    """Return the errors of packed documents against each document run alone, by the lengths of the documents."""
+    """Return {lengths of packed documents: error against each document run alone} for each of ``rows``."""
     errors = {}
     with in_double():
         model = make(kind)
@@ -173,7 +179,7 @@ def documents(rank, make, kind, lengths, rows, section):
 
 
 def padding(rank, make, kind, lengths, section):
-    """Return the errors of rows with padding in front or behind, against their real tokens run alone."""
+    """Return the errors of rows with padding at the left or right, against the rows run alone without padding."""
     errors, tokens = [], tokens_of(32)
     labels = tokens.roll(-1, 1)
     with in_double():
@@ -188,10 +194,7 @@ def padding(rank, make, kind, lengths, section):
 
 
 def checkpointed(rank, make, kind, reentrant, section):
-    """Return the error of one backward after two checkpointed forwards.
-
-    The two forwards have different documents.
-    """
+    """Return the error of one backward after two checkpointed forwards with different documents."""
     tokens, layouts = tokens_of(32), ([[10, 6, 16], [10, 6, 16]], [[2, 29, 1], [13, 19]])
     with in_double():
         model = make(kind)
@@ -207,9 +210,9 @@ def checkpointed(rank, make, kind, reentrant, section):
 
 
 def against_itself(rank, model):
-    """Return the error of an overlapped model's gradients, against the model without overlap.
+    """Return the error of an overlapped model's gradients against the same model without overlap, on the whole sequence.
 
-    Compares trainable parameters only; disables the overlap.
+    Compares the gradients of trainable parameters. Afterwards the overlap is disabled.
     """
     learning = {name for name, p in model.named_parameters() if p.requires_grad}
     assert learning
@@ -220,7 +223,7 @@ def against_itself(rank, model):
 
 
 def partly_trained(rank, make, kind, words, section):
-    """Return the error if only the parameters with one of ``words`` in their names are trained."""
+    """Return the error of the gradients if only the parameters with one of ``words`` in their names are trained."""
     with in_double():
         model = make(kind)
         for name, p in model.named_parameters():
@@ -235,7 +238,7 @@ def adapted(model, *targets):
 
 
 def adapters_trained(rank, make, kind, targets, section):
-    """Return the error of the adapters' gradients."""
+    """Return the error of the gradients of adapters on the projections ``targets``."""
     with in_double():
         model = adapted(make(kind), *targets)
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
@@ -243,11 +246,12 @@ def adapters_trained(rank, make, kind, targets, section):
 
 
 def on_and_off(rank, model, section, meanwhile):
-    """Enable and disable the overlap of a model; return report, errors, result and restoration.
+    """Enable and disable the overlap of a model; return four results:
 
-    The errors are those of the logits, in training and evaluation, with gradients and without. The
-    result is that of ``meanwhile(model, inputs)``. The last item is whether `disable` restored
-    every forward and parameter.
+    - the report of `enable`, as text;
+    - the errors of the logits, with gradients, without, and in inference mode, each in training and in evaluation;
+    - the result of ``meanwhile(model, inputs)``, called while the overlap is enabled;
+    - whether `disable` restored every forward and parameter.
     """
     tokens = tokens_of(32)
     forwards = {name: module.forward for name, module in model.named_modules()}
@@ -269,9 +273,11 @@ def on_and_off(rank, model, section, meanwhile):
 
 
 def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext(), given=lambda x, positions: ()):  # noqa: B008
-    """Return the exchanges of a layer that ``mover`` logged, in order, in forward and in backward.
+    """Return the log of a layer's exchanges in forward, and the log in backward.
 
-    ``watching`` is a context of the forward, and may add lines to the log.
+    mover      the transport that logs, such as `Recording`
+    watching   a context manager around forward, which may add lines to the log
+    given      ``given(x, positions)`` returns further arguments of the layer
     """
     with transport(mover):
         ds_sp_overlap.enable(model, section, dist.group.WORLD)
@@ -288,9 +294,9 @@ def recorded(rank, model, section, layer, mover, watching=contextlib.nullcontext
 
 
 def rounding(rank, make, kind, section, taps, factor, autocast):
-    """Return the errors of all gradients on one rank, and of the overlapped model.
+    """Return the errors of all bf16 gradients against fp64: on one rank, and of the overlapped model.
 
-    In the overlapped model, the parameters named ``taps`` are multiplied by ``factor``.
+    In the overlapped model, parameters with one of ``taps`` in their names are first multiplied by ``factor``.
     """
     with in_double():
         exact = on_one_rank(make(kind), 64)
@@ -309,9 +315,9 @@ def rounding(rank, make, kind, section, taps, factor, autocast):
 
 
 def assert_rounds_as_one_rank(make, kinds, section, taps, factor, autocasts=(False,)):
-    """Assert that two ranks round bf16 at most 1.5 times as much as one rank.
+    """Assert that the bf16 errors of two ranks are at most 1.5 times those of one rank.
 
-    As a control, ``taps`` that are multiplied by ``factor`` must exceed this limit in at least one kind.
+    As a control, multiply the parameters ``taps`` by ``factor``: then the errors of at least one kind must exceed this limit.
     """
     seen = []
     for kind in kinds:

@@ -1,15 +1,16 @@
-"""Checks that a forward is not taken for a known forward if a line or two differ.
+"""Checks that the package does not take a forward for a known forward if a line or two differ.
 
-Such a forward, of attention or of a norm of its heads, is a program. A look at its results on some numbers would miss a clamp, a
-temperature of 1 or a gate of 0, and the layer would be silently wrong once the clamp acts. So every program is tried twice: at
-first, when the changed lines do nothing; and *active*, as after some steps of training, or with larger numbers, longer sequences
-or other flags. `judge` returns a verdict:
+A program is such a changed forward, of attention or of a norm of q's heads. A changed line may have no effect at first, such as a
+clamp at a large bound, a temperature of 1 or a gate of 0. If the package looked only at results, it would replace the forward, and
+the layer would be wrong once the line has an effect. So every program is tried twice: at first, when the changed lines have no
+effect; and *active*, as after some steps of training, or with larger numbers, longer sequences or other flags. `judge` returns one
+of these verdicts:
 
-    whole      the layer is driven (the overlap replaces its forward) and agrees with its own forward, at first and active
-    own        the layer's own forward runs, for a reason
+    whole      the package replaces the layer's forward, and the results agree with the layer's own forward, at first and active
+    own        the layer's own forward runs; the report says why
     refused    an error that names the layer, once the program is active
-    probe      an error that the comparison on random numbers found, and that the reading should have found
-    silent     the layer is driven, and is wrong: the only verdict that must not occur
+    probe      an error of the comparison on random numbers; the package should have found the change by reading the code
+    silent     the package replaces the layer's forward, and the results are wrong; the only verdict that must not occur
 
 `PROGRAMS` are written by hand. `random_program` inserts an operation at a random place. To judge many random programs:
 
@@ -65,7 +66,7 @@ def forward(self, x):
     y = self.weight * y
     return y
 """
-MADE_UP = "transformers.models.zoo"  # only transformers' code is read
+MADE_UP = "transformers.models.zoo"  # the name of the programs' module; the package reads only code of transformers
 SOURCES = {"attention": ATTENTION, "q norm": NORM}
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
@@ -75,7 +76,7 @@ class Program:
     """Describes a known forward with some lines changed.
 
     changes    pairs of a text in the source, and the text that replaces it
-    setup      statements that set the attributes that the changed lines use, so that the lines do nothing; see `change`
+    setup      statements that set attributes for the changed lines, such that the lines have no effect; see `change`
     activate   statements that give the changed lines an effect
     of         the forward that is changed: a key of `SOURCES`
     given      further arguments of the active forward
@@ -125,7 +126,7 @@ class OwnCall(nn.Linear):
 
 
 def scaling(forward):
-    """Decorate a forward to multiply its output; `functools.wraps` hides the decorator."""
+    """Decorate a forward such that its output is multiplied; with `functools.wraps`, the function looks undecorated."""
 
     @functools.wraps(forward)
     def wrapped(self, *args, **kwargs):
@@ -227,7 +228,7 @@ def parameter(value):
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
 
-# Operations, most of which do nothing at first: the line to insert, where {x} is the operand; the setup; the activation.
+# {operation: (line to insert, in which {x} is the operand; setup; activation)}. Most operations have no effect at first.
 OPERATIONS = {
     "clamp": ("{x} = {x}.clamp(-self.bound, self.bound)", "self.bound = 1e6", "self.bound = 0.5"),
     "abs": ("{x} = {x}.abs()", "", ""),
@@ -267,7 +268,7 @@ OPERATIONS = {
     "sorted by a global": ("{x} = {x}.sort(1).values if FLAG else {x}", "names['FLAG'] = False", "names['FLAG'] = True"),
 }  # fmt: skip
 
-# For each source, the lines behind which an operation may be inserted, and its possible operands (a letter each).
+# {source: {line after which an operation may be inserted: possible operands, a letter each}}.
 PLACES = {
     "attention": {
         "x = hidden_states": "x",
@@ -332,7 +333,7 @@ ROTATES_IF_GIVEN = (
 
 
 def rotating(q):
-    """Make apply_rotary_pos_emb return another q: ``q`` is an expression in the rotated q."""
+    """Make apply_rotary_pos_emb return another q; ``q`` is the expression of the new q from the rotated q."""
     named = "rotated_as_ever = apply_rotary_pos_emb\ndef apply_rotary_pos_emb(q, k, cos, sin):\n"
     return (("def forward", f"{named}    q, k = rotated_as_ever(q, k, cos, sin)\n    return {q}, k\n\ndef forward"),)
 

@@ -1,8 +1,8 @@
-"""Compares models whose layers run a program of the zoo (`tests.harness.zoo`), overlapped and under stock Ulysses, on these ranks.
+"""Runs models with programs of the zoo (`tests.harness.zoo`) on ranks, and compares the overlap with stock Ulysses.
 
-A layer may be read correctly in one process, and still be driven wrongly on ranks. So the same ranks run the model under
-DeepSpeed's own Ulysses, and overlapped. The overlapped model first runs while the program's changed lines do nothing, then active.
-Logits and gradients of the active models are compared.
+`tests.harness.zoo` judges programs in one process, but some faults show only on several ranks. The overlapped model first runs
+while the program's changed lines have no effect, then with the program active. Logits and gradients of the active models are
+compared.
 """
 
 import torch
@@ -21,14 +21,14 @@ MODES = {
 def names():
     """Return the names of the programs that a model can run.
 
-    Leaves out programs with further arguments. Leaves out dropout, since a rank with fewer heads
-    draws other random numbers.
+    Leaves out programs with further arguments, and dropout: a rank with fewer heads draws other
+    random numbers.
     """
     return [name for name, program in PROGRAMS.items() if not program.given and not name.startswith("dropout")]
 
 
 def fill(model, program):
-    """Put layers of the program into a model, equal on every rank; return the modules whose forward is the program."""
+    """Replace a model's layers by layers of the program, equal on every rank; return the modules whose forward is the program."""
     torch.manual_seed(0)
     built = [build(program, model.config) for _ in model.model.layers]
     for at, (layer, _) in enumerate(built):
@@ -44,7 +44,7 @@ def activate(program, modules):
 
 
 def verdicts(rank, chosen, config):
-    """Return the verdict on each program ("right", "refused" or "wrong"), and the reason."""
+    """Return {name of the program: (verdict, reason)}; the verdict is "right", "refused" or "wrong"."""
     found = {}
     for name in chosen:
         program, tokens = PROGRAMS[name], batches(1)[0]
@@ -52,7 +52,7 @@ def verdicts(rank, chosen, config):
             activate(program, fill(model, program))
             try:
                 stock = outcome(model, tokens, rank, 2, group)
-            except Exception as error:  # any error: stock Ulysses can't train the model
+            except Exception as error:  # of any kind: stock Ulysses can't run the model, so there is nothing to compare
                 found[name] = "refused", f"by stock: {error}"
                 continue
             modules = fill(model, program)
@@ -64,6 +64,6 @@ def verdicts(rank, chosen, config):
                 found[name] = "right" if error < 1e-9 else "wrong", f"{error:.1e}"
             except (RuntimeError, ValueError) as error:
                 found[name] = "refused", str(error)
-            except AssertionError:  # not the same parameters have gradients
+            except AssertionError:  # from `worst`: other parameters have gradients than with stock Ulysses
                 found[name] = "wrong", "other gradients are there"
     return found

@@ -1,4 +1,4 @@
-"""Records a training run: loss and gradient norm of each step, gradients of the first step, final parameters, exchanges.
+"""Records a training run: loss and gradient norm of each step, gradients of the first step, final parameters, all-to-alls.
 
 MEGATRON_RECORD names the file; rank 0 writes it after step MEGATRON_RECORD_STEPS.
 """
@@ -16,7 +16,8 @@ def install():
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    run = {"losses": [], "norms": [], "gradients": {}, "parameters": {}, "exchanges": Counter()}  # "async" and "sync"
+    # "exchanges" counts all-to-alls by "async" and "sync".
+    run = {"losses": [], "norms": [], "gradients": {}, "parameters": {}, "exchanges": Counter()}
     last, micro = int(os.environ["MEGATRON_RECORD_STEPS"]), []
     backward, step, exchange = DeepSpeedEngine.backward, DeepSpeedEngine.step, torch.distributed.all_to_all_single
 

@@ -1,4 +1,4 @@
-"""Replaces the parts that are missing on CPU: flash attention (by torch's SDPA), torchvision, all-gather for gloo, and so on."""
+"""Replaces parts that are missing on CPU, such as flash attention (by torch's SDPA), torchvision, and all-gather for gloo."""
 
 import atexit
 import importlib.abc
@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import torch
 
-WANTED = os.environ["MEGATRON_ON_CPU"].split(",")  # builder, compress, reference, wrong
+WANTED = os.environ["MEGATRON_ON_CPU"].split(",")  # may hold "builder", "compress", "reference" and "wrong"; see `install`
 
 
 class _Changes(importlib.abc.MetaPathFinder):
@@ -58,7 +58,7 @@ def rewritten(function, **pieces):
 
 
 def sdpa(q, k, v, dropout, scale, causal):
-    """Attend with q, k, v [b, s, h, d] -> [b, s, h, d]; the causal mask aligns the last tokens, as in flash attention."""
+    """Attend with q, k, v [b, s, h, d] -> [b, s, h, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -67,7 +67,7 @@ def sdpa(q, k, v, dropout, scale, causal):
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, softmax_scale=None, causal=False):
-    """Attend to sequences of one length, [b s, h, d], with flash attention's arguments."""
+    """Attend with q, k, v [b s, h, d], b sequences of equal length; takes the arguments of flash attention."""
     q, k, v = (x.unflatten(0, (-1, length)) for x, length in ((q, max_q), (k, max_k), (v, max_k)))
     return sdpa(q, k, v, dropout_p, softmax_scale, causal).flatten(0, 1)
 
@@ -80,7 +80,7 @@ def flash_attn_unpadded_func(q, k, v, *args, **kwargs):
 
 
 class FlashAttentionBuilder:
-    """Builds the accelerator's flash attention op, for [b, h, s, d]."""
+    """Builds the accelerator's flash attention op, which takes q, k, v [b, h, s, d]."""
 
     def __new__(cls):
         if "builder" not in WANTED:
@@ -102,7 +102,10 @@ def _attention(transformer):
 
 
 def _reference(transformer):
-    """Let layers attend on the whole sequence, also with grouped queries; projections have rows [all q | all k | all v]."""
+    """Replace the forward of attention by one that also works with grouped queries, at sp size 1.
+
+    The rows of the projection are [all q | all k | all v].
+    """
 
     def forward(self, hidden_states, attention_mask, encoder_output=None, inference_params=None, rotary_pos_emb=None):
         mixed, _ = self.query_key_value(hidden_states)
@@ -121,7 +124,7 @@ def _wrong(execution):
 
 
 def _packages(_):
-    """Stand in for missing packages. Called after the import of transformers, which would take them for the real ones."""
+    """Stand in for missing packages; call this after the import of transformers, which would take them for the real packages."""
     module("torchvision", get_image_backend=lambda: "PIL")
     module("torchvision.transforms")
     module("torchvision.datasets", VisionDataset=object)
@@ -156,7 +159,7 @@ def install():
         changes.of["megatron.model.transformer"].append(_reference)
     if "wrong" in WANTED:
         changes.of["ds_sp_overlap.attention.runtime.execution"].append(_wrong)
-    if "compress" in WANTED:  # for stock runs; the plugin's launcher brings its own
+    if "compress" in WANTED:  # for stock runs; otherwise the package provides this module (`megatron.bridge`)
         import deepspeed.compression
 
         module("deepspeed.compression.compress", init_compression=None, redundancy_clean=None)

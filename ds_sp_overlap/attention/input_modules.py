@@ -9,13 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..exchange.sp_group import SPGroup
 from ..relayout import ops
 from ..rotary import Rotary
 from ..schedule import Part
 from .runtime.cuts import Cuts, OfKinds, cuts_of
 from .runtime.execution import Call
-from .runtime.linear import Plain, Pure, can_recompute, can_split, products_of, without_hooks
+from .runtime.linear import (
+    Plain,
+    Pure,
+    autocast,
+    can_recompute,
+    can_split,
+    products_of,
+    without_hooks,
+)
 from .runtime.parts import cut
 
 # The signature that `rope` must have, for errors.
@@ -110,14 +117,24 @@ class InputModules:
         vars(own).update(vars(self), cuts=cuts, folded=call.folded)
         return own
 
-    def rope_in_kernels(self, sp_group: SPGroup) -> Rotary | None:
-        """Return the rotation for the kernels that pack q and k; None if they can't rotate."""
+    def tables_of_kernels(
+        self, call: Call, x: Tensor, position_embeddings: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return (cos, sin) for the kernels that pack q and k; None if they can't rotate.
+
+        Args:
+            call: The call.
+            x: The hidden states.
+            position_embeddings: The second argument of ``rope``.
+        """
         rope = self.rope
         # A norm after the rotation needs the rotated heads in memory before they are packed.
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
         # Kernels that can't rotate while they pack would be slower than PyTorch's rotation.
-        return rope if ops.implementation(sp_group.kernels).folds else None
+        if not ops.implementation(call.sp_group.kernels).folds or call.geometry.cuts_tokens:
+            return None
+        return rope.of_tokens(position_embeddings, self.head_dim, autocast(x)[0].dtype)
 
     def _rotated(self, heads: Tensor, position_embeddings: Any) -> Tensor:
         """Rotate q or k by the caller's ``rope``.
@@ -145,9 +162,8 @@ class InputModules:
             The tables; () if there is no `Rotary` or it has no tables; None if a table needs a
             gradient, in which case q and k can't be made part by part.
         """
-        if not isinstance(self.rope, Rotary):
-            return ()
-        tables = self.rope.of(position_embeddings, self.head_dim)
+        is_rotary = isinstance(self.rope, Rotary)
+        tables = self.rope.of(position_embeddings, self.head_dim) if is_rotary else None
         if tables is None:
             return ()
         return None if any(table.requires_grad for table in tables) else tables
@@ -197,11 +213,10 @@ class InputModules:
         Returns:
             A tensor of the shape of ``heads``.
         """
-        module = self.norms.get(part[0])
-        # `__call__` would run the norm's hooks for each part. They run once, around all parts.
-        norm: Callable[..., Tensor] | None = None if module is None else module.forward
-        if module is not None and saved is not None:
-            norm = _with(module, saved)
+        norm = self.norms.get(part[0])
+        if norm is not None:
+            # `__call__` would run the norm's hooks for each part. They run once, around all parts.
+            norm = norm.forward if saved is None else _with(norm, saved)
         ranks = self.cuts.rows[part].ranks
         # The ranks are the first dimension in memory. Move their dimension to the front, so that
         # heads and result are contiguous.
@@ -224,8 +239,7 @@ class InputModules:
             x: Hidden states, [b, s/P, m] or [s/P, b, m].
             position_embeddings: The second argument of ``rope``.
         """
-        cuts = self._cuts(call)
-        rows, parts = cuts.rows, cuts.parts
+        rows = self._cuts(call).rows
         pieces: dict[Part, Tensor] = {}
 
         def project(kind: str, group: int) -> Tensor:
@@ -236,8 +250,8 @@ class InputModules:
                 # Some linear layers return (y, bias) and leave the bias for their caller to add.
                 # For q, k and v, the callers in models ignore this bias.
                 y = y[0] if isinstance(y, tuple) else y
-                of_module = [part for part, its_rows in rows.items() if its_rows.module == module]
-                pieces.update(zip(of_module, cut(y, 2, list(parts[module]))))
+                parts = {part: own.rows for part, own in rows.items() if own.module == module}
+                pieces.update(zip(parts, cut(y, 2, list(parts.values()))))
                 del y  # so that y is freed once its last part is taken
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":

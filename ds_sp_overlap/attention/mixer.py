@@ -80,8 +80,7 @@ class Projected:
         if name not in self._results:
             source = next(source for source in self.sources if name in source.names)
             results = source.project(self.x)
-            if len(source.names) == 1:
-                return results
+            results = results if len(source.names) > 1 else [results]
             self._results.update(zip(source.names, results))
         return self._results.pop(name)
 

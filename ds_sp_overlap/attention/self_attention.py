@@ -38,7 +38,7 @@ from .input_modules import InputModules
 from .layer import LayerRuntime, MakeSchedule
 from .memory.checkpoint_cache import current_pass
 from .runtime.execution import Call
-from .runtime.linear import PLAIN, PURE, Plain, Pure, autocast, can_split, products_of, returned_by
+from .runtime.linear import PLAIN, PURE, Plain, Pure, can_split, products_of, returned_by
 from .runtime.nodes import End
 from .runtime.parts import join_heads
 from .runtime.slices import batched_is_slow
@@ -282,7 +282,8 @@ class SelfAttention:
             ends[""] = self._windowed(call, tables or ())
         else:
             self.layer.warn_if_window_is_ignored()
-            self._fold_rotation(call, hidden_states, position_embeddings)
+            of_kernels = self.inputs.tables_of_kernels(call, hidden_states, position_embeddings)
+            call.rope_tables = of_kernels
             call.by_rank = self._by_rank(call, hidden_states, splits_inputs, splits_output)
             if splits_inputs:
                 ends["inputs"] = self._inputs(call, tables or ())
@@ -295,13 +296,6 @@ class SelfAttention:
         if splits_output:
             return returned_by(self.o_proj, self.plain, y)
         return self.o_proj(join_heads(call, walk.values).flatten(2))
-
-    def _fold_rotation(self, call: Call, x: Tensor, position_embeddings: Any) -> None:
-        """Let the packing kernels rotate q and k, where possible."""
-        rope = self.inputs.rope_in_kernels(self.layer.sp_group)
-        if rope is not None and not call.geometry.cuts_tokens:
-            dtype = autocast(x)[0].dtype
-            call.rope_tables = rope.of_tokens(position_embeddings, self.head_dim, dtype)
 
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Return the projections of q, k and v as an `End`; ``tables`` rotate q and k."""

@@ -35,6 +35,7 @@ class Run(NamedTuple):
         offset: Offset in the tensor.
         wire_strides: Strides in the wire.
         wire_offset: Offset in the wire.
+        repeats: The dimensions over peers that have the same slice of the tensor.
     """
 
     tensor: int
@@ -43,16 +44,12 @@ class Run(NamedTuple):
     offset: int
     wire_strides: Strides
     wire_offset: int
+    repeats: list[int]
 
     @property
     def dims(self) -> tuple[tuple[int, int, int], ...]:
         """Return size, stride and stride in the wire of each dimension."""
         return tuple(zip(self.shape, self.strides, self.wire_strides))
-
-    @property
-    def repeats(self) -> list[int]:
-        """Return the dimensions over peers that have the same slice of the tensor."""
-        return [dim for dim, step in enumerate(self.strides) if step == 0]
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class Copies:
 
     Attributes:
         runs: The copies.
-        repeats: `Run.repeats` of each copy.
         elements: The number of elements of the wire.
         flat: The offset of the first element of a single tensor whose memory has the order of the
             wire, so that the tensor needs no copy; None for other or several tensors.
@@ -74,7 +70,6 @@ class Copies:
     """
 
     runs: tuple[Run, ...]
-    repeats: tuple[list[int], ...]
     elements: int
     flat: int | None
     disjoint: bool
@@ -97,7 +92,6 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
         # Count an element once, even if several peers have the element.
         held[run.tensor] += math.prod(size for size, stride, _ in run.dims if stride)
     disjoint = held == sizes  # guard: disjoint parts need no sum
-    repeats = tuple(run.repeats for run in runs)
     flat = None
     if runs and [sides.elements] == sizes:
         shifts = {run.offset - run.wire_offset for run in runs}
@@ -108,14 +102,13 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
             flat = shifts.pop()
     in_order = []
     is_one_each = [run.tensor for run in runs] == list(range(len(sizes)))
-    if strides is None and disjoint and is_one_each and not any(repeats):
+    if strides is None and disjoint and is_one_each and not any(run.repeats for run in runs):
         for run in runs:
             # Order the dimensions as in the tensor's memory, largest stride first.
             shape, _, wire_strides = zip(*sorted(run.dims, key=lambda dim: -dim[1]))
             in_order.append(((shape, wire_strides, run.wire_offset), sides.shapes[run.tensor]))
     return Copies(
         tuple(runs),
-        repeats,
         sides.elements,
         flat,
         disjoint=disjoint,
@@ -158,13 +151,13 @@ def unpack(wire: Tensor, copies: Copies, tensors: Sequence[Tensor]) -> None:
         totals = [  # guard: halves are summed in fp32
             torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in tensors
         ]
-    for run, repeats in zip(copies.runs, copies.repeats):
+    for run in copies.runs:
         part = _part(totals, run)
         place = wire.as_strided(run.shape, run.wire_strides, run.wire_offset)
-        if repeats:
+        if run.repeats:
             exact = sum_dtype(part.dtype)
-            place = place.sum(repeats, dtype=exact)  # guard: repeats are summed
-            for dim in reversed(repeats):
+            place = place.sum(run.repeats, dtype=exact)  # guard: repeats are summed
+            for dim in reversed(run.repeats):
                 part = part.select(dim, 0)
         if copies.disjoint:
             part.copy_(place)
@@ -235,7 +228,8 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
 def _run(tensor: int, dims: Sequence[Sequence[int]], offset: int, wire_offset: int) -> Run:
     """Return the copy with these `Run.dims`."""
     shape, strides, wire_strides = zip(*dims)
-    return Run(tensor, shape, strides, offset, wire_strides, wire_offset)
+    repeats = [dim for dim, stride in enumerate(strides) if stride == 0]
+    return Run(tensor, shape, strides, offset, wire_strides, wire_offset, repeats)
 
 
 def _joined(first: Run, second: Run) -> Run | None:

@@ -188,10 +188,8 @@ class Heads(Shares):
         start of `kv_range`.
         """
         start, stop = self.query_range(self.sp_rank, group)
-        first, last = self.kv_range(self.sp_rank, group)
+        first, _ = self.kv_range(self.sp_rank, group)
         shared = self.heads // self.kv_heads
         index = tuple(head // shared - first for head in range(start, stop))
         # Local attention assumes that each KV head serves equally many successive query heads.
-        count, rest = divmod(stop - start, last - first)
-        regular = rest == 0 and index == tuple(head // count for head in range(stop - start))
-        return None if regular else index
+        return None if len(set(map(index.count, index))) == 1 else index

@@ -232,8 +232,9 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
     """
     before: list[Held] = []
     after: list[Held] = []
+    batches, widths = [(0, batch)], [(0, width)]
     for start, stop in end_to_end(lengths):
         sent = min(reach, stop - start) if len(before) < len(lengths) - 1 else 0
-        before.append((((0, batch),), ((stop - sent, stop),), ((0, width),)))
-        after.append((((0, batch),), ((max(0, start - reach), start),), ((0, width),)))
+        before.append((batches, [(stop - sent, stop)], widths))
+        after.append((batches, [(max(0, start - reach), start)], widths))
     return Layout.of([between(rank, before, after)])

@@ -37,24 +37,24 @@ class TimedCall:
                 forward, the second for each backward.
             tokens: The tokens of the call.
         """
-        if torch.is_grad_enabled():
-            # Use views as inputs, since the node of a view belongs to this call alone.
-            self.inputs = tuple(x.view_as(x) if x.requires_grad else x for x in self.inputs)
         self._clock, (self._forwards, self._backwards), self._tokens = clock, marks, tokens
-        self._first, self._begun = torch._C._autograd._get_sequence_nr(), clock.mark()
+        self._first = torch._C._autograd._get_sequence_nr()
+        # Use views as inputs, since the node of a view belongs to this call alone.
+        self.inputs = tuple(x.view_as(x) if x.requires_grad else x for x in self.inputs)
+        self._begun = clock.mark()
 
     def end(self, y: Any) -> Any:
         """End the call, whose output is ``y``; return ``y``."""
         # Some layers return a bias beside their output.
         output = y[0] if isinstance(y, tuple) else y
         # Drop the inputs: the hooks below hold this object, and it must hold no part of the graph.
-        inputs, self.inputs = self.inputs, ()
+        self.inputs = ()
         if self._clock is not None:
             self._forwards.append((self._begun, self._clock.mark(), self._tokens))
         if not output.requires_grad:
             return y
         if self._clock is not None:
-            last = _last_nodes(output, inputs, self._first)
+            last = _last_nodes(output, self._first)
             # The number of last nodes; and the number of those that the current backward has not
             # run yet.
             self._last, self._left = len(last), 0
@@ -80,16 +80,14 @@ class TimedCall:
 _LEAF = 2**64 - 1
 
 
-def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
+def _last_nodes(y: Tensor, first: int) -> list[Any]:
     """Return the nodes of a forward after which backward runs no other node of the forward.
 
     Args:
         y: The output of the forward, where backward begins.
-        inputs: The inputs of the forward. The nodes that made them count as part of the forward.
         first: The sequence number of autograd when the forward began. Nodes with a smaller number
-            are no part of the forward, except the nodes that made the inputs.
+            are no part of the forward.
     """
-    of_inputs = {x.grad_fn for x in inputs if x.requires_grad}
     last: list[Any] = []
     todo: list[Any] = [y.grad_fn]
     seen = set()
@@ -99,9 +97,8 @@ def _last_nodes(y: Tensor, inputs: tuple[Tensor, ...], first: int) -> list[Any]:
             continue
         seen.add(node)
         behind = []
-        for following, _ in () if node in of_inputs else node.next_functions:
-            is_inside = following and first <= following._sequence_nr() < _LEAF
-            if is_inside or following in of_inputs:
+        for following, _ in node.next_functions:
+            if following and first <= following._sequence_nr() < _LEAF:
                 behind.append(following)
         todo += behind
         if not behind:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...attention.mixer import Pieces
-from .documents import Documents, overlapping, to_device
-from .positions import GlobalSequence, first_tokens, once
+from .documents import Documents, to_device
+from .positions import GlobalSequence, bounds_of, first_tokens, once
 
 
 @once
@@ -30,11 +30,10 @@ def pieces_of(
 
     def documents(begin: int) -> Documents | None:
         """Return the documents of the tokens from ``begin``; None if each row has one piece."""
-        row, start, stop = overlapping(sequence.bounds, begin, last)
-        if len(row) == sequence.rows:
-            return None
-        within = np.stack([row, np.maximum(start, begin) - begin, stop - begin], 1)
-        return Documents(within, sequence.device)
+        starts = sequence.starts[:, begin:last].copy()
+        starts[:, :1] = True
+        bounds = bounds_of(starts)
+        return None if len(bounds) == sequence.rows else Documents(bounds, sequence.device)
 
     # [b, s/P]. For each token of this rank, the first token of its document.
     began = first_tokens(sequence.starts)[:, first:last]

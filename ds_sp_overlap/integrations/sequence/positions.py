@@ -69,6 +69,19 @@ def first_tokens(starts: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(starts, token, 0), 1)
 
 
+def bounds_of(starts: np.ndarray) -> np.ndarray:
+    """Return row, start and stop [n, 3] of documents, or of chunks, that start where ``starts`` is.
+
+    Args:
+        starts: [b, s]. Whether a document starts at each token; True at the start of a row.
+    """
+    row, start = starts.nonzero()
+    # A document stops at the start of the next document in its row, or at the end of the row.
+    is_last = np.diff(row, append=len(starts)) != 0
+    stop = np.where(is_last, starts.shape[1], np.roll(start, -1))
+    return np.stack([row, start, stop], 1)
+
+
 _Method = TypeVar("_Method", bound=Callable)
 
 
@@ -135,12 +148,8 @@ class GlobalSequence:
         self.has_padding = not mask.all()
         if self.has_padding:  # guard: padding is a document
             starts = self._with_padding(starts, mask, where)
-        row, start = starts.nonzero()
-        # A document stops at the start of the next document in its row, or at the end of the row.
-        is_last = np.diff(row, append=self.rows) != 0
-        stop = np.where(is_last, mask.shape[1], np.roll(start, -1))
-        self.mask, self.starts, self.bounds = mask, starts, np.stack([row, start, stop], 1)
-        self.one_document = len(row) == self.rows
+        self.mask, self.starts, self.bounds = mask, starts, bounds_of(starts)
+        self.one_document = len(self.bounds) == self.rows
 
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return the starts of documents [b, s] in a sequence with padding.
@@ -200,22 +209,10 @@ class GlobalSequence:
                 document. None for whole documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
-        bounds = self._bounds_of(chunk)
+        bounds = self.bounds if chunk is None else bounds_of(self._places() % chunk == 0)
         if len(bounds) == self.rows:
             return None
         return Documents(bounds, self.device, queries)
-
-    def _bounds_of(self, chunk: int | None) -> np.ndarray:
-        """Return the `bounds` of the documents, cut into chunks of ``chunk`` tokens."""
-        if chunk is None:
-            return self.bounds
-        row, start, stop = self.bounds.T
-        # The number of chunks of each document, and the index of each chunk in its document.
-        count = (stop - start + chunk - 1) // chunk
-        nth = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
-        row, stop = row.repeat(count), stop.repeat(count)
-        start = start.repeat(count) + nth * chunk
-        return np.stack([row, start, np.minimum(start + chunk, stop)], 1)
 
     @once
     def for_flash(self, queries: Range) -> tuple[list[int], dict[str, Any]]:

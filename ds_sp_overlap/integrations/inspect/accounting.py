@@ -230,7 +230,7 @@ class Accounting(TorchFunctionMode):
             exception.
     """
 
-    def __init__(self, allowed: Iterable[str] = (), sizes: Collection[int] = ()):
+    def __init__(self, allowed: Iterable[str], sizes: Collection[int]):
         super().__init__()
         self.allowed, self.sizes = MOVES.union(allowed), set(sizes) - {1}
         self.fault = ""

@@ -393,7 +393,10 @@ class _Interpreted(Trace):
         # Backwards from attention: a norm, the rotation, or both in either order.
         steps, size = list[str](), heads.shape[-1]
         while True:
-            output = self._output_with(heads)
+            first = heads[0, 0, 0, 0]
+            output = next((x for x in self.outputs if (x.labels == first).any()), None)
+            if output is None:
+                raise Unknown("its forward computes with q, k or v what is not known here")
             rows = output.rows_of(heads)
             if rows is None:
                 break
@@ -425,13 +428,6 @@ class _Interpreted(Trace):
         self.used.update(names, norms)
         is_last, norm = is_rotated and steps[:1] == norms, norms[0] if norms else None
         return Source(names, tuple(first_rows.tolist()), norm, is_rotated, is_last)
-
-    def _output_with(self, heads: Tensor) -> TracedOutput:
-        """Return the output that contains the first of ``heads``; raise Unknown if none does."""
-        for output in self.outputs:
-            if (output.labels == heads[0, 0, 0, 0]).any():
-                return output
-        raise Unknown("its forward computes with q, k or v what is not known here")
 
     def _check_step(self, output: TracedOutput, rows: Tensor, size: int) -> None:
         """Check that an output with the shape of its input is a rotation, or a norm over each head.

@@ -300,9 +300,10 @@ class Trace(Accounting):
         used: set[int] = set()
         # Leave out zeros, which every prime divides, and the ids that ZeRO-3 gives to modules: the
         # ids in a layer with adapters would exclude all primes.
-        for holder in (vars(config), *map(vars, module.modules())):
-            held = (x for name, x in holder.items() if name != "ds_id")
-            used.update(x for x in held if isinstance(x, int) and x)
+        for holder in [config, *module.modules()]:
+            for name, x in vars(holder).items():
+                if isinstance(x, int) and x and name != "ds_id":
+                    used.add(x)
         batch, *lengths = free_primes(used)
         self.batch, self.seq = batch if case.gives_optional else 1, lengths[not case.masked]
         super().__init__((), {self.batch, self.seq, self.batch * self.seq})
@@ -316,8 +317,12 @@ class Trace(Accounting):
         arguments = self._arguments(code.forward, keywords)
         with contextlib.ExitStack() as stack:
             for namespace, name, value in code.loaded_globals.values():
-                if (stand_in := self._stand_in(name, value)) is not None:
-                    stack.enter_context(replaced(namespace, name, stand_in))
+                if value is attention_functions():
+                    attend = _AttentionFunctions(self._attend)
+                    stack.enter_context(replaced(namespace, name, attend))
+                elif "rotary" in name and callable(value):
+                    rotate = functools.partial(self._rotate, value)
+                    stack.enter_context(replaced(namespace, name, rotate))
             stack.enter_context(self)
             self.returned = code.forward(self.layer, **arguments)
         if self.o is None:
@@ -357,17 +362,6 @@ class Trace(Accounting):
             further = {"sp_overlap", *keywords} - {*names}
             self.further_keywords = {name: Opaque(self.fail) for name in further}
         return arguments | self.further_keywords
-
-    def _stand_in(self, name: str, value: Any) -> Any:
-        """Return the stand-in for a global of the layer's code; None if the global stays.
-
-        Replaces the registry of attention functions, and functions with "rotary" in their name.
-        """
-        if value is attention_functions():
-            return _AttentionFunctions(self._attend)
-        if "rotary" in name and callable(value):
-            return functools.partial(self._rotate, value)
-        return None
 
     def _rotate(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a rotary function, for `rotary_function.rotary_of`.

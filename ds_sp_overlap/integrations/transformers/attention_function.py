@@ -136,13 +136,6 @@ def _joined(x: Tensor, first: list[int]) -> Tensor:
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
 
 
-def _lower_right(length: int, keys: int) -> Tensor:
-    """Return the causal mask that aligns the last of ``length`` queries with the last key."""
-    # torch can't make this object while a dispatch mode, such as a FLOP counter, is active.
-    with _disable_current_modes():
-        return causal_lower_right(length, keys)
-
-
 def local_attention(
     module: Any,
     q: Tensor,
@@ -247,7 +240,9 @@ def _with_mask(
         return attention(q, k, v, mask=mask)
     # See Note [Queries of a share]. A single query attends to all keys, without a mask.
     if mask is None and length > 1:
-        mask = _lower_right(length, keys)  # guard: the last query sees the last key
+        # torch can't make this mask while a dispatch mode, such as a FLOP counter, is active.
+        with _disable_current_modes():
+            mask = causal_lower_right(length, keys)  # guard: the last query sees the last key
         # A mask of this class bypasses autocast.
         q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
     return attention(q, k, v, mask=mask, is_causal=False)

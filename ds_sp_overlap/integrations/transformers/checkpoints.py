@@ -65,9 +65,12 @@ class Checkpoints:
         """
         if not torch.is_grad_enabled():
             return []
-        found = {at: x for at, x in self._switches.items() if is_checkpointed(x)}
-        reasons = {at: _why_not(vars(x).get(FUNCTION)) for at, x in found.items()}
-        return [f"{at} ({reason})" if reason else at for at, reason in reasons.items()]
+        names = []
+        for at, module in self._switches.items():
+            if is_checkpointed(module):
+                reason = _why_not(vars(module).get(FUNCTION))
+                names.append(f"{at} ({reason})" if reason else at)
+        return names
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

@@ -104,7 +104,8 @@ class LatentLayer(FunctionLayer):
     falls_back = False
 
     def make_attention(self) -> LatentAttention:
-        self.code, self.forwards.fallible[self.name] = _code_of(type(self.module)), self
+        self.code = _code_of(type(self.module))
+        self.forwards.fallible[self.name] = self
         runtime, nope_dim = self.overlap.runtime(self.name), self.module.qk_nope_head_dim
         return LatentAttention(runtime, lambda: getattr(self.module, PROJECTION), nope_dim)
 

@@ -252,8 +252,6 @@ class Mamba1(Mamba):
     def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
         """Scan some channels; equal runs of successive channels share a head of dt, B and C."""
         layer, heads = self.layer, dt.shape[2]
-        options = dict(use_associative_scan=layer.use_associative_scan)
-        options |= dict(use_mambapy=getattr(layer, "use_mambapy", False))
         of_heads = zip(
             x.chunk(heads, 2), dt.unbind(2), bc.unbind(2), *[p.chunk(heads) for p in parameters]
         )
@@ -268,7 +266,8 @@ class Mamba1(Mamba):
                 z=None,
                 delta_bias=bias.float(),
                 delta_softplus=True,
-                **options,
+                use_associative_scan=layer.use_associative_scan,
+                use_mambapy=getattr(layer, "use_mambapy", False),
             )
             mixed.append(y)
         return torch.cat(mixed, 1).transpose(1, 2).unsqueeze(-1).to(x.dtype)

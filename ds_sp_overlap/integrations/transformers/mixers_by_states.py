@@ -97,11 +97,11 @@ class Mamba(Mixer):
     learned: Callable[[], Sequence[Tensor]]
 
     def sources(self, splits: bool) -> list[Source]:
-        sizes = self.sizes()
+        names, widths = zip(*self.sizes().items())
         if splits:
-            rows = _rows(self.layer.in_proj, [*sizes.values()])
-            return [Source([name], project) for name, project in zip(sizes, rows)]
-        return [Source([*sizes], lambda x: self.project_in(x).split([*sizes.values()], -1))]
+            rows = _rows(self.layer.in_proj, widths)
+            return [Source([name], project) for name, project in zip(names, rows)]
+        return [Source(names, lambda x: self.project_in(x).split(widths, -1))]
 
     def project_in(self, x: Tensor) -> Tensor:
         return self.layer.in_proj(x)

@@ -1,4 +1,4 @@
-"""What `make test` leaves out of a product of options: never an option, nor with ``pairs`` two options together."""
+"""Tests the choice of cases for `make test`: no option is left out, and with ``pairs`` no pair of options."""
 
 import itertools
 from dataclasses import dataclass

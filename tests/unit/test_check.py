@@ -1,4 +1,4 @@
-"""Check mode's comparison, of numbers of any size: what an exchange delivered, and what it should have."""
+"""Tests the comparison of check mode, for numbers of any size: the received tensor against the expected tensor."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def numbers(dtype, size):
     return (torch.randn(64, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])  # a mean loss has gradients of the first size
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e3])  # 1e-6: gradients of a mean loss
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_lost_or_exchanged_is_seen_whatever_its_size(dtype, rotated, size):
@@ -32,7 +32,7 @@ def test_what_is_lost_or_exchanged_is_seen_whatever_its_size(dtype, rotated, siz
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_lost_beside_one_large_token_is_seen(dtype, rotated):
-    """An attention sink is such a token: its k has a gradient a hundred times as large as those of others."""
+    """For instance, the k of an attention sink has a gradient a hundred times as large as that of other tokens."""
     expected = numbers(dtype, 1.0).view(8, 8)
     expected[0] *= 100
     wrong = expected.clone()
@@ -44,7 +44,10 @@ def test_what_is_lost_beside_one_large_token_is_seen(dtype, rotated):
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("overflow", [torch.inf, -torch.inf, torch.nan])
 def test_beside_a_number_that_overflows_the_others_are_compared(overflow, rotated):
-    """It is so with fp16's first loss scale, whose step is skipped: nothing is raised, and a fault does not hide."""
+    """With the first loss scale of fp16, gradients overflow, and the step is skipped: the check must not raise for these numbers.
+
+    But it must still find a fault in the other numbers.
+    """
     expected = numbers(torch.float16, 1.0)
     expected[3] = overflow
     compared(expected.clone(), expected, rotated)

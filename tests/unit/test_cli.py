@@ -1,4 +1,4 @@
-"""The commands, as they are typed: `run` is Python's own, with the package imported."""
+"""Tests the commands as a user types them; `run` runs a script as Python does, with the package imported."""
 
 import sys
 
@@ -12,7 +12,7 @@ TOLD = "import sys, pathlib; pathlib.Path({!r}).write_text(repr((__name__, sys.a
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Make a folder that Python runs in; what a command changes in `sys` is put back."""
+    """Run the test in an empty folder; restore afterwards the attributes of `sys` that a command changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ds-sp-overlap"])
     monkeypatch.setattr(sys, "path", ["/of/the/console/script", *sys.path])

@@ -1,4 +1,4 @@
-"""Keys of the section: what is refused, what is the default, and that a window decides what no other key says."""
+"""Tests the keys of the sp_overlap section: refusals, defaults, and the settings that a window implies."""
 
 import re
 
@@ -37,7 +37,7 @@ REFUSED = [
     ({"min_ctas": 8, "max_ctas": 4}, "sp_overlap.min_ctas must be at most sp_overlap.max_ctas, 4, got 8"),
     ({"min_ctas": 4, "transport": "c10d"}, 'sp_overlap.min_ctas: "transport": "c10d" has no communicator of its own'),
     *(({"tiles": tiles}, f"sp_overlap.tiles: got {tiles!r}; must be 'auto', or must be ") for tiles in (0, -1, "some", True, 2.5)),
-    # Of earlier releases.
+    # Keys of earlier releases.
     *(({key: 1}, f"sp_overlap.{key}: unknown key") for key in ("Scope", "memory", "memory_", "token_chunks", "sm_carveout")),
 ]
 

@@ -1,4 +1,4 @@
-"""README and docs say what is so: links, keys, defaults, messages, figures, commands."""
+"""Tests that README and docs are true: links, keys, defaults, messages, figures, commands."""
 
 import csv
 import importlib
@@ -74,7 +74,7 @@ def test_a_script_compiles(block):
 
 
 def keys(section=SpOverlapConfig, within=""):
-    """Yield of each key its default, as JSON, and the words among its values."""
+    """Yield for each key its name, its default as JSON, and the strings that it accepts."""
     for name, field in section.model_fields.items():
         choices = [json.dumps(value) for kind in (field.annotation, *get_args(field.annotation)) for value in get_args(kind)
                    if isinstance(value, str)]  # fmt: skip
@@ -96,11 +96,11 @@ def test_the_table_of_keys_has_every_key_with_its_default_and_its_words():
 
 def test_a_message_that_is_explained_is_one_of_the_packages():
     source = "".join(path.read_text() for path in (ROOT / "ds_sp_overlap").rglob("*.py"))
-    source = re.sub(r"""["']\s*f?["']""", "", source).replace('\\"', '"')  # pieces of one string
+    source = re.sub(r"""["']\s*f?["']""", "", source).replace('\\"', '"')  # join adjacent string literals
     table = next(rows for _, rows in read(ROOT / "README.md").tables if rows[0][0].content == "message")
     assert len(table) > 5
     for message, _ in table[1:]:
-        if not message.content.startswith("DeepSpeed's: "):  # `frameworks/test_mistakes.py` provokes these
+        if not message.content.startswith("DeepSpeed's: "):  # DeepSpeed's messages are tested in `frameworks/test_mistakes.py`
             for piece in code(message)[0].split("..."):
                 assert piece.strip() in source, piece
 
@@ -116,7 +116,7 @@ def tables_of_figures():
 
 @pytest.mark.parametrize("said, rows", tables_of_figures(), ids=[said for said, _ in tables_of_figures()])
 def test_a_table_of_figures_is_that_of_its_results_file(said, rows):
-    """Columns are variants; rows go by the first column of the file, where that is no variant."""
+    """A column of the table is a variant; a row is a value of the file's first column, unless this column is the variant."""
     path, value = said.removeprefix("figures:").strip().split(", ")
     results = list(csv.DictReader((ROOT / path).open()))
     first = next(iter(results[0]))
@@ -137,7 +137,7 @@ def test_the_page_of_the_sweep_is_made_of_its_file():
 
 
 def test_what_a_command_names_is_there():
-    """Files of this repository, and targets of the Makefile, also in blocks that are not run."""
+    """Checks files of this repository and targets of the Makefile, also in code blocks that are not run."""
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M))
     seen = 0
     for path in PAGES:

@@ -1,4 +1,4 @@
-"""Modules around a layer whose forward goes by the mask being None, which it never is here."""
+"""Tests that a forward around attention is recognised if it compares the mask with None: the package always passes a mask."""
 
 import pytest
 from torch import nn

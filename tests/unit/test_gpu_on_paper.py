@@ -1,4 +1,4 @@
-"""A GPU on paper: each effect by launches whose times are counted by hand; what a layer launches; the command."""
+"""Tests the planner's simulated GPU: times of a few launches against times computed by hand; a layer's launches; the command."""
 
 import json
 import sys
@@ -21,7 +21,8 @@ from ds_sp_overlap.tools.planner.gpu.player import Played
 from ds_sp_overlap.tools.planner.gpu.recorder import LAYERS, Recorder, record, record_mixer
 from tests.harness.families import tiny_config
 
-# Four SMs, exchanges of one, a host and events that cost nothing. `product`, `attention`, `exchange` take what they say.
+# A GPU with four SMs. An exchange takes one SM; the host and events take no time. `product`, `attention` and `exchange` make
+# launches that take the given time.
 FIGURES = {name: 0 for name in GPUS["h100"] if name.endswith("_us")} | dict(
     sms=4, tflops=8e-6, memory_gbs=1, memory_share=1, permute_share=0.5, gemm_share=1, attention_share=1, tile_m=1,
     tile_n=1, attention_tile=1, nccl_ctas=1, wire_gbs=1, cold=1,
@@ -37,7 +38,7 @@ def product(tiles, us, stream=COMPUTE):
 
 
 def attention(tiles, us, backward=False):
-    """Take 2.5 times ``us`` in backward."""
+    """Make a launch of attention whose tiles take ``us``, and 2.5 times as long in backward."""
     return Attention(COMPUTE, 1, 1, tiles, us, backward)
 
 
@@ -46,7 +47,7 @@ def exchange(us, name="q", stream=TRANSFER):
 
 
 def times(played):
-    """Begin on an SM, and end, by name of the exchange or type of the kernel."""
+    """Return {name of the exchange, or type of the kernel: (start on an SM, end)}."""
     return {getattr(bar.launch, "name", type(bar.launch).__name__): (bar.started, bar.end) for bar in played.bars}
 
 
@@ -60,19 +61,22 @@ def test_tiles_are_dealt_out_to_the_sms():
 
 
 def test_a_product_beside_an_exchange_has_fewer_sms():
-    """Twelve tiles on four SMs take 30, on three 40."""
+    """Twelve tiles of 10 us take 30 us on four SMs, and 40 us on three."""
     assert times(Played(paper(), [product(12, 10)]))["Gemm"] == (0, 30)
     assert times(Played(paper(), [exchange(100), product(12, 10)]))["Gemm"] == (0, 40)
 
 
 def test_attention_that_holds_its_sms_locks_out_the_exchange_that_waits_behind_another_one():
-    """40 tiles of 10: three SMs until 10, then the SM of the first exchange as well, and one tile is left at 100."""
+    """Attention has 40 tiles of 10 us. It gets three SMs at first, and all four from 10 us on, when the first exchange ends.
+
+    At 100 us one tile is left, so only then an SM is free for the second exchange.
+    """
     launches = [exchange(10, "q0"), exchange(10, "q1"), attention(40, 10)]
     assert times(Played(paper(), launches)) == {"q0": (0, 10), "q1": (100, 110), "Attention": (0, 110)}
 
 
 def launched_by_the_package():
-    """Launch a product, an exchange of its result as `SideStream` launches it, and attention that is to hide it."""
+    """Launch a product, an exchange of its result by `SideStream`, and attention that should hide the exchange."""
     recorder = Recorder()
     side = SideStream(recorder, torch.device("cpu"))
     recorder.note(product(4, 10))
@@ -92,7 +96,7 @@ def without_gate(launches):
 
 def test_without_the_gate_attention_takes_every_sm_before_the_exchange():
     launches = launched_by_the_package()
-    # Three SMs until 40, then four: 9 of 40 tiles, and 31 in eight rounds.
+    # Attention has three SMs from 10 to 40, for 9 of its 40 tiles, and then four SMs, for 31 tiles in eight rounds.
     assert times(Played(paper(), launches)) == {"Gemm": (0, 10), "q": (10, 40), "Attention": (10, 120)}
     ungated = without_gate(launches)
     assert len(ungated) < len(launches)
@@ -136,7 +140,7 @@ def test_a_layer_launches_the_exchanges_and_products_of_its_schedule(groups):
     sent = [(schedule.name(step), costs.ms(step)) for step in program if step.op is Op.START]
     assert [(each.name, each.n_bytes) for each in launches if isinstance(each, Transfer)] == sent
     begin = [type(each) for each in launches if isinstance(each, Gemm | Transfer)][:3]
-    assert begin == [Gemm, Transfer, Gemm]  # q is under way under the projection of k
+    assert begin == [Gemm, Transfer, Gemm]  # the projection of k runs during the exchange of q
     flops = sum(2 * each.m * each.n * each.k * each.batch for each in launches if isinstance(each, Gemm))
     attended = sum(
         each.seq**2 * each.heads * each.head_dim * (5 if each.backward else 2) for each in launches if isinstance(each, Attention)
@@ -156,7 +160,7 @@ def test_stock_launches_what_deepspeed_s_class_does():
         3 * 512 * 512 * 2 // 4 // (1 + (at % 4 in (1, 2))) for at in (0, 1, 2, 3, 4, 5, 6, 7)
     ]
     assert {each.stream for each in launches if not isinstance(each, Host)} == {COMPUTE}
-    # The permuting copies before and behind exchanges.
+    # The copies before and after exchanges permute.
     assert sum(isinstance(each, Move) and each.permutes for each in launches) == 8
 
 
@@ -195,7 +199,7 @@ def products(launches):
 @pytest.mark.parametrize("shares", [1, 2])
 def test_whole_layers_launch_their_products_and_exchanges(shares):
     launches, tokens = record(replace(WHOLE, shares=shares), Way(1)).launches, LAYER.seq // LAYER.sp_size
-    weights = LAYERS * (256 * (2 * 512 + 2 * 256) + 3 * 256 * 768)  # q and o, k and v, MLP
+    weights = LAYERS * (256 * (2 * 512 + 2 * 256) + 3 * 256 * 768)  # projections of q and o, of k and v, and the MLP
     assert sum(2 * each.m * each.n * each.k * each.batch for each in products(launches)) == 3 * 2 * tokens * weights
     assert sum(isinstance(each, Transfer) for each in launches) == LAYERS * 8
 
@@ -207,7 +211,7 @@ def test_ranks_that_share_heads_attend_with_as_many_queries_and_keys_as_others(g
         launches = record(replace(LAYER, shares=shares), Way(groups)).launches
         calls[shares] = [each for each in launches if isinstance(each, Attention) and not each.backward]
     assert all(each.keys == each.seq for each in calls[1])
-    assert [(each.seq, each.keys) for each in calls[2][:2]] == [(512, 512), (512, 2048)]  # the first and the last quarter
+    assert [(each.seq, each.keys) for each in calls[2][:2]] == [(512, 512), (512, 2048)]  # first and last quarter of queries
     work = {shares: sum(each.seq * (each.keys - each.seq / 2) * each.heads for each in of) for shares, of in calls.items()}
     assert work[1] == work[2]
     whole, pieces = (sum(paper().grid(each).tiles * paper().grid(each).tile_us for each in calls[shares]) for shares in (1, 2))
@@ -243,7 +247,11 @@ def test_every_way_of_mixing_is_recorded(kind, exchanges):
 
 
 def test_a_mixer_launches_its_exchanges_and_one_kernel_for_its_convolution_and_its_scan():
-    """Mamba 2 on rank 0 of 4: three tokens before, of x, B and C; a state and a decay of each head to three ranks, in fp32."""
+    """Checks Mamba 2 on rank 0 of 4.
+
+    The rank sends the last three tokens of x, B and C, for the convolution of the next rank. For each head, it sends a state and a
+    decay to the three other ranks, in fp32.
+    """
     layer, launches = recorded_mixer("nemotron_h")
     before = 2 * (layer.conv_kernel_size - 1) * layer.conv_dim
     states = 4 * 3 * layer.num_heads * (layer.head_dim * layer.ssm_state_size + 1)
@@ -252,8 +260,8 @@ def test_a_mixer_launches_its_exchanges_and_one_kernel_for_its_convolution_and_i
     for name in ("convolution", "scan"):
         forward, backward = moved(launches, name)
         assert backward == 2 * forward
-    assert moved(launches, "convolution")[0] == 2 * (2 * layer.conv_dim * 512)  # read and written; nothing is before rank 0
-    # The first products are of x, B and C, then of dt while the tokens before travel; that of z while the states do.
+    assert moved(launches, "convolution")[0] == 2 * (2 * layer.conv_dim * 512)  # a read and a write; rank 0 has no tokens before
+    # First the projection of x, B and C; during the exchange of tokens, that of dt; during the exchange of states, that of z.
     order = [
         getattr(each, "name", each.n if isinstance(each, Gemm) else "") for each in launches if isinstance(each, Gemm | Transfer)
     ]
@@ -261,7 +269,7 @@ def test_a_mixer_launches_its_exchanges_and_one_kernel_for_its_convolution_and_i
 
 
 def test_the_number_of_groups_with_which_auto_begins_is_the_best_under_a_persistent_attention():
-    """Llama-8B on eight GPUs over a card: an attention takes the SMs that exchanges give back."""
+    """Checks Llama-8B on eight GPUs with a network card each; attention takes the SMs that an exchange frees."""
     layer = LayerShape(width=4096, heads=32, kv_heads=8, head_dim=128, seq=65536, sp_size=8)
     first = SpOverlapConfig().groups_for(layer.heads, layer.sp_size)
     on_paper = gpu("h100").given("test", wire_gbs=45)

@@ -1,4 +1,4 @@
-"""Taking guards out (`harness.guards`): each test file has its own at its end."""
+"""Tests that each guard of the package is removed by a test (`harness.guards`); these tests stand at the end of test files."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def named():
-    """Return the markers of all guards that tests take out; of files that import frameworks, too."""
+    """Return the markers that tests name in `Watched`; reads the source of all test files, so it needs no framework."""
     nodes = [node for path in TESTS.rglob("test_*.py") for node in ast.walk(ast.parse(path.read_text()))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     return {

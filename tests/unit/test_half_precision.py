@@ -1,6 +1,7 @@
-"""Gradients that are made in parts, in half precision: no sum over the parts is rounded where the plain layer's isn't.
+"""Tests the rounding of gradients that are summed from parts, in half precision, against the same layer in fp64.
 
-Against the same layer in fp64. Local attention is a sum, so that no rounding of its own hides those of the layer around it.
+The sum over the parts must not be rounded more often than the plain layer's gradient. Local attention is only a sum, so that
+rounding in attention does not hide rounding in the layer.
 """
 
 import pytest
@@ -10,8 +11,8 @@ from torch import nn
 from ds_sp_overlap import SelfAttention
 
 HEADS, HEAD_DIM, WIDTH, TOKENS = 8, 16, 128, 256
-# The parts are rounded once each, as is the plain layer's one gradient, and then their sum once: sqrt(2) times the error if the
-# parts are independent. A sum that is rounded with each of four parts has twice the error.
+# The plain layer rounds its gradient once. Here each part is rounded once, and then their sum: sqrt(2) times the error, if the
+# roundings are independent. If the sum were rounded after each of four parts, the error would double.
 ROUNDED_TWICE = 1.6
 
 
@@ -25,13 +26,13 @@ def plain(modules, x):
 
 
 def gradients(dtype, autocast, config):
-    """Return dx, the gradient of the norm's weight and those of the projections; of the plain layer without a ``config``."""
+    """Return the gradients of x, of the norm's weight and of the projections' weights; ``config`` None for the plain layer."""
     torch.manual_seed(0)
     modules = nn.ModuleDict(
         {f"{kind}_proj": nn.Linear(WIDTH, WIDTH, bias=False) for kind in "qkvo"} | {"q_norm": nn.RMSNorm(HEAD_DIM)}
     )
     numbers = [*modules.parameters(), torch.randn(1, TOKENS, WIDTH), torch.randn(1, TOKENS, WIDTH)]
-    for number in numbers:  # as bf16 has them, in every dtype
+    for number in numbers:  # round to bf16, so that the numbers are the same in every dtype
         number.data = number.data.bfloat16().to(dtype)
     *_, x, dy = numbers
     call = plain
@@ -41,7 +42,7 @@ def gradients(dtype, autocast, config):
         )
         call = lambda _, x: ours(x)  # noqa: E731
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        # No leaf, whose cast autocast would keep: its gradient is the sum of what each projection gives back.
+        # Not a leaf: autocast caches the cast of a leaf, so the projections would share one cast, and one gradient.
         hidden = x.requires_grad_() * 1.0
         y = call(modules, hidden)
     projections = [modules[f"{kind}_proj"].weight for kind in "qkvo"]
@@ -65,6 +66,6 @@ def test_one_group_under_autocast_gives_the_bits_of_the_plain_layer():
     "dtype, autocast, which, times", [(torch.float32, True, 0, 1.1), (torch.bfloat16, False, 1, ROUNDED_TWICE)]
 )
 def test_dx_under_autocast_and_gradients_of_norms_are_rounded_no_more_for_more_groups(dtype, autocast, which, times, config):
-    """Expect of dx the plain layer's error, up to chance: more groups are more roundings, but of smaller numbers, summed in fp32."""
+    """The error of dx is about that of the plain layer: more groups round more often, but smaller numbers, and sum them in fp32."""
     noise, error = (errors(gradients(dtype, autocast, each), EXACT)[which] for each in (None, config))
     assert 1e-4 < error < times * noise

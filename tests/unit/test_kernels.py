@@ -1,7 +1,7 @@
-"""The compiled operators against PyTorch: moves bit for bit, arithmetic within its one rounding.
+"""Compares the compiled operators with PyTorch: copies bit for bit, arithmetic within a single rounding.
 
-The CPU kernels use the index maps of the CUDA kernels, so every case here is a case for those as well. Each runs with
-32-bit indices and, under a lowered limit, with 64-bit ones.
+The CPU kernels use the index maps of the CUDA kernels, so every case here also tests the index maps on CUDA. Each case runs
+twice: with 32-bit indices and, by lowering the limit for them, with 64-bit indices.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.harness.cases import examples
 
 LIBRARY = kernels.library()
 compiled = torch.ops.ds_sp_overlap
-REFUSAL = ValueError, RuntimeError  # torch 2.15 hands on the text of a compiled operator's error, not its type
+REFUSAL = ValueError, RuntimeError  # torch 2.15 keeps the text of a compiled operator's error, but not its type
 needs_library = pytest.mark.skipif(LIBRARY.path is None, reason=f"no compiled kernels: {LIBRARY.reason}")
 _on_device = pytest.mark.skipif(
     not (torch.cuda.is_available() and LIBRARY.cuda), reason="needs a CUDA device and a library with CUDA kernels"
@@ -49,12 +49,12 @@ def indices_of_32_bits_up_to(units):
         set_limit(NARROW)
 
 
-LIMITS = NARROW, 0  # no tensor keeps to the second
+LIMITS = NARROW, 0  # limits for 32-bit indices; every tensor exceeds the second limit
 
 
 @pytest.fixture
 def two_threads():
-    """Kernels share their units out among threads; elsewhere tests run with one."""
+    """Run the test with two threads, among which kernels divide their work; other tests run with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -71,7 +71,7 @@ def same_bits(a, b):
 
 
 def strided(values, order, gap, offset):
-    """Return ``values`` in memory laid out in another order of dims, with a gap in its innermost rows and off alignment."""
+    """Return ``values`` in another memory order of dims, with ``gap`` elements after each innermost row, from ``offset`` on."""
     shape = [values.shape[d] for d in order]
     room = shape[:-1] + [shape[-1] + gap] if shape else shape
     memory = torch.full((math.prod(room) + offset,), math.nan, dtype=values.dtype, device=values.device)
@@ -83,7 +83,7 @@ def strided(values, order, gap, offset):
 
 @st.composite
 def geometries(draw):
-    """Draw shape, dim, parts, dtype, and how the tensor lies in memory."""
+    """Draw shape, dim, parts, dtype, and the tensor's memory order, gap and offset."""
     shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
     shape[-1] = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 16, 24, 33]))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -132,10 +132,10 @@ def check_unpack(case, device="cpu"):
         got = strided(blank, order, gap, offset)
         with indices_of_32_bits_up_to(limit):
             compiled.unpack(wire, dim, starts, stops, got)
-        assert same_bits(got + 0.0, expected + 0.0), limit  # a negative zero that is moved, not added to zero, stays one
+        assert same_bits(got + 0.0, expected + 0.0), limit  # +0.0: a copied -0.0 stays -0.0, but a sum that begins with 0 gives 0.0
         room = got.untyped_storage().nbytes() // got.element_size()
         memory = got.new_empty(0).set_(got.untyped_storage(), 0, (room,))
-        assert int(memory.isnan().sum()) == room - got.numel(), limit  # nothing beside it
+        assert int(memory.isnan().sum()) == room - got.numel(), limit  # elements outside of the tensor are not written
 
 
 def check(case, device="cpu"):
@@ -155,7 +155,7 @@ def test_they_move_and_sum_the_same_bits_as_pytorch_and_write_all_of_their_outpu
 @needs_library
 @pytest.mark.parametrize("bits", [31, 63])
 def test_division_by_multiplication_is_exact(bits):
-    """Guard: the reciprocals of `Divider`. One that is off in its last bit shows beside a multiple of the divisor."""
+    """Guards the reciprocals of `Divider`. If the last bit of one is wrong, numbers next to a multiple of the divisor fail."""
     divide = ctypes.CDLL(str(LIBRARY.path)).ds_sp_overlap_divide
     divide.restype, divide.argtypes = ctypes.c_uint64, [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool]
     last, draw = 2**bits - 1, random.Random(0)
@@ -192,7 +192,7 @@ def test_more_units_than_one_block_of_threads_moves(dtype, parts, offset):
 @needs_library
 @pytest.mark.parametrize("shift", [0, 1], ids=["16-byte units", "single elements"])
 def test_offsets_beyond_32_bits_reach_the_right_elements(shift):
-    """4 GB of address space, of which a few pages are touched."""
+    """Allocates 4 GB of address space, but uses only a few pages of it."""
     x = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
     first = x.numel() - 104 + shift
     x[first : first + 96] = torch.arange(96, dtype=torch.bfloat16)
@@ -205,11 +205,11 @@ def test_offsets_beyond_32_bits_reach_the_right_elements(shift):
     assert torch.equal(out[:24], x[2**31 + 4008 + shift : 2**31 + 4032 + shift])
 
 
-# Rotation on the way: against the definition of rotary embedding in fp64, written out here.
+# Operators that rotate, against the definition of rotary embedding, written out below in fp64.
 
 
 def rotary(x, cos, sin):
-    """x [..., h, d], cos and sin [..., rot] in fp64; https://arxiv.org/abs/2104.09864, one element after another."""
+    """Rotate x [..., h, d] by cos and sin [..., rot] in fp64, as https://arxiv.org/abs/2104.09864 defines for each element."""
     rot = cos.shape[-1]
     partner = torch.arange(x.shape[-1])
     sign = torch.zeros(x.shape[-1], dtype=x.dtype)
@@ -222,7 +222,7 @@ def rotary(x, cos, sin):
 
 
 def allowed(exact, magnitude, dtype, terms):
-    """Allow one rounding to ``dtype`` of a sum of ``terms`` products in fp32 (fp64 for fp64)."""
+    """Return the error that one rounding to ``dtype`` allows, after a sum of ``terms`` products in fp32 (for fp64 in fp64)."""
     arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     info = torch.finfo(dtype)
     return exact.abs() * info.eps / 2 * 1.001 + info.tiny * info.eps + magnitude * arithmetic * (terms + 2)
@@ -243,10 +243,10 @@ def rotations(draw):
 
 
 class Rotation:
-    """Makes one call of rotate_pack and of unpack_rotate_back, with what exact arithmetic gives.
+    """Makes the inputs for rotate_pack and unpack_rotate_back, and checks the results against exact arithmetic.
 
-    broadcast      the tables are those of one batch element
-    float_tables   they are float32 where x is of half precision
+    broadcast      the tables have one batch element, for all of x
+    float_tables   the tables are float32 if x has half precision
     fused          x is a view of the output of a wider projection
     aligned        x begins at a multiple of 16 bytes
     """
@@ -296,7 +296,7 @@ class Rotation:
             at += piece.numel()
             piece += received
             magnitude[..., start:stop, :] += received.abs()
-        # The transpose of the rotation, by autograd: nothing of its inverse is written here.
+        # The backward of the exact rotation by autograd, so that no inverse is written by hand.
         x = torch.zeros_like(total, requires_grad=True)
         exact = torch.autograd.grad(self.exact(x, self.cos, self.sin), x, total)[0]
         largest = float(self.cos.abs().max() + self.sin.abs().max()) if self.cos.numel() else 1.0
@@ -325,10 +325,10 @@ USUAL = dict(
 )  # fmt: skip
 
 
-MANY = [(i, i + 1) for i in range(100)], [(i // 50, i // 50 + 1) for i in range(100)]  # more than travel as kernel arguments
+MANY = [(i, i + 1) for i in range(100)], [(i // 50, i // 50 + 1) for i in range(100)]  # more than fit into a kernel's arguments
 LIKE_LLAMA = [
     dict(head_dim=head_dim, dtype=dtype, parts=parts)
-    for parts in ([(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 4), (0, 4), (4, 8), (4, 8)])  # of q, of k whose heads several ranks need
+    for parts in ([(0, 2), (2, 4), (4, 6), (6, 8)], [(0, 4), (0, 4), (4, 8), (4, 8)])  # of q; of k with heads for several ranks
     for head_dim in (64, 80, 96, 128, 192, 256)
     for dtype in DTYPES
 ]
@@ -339,7 +339,7 @@ LIKE_LLAMA = [
 @pytest.mark.parametrize("case", [
     *LIKE_LLAMA,
     *(dict(head_dim=64, heads=parts[-1][1], parts=parts) for parts in MANY),
-    # More than one block of threads rotates.
+    # Enough tokens for more than one block of threads.
     *(dict(head_dim=96, tokens=[67, 3], parts=[(0, 3), (2, 8)], aligned=aligned) for aligned in (True, False)),
 ])  # fmt: skip
 def test_heads_of_usual_sizes_are_rotated_and_rounded_as_pytorch_does(case):
@@ -356,7 +356,7 @@ def test_heads_of_usual_sizes_are_rotated_and_rounded_as_pytorch_does(case):
 # What is refused.
 
 x4, t4, flat = torch.zeros(4, 6, 8), torch.zeros(4, 8), torch.zeros(292)
-GOOD = {  # arguments of each operator in their order, of which a case changes some
+GOOD = {  # valid arguments of each operator, in order; each case changes some of them
     "pack": dict(x=x4, dim=1, starts=[0], stops=[6], out=flat[:192]),
     "unpack": dict(wire=flat[:192], dim=1, starts=[0], stops=[6], out=x4),
     "rotate_pack": dict(x=x4, cos=t4, sin=t4, starts=[0], stops=[6], out=flat[:192]),
@@ -411,7 +411,7 @@ def test_more_dimensions_than_a_kernel_counts_are_refused_not_misread():
 
 @needs_library
 def test_the_operators_say_what_they_do_to_their_arguments():
-    """By their schemas. No tracer sees them, so that they need no more: layers run as they are in a model that is compiled."""
+    """Checks the schemas. The operators need no fake implementation: in a compiled model, layers run uncompiled."""
     x, wire, parts, tables = torch.randn(3, 4, 8), torch.zeros(120), ([0, 1], [2, 4]), (torch.randn(3, 4), torch.randn(3, 4))
     calls = {
         "pack": (x, 1, *parts, wire),
@@ -423,12 +423,12 @@ def test_the_operators_say_what_they_do_to_their_arguments():
         torch.library.opcheck(getattr(compiled, name).default, call, test_utils="test_schema")
 
 
-# On a GPU: the things that only a device can get wrong.
+# On a GPU: faults that can occur only there.
 
 
 @needs_cuda
 def test_the_kernels_run_on_the_current_stream():
-    """The input is written on a side stream that is kept busy: a kernel on another stream would read what was there before."""
+    """A busy side stream writes the input last: a kernel on another stream would read the old input."""
     stream = torch.cuda.Stream()
     x, out = torch.zeros(2, 64, 1024, 128, device="cuda"), torch.empty(2 * 64 * 1024 * 128, device="cuda")
     back = torch.empty_like(x)
@@ -444,7 +444,7 @@ def test_the_kernels_run_on_the_current_stream():
 
 @needs_cuda
 def test_more_elements_than_32_bits_count_on_the_device():
-    """Rows of odd length: single elements are the units, more than 2^31 of them; 17 GB of device memory."""
+    """Rows have an odd length, so the kernel copies single elements, more than 2^31 of them; takes 17 GB of device memory."""
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GB of free device memory")
     x = torch.empty(2, 2**30 + 7, dtype=torch.bfloat16, device="cuda").random_(-128, 128)
@@ -474,7 +474,7 @@ def test_the_device_is_the_tensor_s_and_not_the_current_one():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_tables", DTYPES)
 def test_a_layer_has_its_rotation_done_by_the_operator_just_where_that_takes_the_tables(dtype, of_tables):
-    """OLMo 2 in fp64 with tables in fp32 was refused on a GPU, where the operators rotate by default."""
+    """On a GPU, the operators rotate by default; they once raised for OLMo 2 in fp64, whose tables are fp32."""
     tables = torch.randn(2, 3, 1, 1, 4).to(of_tables)
     of_tokens = Rotary(lambda given: given).of_tokens(tuple(tables), 4, dtype)
     x, wire = torch.randn(3, 1, 2, 4).to(dtype), torch.empty(24, dtype=dtype)

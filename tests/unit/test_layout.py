@@ -1,4 +1,4 @@
-"""Geometry of the exchanges, as arithmetic: no process group, no tensor but for the plain exchange that checks it."""
+"""Tests the geometry of exchanges as arithmetic, without a process group."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def geometries(draw):
 
 
 def exchanges(geometry):
-    """Return (kind, group) of everything that travels."""
+    """Return (kind, group) for every tensor that is sent."""
     return [(kind, group) for group in range(geometry.groups) for kind in geometry.kinds[group] + "o"]
 
 
@@ -57,7 +57,7 @@ def test_heads_of_a_group_lie_together_where_no_kv_head_then_travels_more_often(
     together = all(len(rank.heads_of(kind, group)) == 1 for kind in "qk" for group in range(rank.groups))
     if rank.kv_heads % (rank.sp_size * rank.groups) == 0:
         assert together and sum(len(received_kv(rank)) for rank in ranks) == rank.kv_heads
-    else:  # as without groups
+    else:  # heads have the order that they have without groups
         assert [head for rank in ranks for head in queries(rank)] == list(range(rank.heads))
 
 
@@ -78,7 +78,7 @@ def test_each_rank_receives_each_kv_head_it_needs_once_and_no_other(ranks):
 
 @given(geometries())
 def test_every_query_head_finds_its_own_kv_head(ranks):
-    """It reads `kv_pieces` and `kv_expansion`, as `Call.with_kv` does; GQA's ratio where there is no index."""
+    """Assembles KV heads from `kv_pieces` and `kv_expansion`, as `Call.with_kv` does; without an index, by the ratio of GQA."""
     for rank in ranks:
         shared = rank.heads // rank.kv_heads
         arrived = [members([rank.sent_range("k", rank.sp_rank, group)]) for group in range(rank.groups)]
@@ -94,11 +94,11 @@ def test_every_query_head_finds_its_own_kv_head(ranks):
 
 
 @given(geometries())
-@example([Geometry(2, rank, (2, 2), 1, 9, 3, 4) for rank in range(2)])  # where a rank gets none of a piece
+@example([Geometry(2, rank, (2, 2), 1, 9, 3, 4) for rank in range(2)])  # a rank receives nothing of some piece
 def test_every_rank_reads_each_piece_that_travels_with_a_group(ranks):
-    """Guard: `kv_pieces` names a group's own piece even where this rank gets none of it.
+    """Guards `kv_pieces`: it names a group's own piece even if this rank receives nothing of the piece.
 
-    A rank that left it out of its graph would not start the exchange of its gradient, and the others would wait.
+    If a rank left the piece out of its graph, it would not start the exchange of the piece's gradient. The other ranks would wait.
     """
     for rank in ranks:
         for group in (group for group in range(rank.groups) if "k" in rank.kinds[group]):
@@ -129,7 +129,7 @@ def test_the_global_side_travels_as_it_lies_unless_batch_comes_first(batch_first
 
 
 def packed_order(side):
-    """Return the linear indices of the tensor in the order in which its parts travel, from the definition."""
+    """Return the linear indices of the tensor's elements in the order of the wire, by the definition."""
     places = torch.arange(math.prod(side.shape)).view(side.shape)
     blocks = [places[tuple(slice(*ends) for ends in block)] for block in itertools.chain(*side.parts)]
     return [place for block in blocks for place in block.flatten().tolist()]
@@ -139,7 +139,7 @@ def packed_order(side):
     *((2 * kv_heads, kv_heads, size) for kv_heads in (8, 16) for size in (1, 2, 4, 8)), (7, 7, 4), (7, 7, 2), (6, 6, 4), (9, 9, 2),
 ])  # fmt: skip
 def test_heads_are_split_as_deepspeed_splits_them(heads, kv_heads, size):
-    """`DistributedAttention` and `UlyssesSPAttentionHF` cut heads that divide into P equal ranges; uneven ones are cut by KV heads."""
+    """DeepSpeed cuts heads that divide by P into P equal ranges, and other heads by their KV heads."""
     geometry, stop = Geometry(size, 0, (4,) * size, 1, heads, kv_heads), 0
     for rank, count in enumerate(get_shard_size_list(kv_heads, size, AutoTPMeta(num_kv_heads=kv_heads))):
         start, stop = stop, stop + count
@@ -148,9 +148,9 @@ def test_heads_are_split_as_deepspeed_splits_them(heads, kv_heads, size):
 
 
 @given(geometries())
-@example([Geometry(2, rank, (0, 6), 1, 6, 3, 3) for rank in range(2)])  # a rank that gets nothing, and has nothing
+@example([Geometry(2, rank, (0, 6), 1, 6, 3, 3) for rank in range(2)])  # a rank without tokens, which receives nothing
 def test_every_rank_says_the_same_of_an_exchange_of_equal_parts(ranks):
-    """Else some would call one collective and some another."""
+    """If ranks differed in this, they would call different collectives."""
     for one in exchanges(ranks[0]):
         layouts = [rank.exchange(*one, (3,)) for rank in ranks]
         for way in (layouts, [layout.inverse for layout in layouts]):

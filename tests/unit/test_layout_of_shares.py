@@ -1,4 +1,4 @@
-"""Exchanges where ranks share query heads, as arithmetic and by moving numbers in one process: no process group."""
+"""Tests exchanges in which ranks share query heads: as arithmetic, and by moving numbers in one process."""
 
 import re
 
@@ -20,7 +20,7 @@ few = settings(deadline=None, max_examples=examples(200), derandomize=True)
 
 @st.composite
 def geometries(draw):
-    """Draw the geometry of every rank of one sp group, of which some share their heads; also where each share is given its tokens."""
+    """Draw the geometry of every rank of one sp group, often with ranks that share heads; by chance with given ``query_chunks``."""
     size = draw(st.sampled_from([2, 3, 4, 6, 8]))
     kv_heads = draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -39,7 +39,7 @@ def geometries(draw):
 
 
 def whole(geometry, kind):
-    """Return q, k or v of the whole sequence, no two numbers alike."""
+    """Return q, k or v of the whole sequence, with all numbers different."""
     heads = geometry.heads if kind == "q" else geometry.kv_heads
     shape = geometry.shape(sum(geometry.seq_lens), heads, DIM)
     return torch.arange(1, 1 + torch.Size(shape).numel()).double().view(shape)
@@ -56,7 +56,7 @@ def local(geometry, kind, group):
 
 
 def received(geometry, kind, group):
-    """Return what a rank has to receive."""
+    """Return the part of q, k or v that a rank must receive for a group."""
     start, stop = geometry.sent_range(kind, geometry.sp_rank, group)
     x = whole(geometry, kind).narrow(2, start, stop - start)
     return cut(x, geometry.seq_dim, geometry.own_queries) if kind == "q" else x
@@ -94,7 +94,10 @@ def test_the_inverse_and_o_bring_each_back_and_sum_what_several_ranks_had(ranks,
 
 
 def test_few_views_hold_all_parts_and_none_that_is_summed_holds_an_element_twice():
-    """Nine query heads of two parts need the KV heads 0 and 1, and 1 and 2: evenly spaced, but two threads would add to head 1."""
+    """Nine query heads in two parts: the first part needs KV heads 0 and 1, the second KV heads 1 and 2.
+
+    The parts are evenly spaced, but one view of both would hold head 1 twice, and two threads would add to it.
+    """
     geometry = Geometry(4, 0, (2,) * 4, 1, 9, 3, shares=2)
     gradients = geometry.exchange(("q", "k", "v"), 0, (DIM,) * 3).inverse.targets
     runs = copies_of(gradients).runs
@@ -116,7 +119,7 @@ def test_causal_attention_is_equally_long_for_all_shares(size, shares):
 
 @pytest.mark.parametrize("size, shares, patched", [(4, 2, 0), (8, 2, 0), (8, 4, 0), (6, 2, 2), (4, 4, 4)])
 def test_an_even_number_of_parts_needs_one_cut_and_nothing_is_unpacked(size, shares, patched):
-    """Otherwise the fast copies of tiles, and the buffers that GEMMs write, would be lost."""
+    """In other layouts, copies of tiles are slower, and GEMMs can't write the send buffers."""
     found = 0
     for rank in range(size):
         geometry = Geometry(size, rank, (8,) * size, 1, size, size, shares=shares)
@@ -147,7 +150,7 @@ def test_auto_is_the_smallest_number_by_which_heads_divide(heads, kv_heads, size
 
 
 def test_the_table_of_the_docs_is_counted():
-    """docs/scaling.md."""
+    """Checks docs/scaling.md."""
     table = next(rows for _, rows in read(ROOT / "docs/scaling.md").tables if rows[0][0].content == "query heads")
     assert len(table) == 8
     for cells in table[1:]:

@@ -1,4 +1,7 @@
-"""The two legs of k and v, as arithmetic: every token of every head arrives, once over the network to each node."""
+"""Tests the exchange of k and v in two legs, as arithmetic.
+
+All tokens of all heads must arrive, and each must cross the network only once to each node.
+"""
 
 import pytest
 import torch
@@ -42,21 +45,23 @@ def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes
         expected = moved([layout.inverse for layout in of_one], gradients)
         got = moved([layout.inverse for layout in first], moved([layout.inverse for layout in second], gradients))
         for x, y in ((x, y) for of_rank in zip(expected, got) for x, y in zip(*of_rank)):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)  # sums of at most 8 numbers of size 1, in another order
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)  # sums of at most 8 numbers of magnitude 1, in different orders
 
 
 def test_a_piece_is_given_to_its_siblings_and_summed_by_one_copy():
-    """Also where its tokens, end to end in the piece, are those of ranks with unequal sequences."""
+    """Also for a piece with the tokens of several ranks, one rank after another, whose local sequences differ in length."""
     for rank in ranks_of(4, (0, 0, 1, 1), 8, 1, lengths=(1, 5, 3, 8)):
         pieces = legs_of(rank, ("k", "v"), 0, (3, 2)).second.sources
         copies = copies_of(pieces)
         assert [run.tensor for run in copies.runs] == [0, 1]
-        assert copies.disjoint  # one sum over the siblings, and no zeros to add to
+        assert copies.disjoint  # one sum over the siblings gives the result, without adding to zeros
 
 
 def elements_over_the_network(size, heads, kv_heads, shares, in_legs):
-    """Count for each rank, forward and backward, in units of s d, in nodes of 8: the received elements; and the sum, over exchanges, of what
-    is more, received or sent."""
+    """Count elements that cross the network in forward and backward, in nodes of 8 ranks; in units of s d.
+
+    Returns for each rank the number of received elements, and the sum over exchanges of max(received, sent).
+    """
     nodes, counts = tuple(rank // 8 for rank in range(size)), []
     for rank in ranks_of(size, nodes if in_legs else None, heads, kv_heads, shares=shares, lengths=(4,) * size):
         legs = legs_of(rank, ("k", "v"), 0, (1, 1))
@@ -72,8 +77,10 @@ def elements_over_the_network(size, heads, kv_heads, shares, in_legs):
 
 
 def test_elements_that_cross_the_network_are_those_of_the_docs():
-    """The table of docs/scaling.md has the busiest rank. Where ranks share query heads, some have more of a node's own tokens among
-    their queries than others, so that the mean is less."""
+    """The table of docs/scaling.md shows the rank with most elements.
+
+    If ranks share query heads, some ranks attend with more queries of their own node than others. So the mean is lower.
+    """
     *_, (_, table) = (found for found in read(ROOT / "docs/scaling.md").tables if found[1][0][-1].content == "true")
     assert [[cell.content for cell in row] for row in table[1:3]] == [
         ["32", "8", "32", "1", "6", "3.75"],

@@ -1,4 +1,4 @@
-"""Tensors that go to host memory and come back are copied, before their memory is given back and before they are read."""
+"""Tests the order of copies to host memory and back: a copy must end before memory is freed, and before its result is read."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ from tests.harness.streams import Backend
 
 
 class Copies(TorchDispatchMode):
-    """Lets each copy take its time on the stream that is current; ``times`` has them all."""
+    """Counts each copy as an operation of the current stream; ``times`` lists (stream, time) of all copies."""
 
     def __init__(self, backend):
         super().__init__()
@@ -31,7 +31,7 @@ class Copies(TorchDispatchMode):
 
 @contextlib.contextmanager
 def on_streams():
-    """Run the body as on an accelerator."""
+    """Run the body with offload on the stand-in for streams; yield the `Copies`."""
     backend = Backend()
     side = SideStream(backend, torch.device("cpu"))
     nobody = staticmethod(lambda: None)
@@ -47,7 +47,7 @@ def copies():
 
 
 def is_over(copies, index=-1):
-    """Return whether what the compute stream does next comes after a copy."""
+    """Return whether the next operation of the compute stream comes after a copy."""
     return copies.backend.compute.is_after(*copies.times[index])
 
 
@@ -57,7 +57,7 @@ def test_what_leaves_is_copied_behind_what_made_it_and_given_back_behind_the_cop
     away = OffloadedTensor(x)
     stream, _ = copies.times[-1]
     assert stream.name == "transfer" and stream.is_after(copies.backend.compute, made)
-    assert not is_over(copies)  # compute goes on meanwhile
+    assert not is_over(copies)  # compute goes on during the copy
     away.free()
     assert away.on_device is None and is_over(copies)
     assert torch.equal(away.host, x) and away.host.data_ptr() != x.data_ptr()
@@ -67,7 +67,7 @@ def test_what_comes_back_is_copied_into_memory_that_is_free_and_read_behind_the_
     x = torch.randn(3, 4)
     away = OffloadedTensor(x)
     away.free()
-    freed = copies.backend.compute.tick()  # by what had the memory before
+    freed = copies.backend.compute.tick()  # the last use of the memory that the copy will write
     away.prefetch()
     stream, _ = copies.times[-1]
     assert stream.is_after(copies.backend.compute, freed) and not is_over(copies)
@@ -119,11 +119,11 @@ def test_a_checkpoint_that_is_computed_again_has_the_one_before_it_brought(copie
             if before != " ":
                 assert here(before) == [True, True]
         assert here(name) == [False, False]
-    assert len(copies.times) == 6 + 5  # one was still here
+    assert len(copies.times) == 6 + 5  # of six tensors, one was still on the device, and needs no copy back
 
 
 def passed(check, *args):
-    """Return a check that finds nothing where ``check`` passes."""
+    """Return a check for `Watched` that runs a test of this file."""
 
     def run():
         with on_streams() as copies:

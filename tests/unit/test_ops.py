@@ -1,4 +1,4 @@
-"""Pack and unpack, bit for bit against `harness/relayout.py`, part by part."""
+"""Compares pack and unpack, bit for bit, with `harness/relayout.py`, which copies part by part."""
 
 import functools
 import itertools
@@ -49,12 +49,12 @@ def starts_stops(parts):
 
 
 def cut(x, dim, parts):
-    """Return one end of an exchange of ``x`` alone."""
+    """Return the `Sides` of an exchange that sends ``x`` alone."""
     return Sides((side(x, dim, parts),))
 
 
 def side(x, dim, parts):
-    """Return the end of ``x`` where it is cut along one dimension."""
+    """Return the `Side` of ``x``, cut into parts along one dimension."""
     blocks = []
     for part in parts:
         block = [(0, size) for size in x.shape]
@@ -70,13 +70,13 @@ def pack(x, dim, starts, stops, wire):
 def unpack(wire, dim, starts, stops, out):
     sides = cut(out, dim, zip(starts, stops))
     copies.unpack(wire, copies_of(sides, (out.stride(),)), [out])
-    # So it is where the copy makes the memory.
+    # `unpacked` allocates its result: it must give the same.
     for made in copies.unpacked(wire, copies_of(sides)):
         assert torch.equal(made, out) and made.data_ptr() != wire.data_ptr() and made.is_contiguous()
 
 
 def laid_out(x, order):
-    """Return ``x`` with its dimensions in another order of memory."""
+    """Return ``x`` with the same shape, but with its dimensions in another memory order."""
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
@@ -101,13 +101,13 @@ def test_parts_are_laid_end_to_end_and_put_in_their_places_where_all_of_a_poison
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_overlapping_halves_are_summed_in_fp32(dtype):
-    """Guard: `unpack` sums in fp32. 64 times 1/128 of the spacing at 1 is lost if each addition rounds to half.
+    """Guards the sum of `unpack` in fp32: 64 small numbers are added to 1, and would be lost if each sum were rounded.
 
-    It is so where all parts are alike, and where they are of two lengths, so that each is added by itself.
+    Checks equal parts, and parts of two lengths, which are added one by one.
     """
     small = torch.finfo(dtype).eps / 16
     expected = torch.tensor([1.0 + 64 * small]).to(dtype)
-    assert expected.item() != 1.0  # else this could not fail
+    assert expected.item() != 1.0  # else the test could not fail
     one, two = (0, 1), (0, 2)
     for parts, values in (([one] * 65, [small] * 64), ([one, *[two, one] * 32], [small, 0.0, small] * 32)):
         wire, out = torch.tensor([1.0, *values], dtype=dtype), poisoned(max(parts)[1], 1, dtype=dtype)
@@ -119,9 +119,9 @@ def test_overlapping_halves_are_summed_in_fp32(dtype):
 
 
 def unpacked_and_split(kinds, bits=False):
-    """List what is wrong with tensors of these ``PARTS``, each unpacked by itself and all of them split from one transfer.
+    """Unpack tensors of these kinds of ``PARTS``, each from its own transfer and all from one; return the kinds that are wrong.
 
-    bits   expect the bits of a copy: a sum, which begins with 0, loses the sign of a zero
+    bits   whether zeros must keep their signs, as in a copy; a sum that begins with 0 loses the sign
     """
     x = tensor((2, 3, 6, 4))
     x[0] = -0.0

@@ -1,4 +1,4 @@
-"""`plan`: schedules simulated by hand, what was planned and measured, what the command says and refuses, the longest sequence that fits."""
+"""Tests `plan`: schedules simulated by hand, plans against measurements, output and refusals of the command, longest sequences."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from ds_sp_overlap.tools.planner.plan import CLOSE
 from tests.harness.pages import ROOT, read
 from tests.harness.schedules import step_of
 
-# Every projection of a group of one head takes 1 ms, attention of a head 4 ms, the exchange of a head 2 ms.
+# Of one head, a projection takes 1 ms, attention 4 ms, and an exchange 2 ms.
 UNIT = LayerShape(width=4, heads=4, kv_heads=4, head_dim=1, seq=4, sp_size=2, element_bytes=4)
 UNIT_RATES = Rates(matmul=2 * 2 * 4 * 2 / 1e-3, attention=2 * 4**2 / 4e-3, wire=2 * 4 / 2e-3, latency_ms=0.0)
 
@@ -32,13 +32,14 @@ def test_costs_are_those_counted_by_hand():
     costs = Costs(UNIT, UNIT_RATES, 2)
     assert costs.ms(step_of("project q 0")) == costs.ms(step_of("merge o 1")) == costs.ms(step_of("wgrad o 1")) == 1.0
     assert costs.ms(step_of("attend o 0")) == 4.0 and costs.ms(step_of("attend do 0")) == 10.0
-    # One head of two tokens goes to the other rank, one stays: 8 of the 16 bytes that are held at each end travel.
+    # Of two heads, one is sent to the other rank, and one stays: 8 of 16 bytes are sent.
     assert costs.ms(step_of("start dv 1")) == costs.ms(step_of("start odo 1")) / 2 == 2.0
 
 
 def test_without_overlap_everything_adds_up():
     result = played(BASELINE)
-    # Two heads a rank: 4 projections of 2 ms, three times; attention 8 ms, and 2.5 times that; 8 exchanges of 4 ms.
+    # Two heads a rank: 4 projections of 2 ms, as forward, dgrad and wgrad; attention of 8 ms, and 20 ms in backward; 8 exchanges of
+    # 4 ms.
     assert result.step_ms == 24 + 28 + 32
     assert result.exposed_ms == {what: 4 for what in ("q", "k", "v", "o", "do", "dv", "dk", "dq")}
 
@@ -99,12 +100,12 @@ def test_json_has_every_variant_and_the_verdict(capsys):
         assert 0 <= row["exposed_ms"] < row["step_ms"] and 0 < row["host_ms"] <= row["step_ms"]
     assert rows["stock"]["host_ms"] < rows["G = 1"]["host_ms"] < rows["G = 2"]["host_ms"] < rows["G = 4"]["host_ms"]
     assert rows["G = 4, W = 1"]["peak_bytes"] < rows["G = 4"]["peak_bytes"] < rows["stock"]["peak_bytes"]
-    # Kernels are tiny here: the host decides.
+    # The kernels of this layer are tiny, so the host decides.
     assert verdict.startswith("don't overlap") and "the GPU waits for its host" in verdict
 
 
 def test_nothing_but_json_is_on_standard_output(monkeypatch):
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # DeepSpeed, imported for stock's launches, then prints a warning
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # without it, DeepSpeed prints a warning when the planner imports it
     command = [sys.executable, "-m", "ds_sp_overlap", *f"{LAYER} --bandwidth 45 --json".split()]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert json.loads(ran.stdout)["layer"][0]["variant"] == "stock"
@@ -113,7 +114,7 @@ def test_nothing_but_json_is_on_standard_output(monkeypatch):
 def test_with_an_mlp_the_whole_layer_decides(capsys):
     rows, verdict = planned_by(capsys, f"{SEVEN_B} --bandwidth 45")
     ms = {name: rows[name]["whole_ms"] for name in ("G = 1", "G = 2", "G = 4")}
-    best = next(name for name, whole in ms.items() if whole <= (1 + CLOSE) * min(ms.values()))  # the fewest groups of those
+    best = next(name for name, whole in ms.items() if whole <= (1 + CLOSE) * min(ms.values()))  # the fewest groups in a close time
     times = rows["stock"]["whole_ms"] / rows[best]["whole_ms"]
     assert verdict.startswith(f'overlap, with "head_groups": {best[4:]}: a whole layer with its MLP takes ') and times > 1.02
     assert f"({times:.2f} times as fast)" in verdict
@@ -173,7 +174,7 @@ def test_the_table_of_docs_scaling_is_printed_by_its_commands(capsys):
         rows, _ = planned_by(capsys, words)
         first, ours = next(iter(rows.values())), rows["G = 1"]
         assert (shares == "1") is (first["variant"] == "stock")
-        # A copy more or less may move the last digit.
+        # A change of a single copy in the package may change the last digit.
         found = [100 * row["exposed_ms"] / row["step_ms"] for row in (first, ours)]
         assert found == pytest.approx([float(cell.removesuffix(" %")) for cell in (exposed, overlapped)], abs=0.2)
         assert first["whole_ms"] / ours["whole_ms"] == pytest.approx(float(times), abs=0.003)
@@ -281,7 +282,7 @@ def test_measuring_refuses_another_number_of_ranks_than_the_launcher_started(cap
     assert "--sp is 2, but the launcher started 4 ranks; make them the same" in capsys.readouterr().err
 
 
-# The longest sequence that fits: against published lengths, and what it is made of.
+# The longest sequence that fits: against published lengths, and the parts of its memory.
 
 LLAMA, MODEL = LayerShape(4096, 32, 8, 128, 65536, 8, intermediate=14336), Model(32, 8_030_261_248)
 GIB, M = 2**30, 2**20
@@ -290,8 +291,11 @@ STOCK = Way(0)
 
 
 def test_lengths_are_those_that_others_published():
-    """ "Untied Ulysses" (arXiv 2602.21196), abstract: Llama3-8B on a node of eight H100 trains on 5M tokens, a head group at a time.
-    There too inputs of layers are in host memory, MLP and loss in tiles. Stock falls short of the 4M there by its norms."""
+    """Compares with "Untied Ulysses" (arXiv 2602.21196): Llama3-8B on eight H100 trains on 5M tokens, one head group at a time.
+
+    In the paper, too, inputs of layers are in host memory, and MLP and loss run in tiles. Stock reaches less than the 4M in the
+    paper, because of the memory of its norms.
+    """
     ours, stock = (longest(LLAMA, MODEL, way, 79 * GIB)["inputs on host"] for way in (Way(4, 1), STOCK))
     assert 5 * M <= ours < 6.5 * M
     assert 2.5 * M <= stock <= 4 * M
@@ -305,7 +309,7 @@ def test_what_is_said_to_fit_fits_and_a_little_more_does_not(way):
         assert fits <= 79 * GIB < beyond, name
 
 
-# A way that benchmarks/longest.py measures, and what the planner calls it: with the inputs of layers on the host.
+# {way in benchmarks/longest.py: (way of the planner, key of `longest`: where the inputs of layers are)}.
 MEASURED = {
     "ALST": (STOCK, "inputs on host"),
     "W = 1, recomputed": (Way(4, 1), "inputs on host"),

@@ -1,4 +1,4 @@
-"""The policy: what is tried when, and what is chosen; on one rank, with scripted time (`harness.policies`)."""
+"""Tests the policy on one rank, by a scripted clock (`harness.policies`): the candidates of each step, and the choice."""
 
 import gc
 
@@ -18,7 +18,7 @@ GEOMETRY = Geometry(sp_size=2, sp_rank=0, seq_lens=(8, 8), batch=1, heads=8, kv_
 
 
 class Model:
-    """Holds some layers that only consult the policy, on one rank."""
+    """Stands for a model on one rank: its layers only ask the policy for a candidate, and let the clock advance."""
 
     def __init__(self, count, costs, warmup_steps=16):
         self.said = []
@@ -29,7 +29,7 @@ class Model:
         self.policy.clock = self.clock
 
     def step(self, x=None, geometry=GEOMETRY, grad=True):
-        """Run one forward, backward and optimizer step; return what each layer ran."""
+        """Run one forward, backward and optimizer step; return the candidate that each layer ran."""
         x, ran, tokens = torch.ones(2) if x is None else x, [], geometry.batch * sum(geometry.seq_lens)
         for index in self.indices:
             trial = self.policy.trial(geometry, x, self.off)
@@ -103,7 +103,7 @@ def test_a_candidate_that_is_far_behind_is_timed_once_and_pruned():
     "costs", [COSTS, {OFF: 6.0, 1: 4.0, 2: 2.0, 4: 2.2}, {1: 1.0, 2: 1.1, 4: 5.0}, {1: 1.0, 2: 2.5, 4: 2.5}], ids=str
 )
 def test_trying_costs_less_than_a_percent_of_a_thousand_steps(costs):
-    """In at most 16 of them, and in time spent in the layers, by the scripted clock."""
+    """Counts the time in layers, by the scripted clock; from step 17 on, all layers must run the best candidate."""
     count = 3
     model = Model(count, costs)
     table = [model.step() for _ in range(1000)]
@@ -133,7 +133,7 @@ def test_nothing_is_tried_in_calls_without_a_backward():
 
 
 def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
-    """Checkpointing: two forwards a backward cost two forwards."""
+    """With checkpointing, two forwards run for each backward, and both count."""
     model = Model(1, {1: 1.0, 2: 1.0})
     trial = model.policy.trial(GEOMETRY, torch.ones(2), False)
     trial.marks[1] = [(0, 2, 16), (0, 2, 16), (0, 4, 16), (0, 2, 16)], [(0, 10, 16), (0, 12, 16)]
@@ -141,7 +141,10 @@ def test_a_forward_that_is_computed_again_counts_as_often_as_it_is():
 
 
 def test_no_candidate_loses_by_forwards_without_a_backward_on_its_turns():
-    """Guard: forwards a backward are counted over all candidates. The fastest has an evaluation that records graphs on its turns."""
+    """Guards the ratio of forwards to backwards, which is counted over all candidates.
+
+    Here, an evaluation with gradients always runs in the steps of the fastest candidate.
+    """
     model = Model(1, {1: 2.0, 2: 2.2, 4: 1.8})
     for _ in range(20):
         (ran,) = model.step()
@@ -153,7 +156,7 @@ def test_no_candidate_loses_by_forwards_without_a_backward_on_its_turns():
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_layer_is_timed_whether_its_input_needs_a_gradient_or_not_and_computes_nothing_more(needs_gradient):
-    """To the end of what follows the weight's gradient."""
+    """The timed backward includes the operations after the weight's gradient."""
     clock, marks, weight = ScriptedClock(), ([], []), torch.nn.Parameter(torch.ones(3, 3))
 
     class Counted(TorchDispatchMode):
@@ -208,7 +211,7 @@ def test_one_shape_is_asked_for_once_and_a_new_one_anew():
     model = Model(2, COSTS)
     for _ in range(18):
         model.step()
-    near = Geometry(2, 0, (9, 9), 1, 8, 8, 2)  # as many bits
+    near = Geometry(2, 0, (9, 9), 1, 8, 8, 2)  # the number of tokens has as many bits, so it counts as the same shape
     assert model.step(geometry=near) == [2, 2] and len(model.said) == 1
     for other, x in (
         (Geometry(2, 0, (16, 16), 1, 8, 8, 2), torch.ones(2)),

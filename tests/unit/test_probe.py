@@ -1,4 +1,4 @@
-"""What a comparison of a layer's own forward with its driver takes for a difference."""
+"""Tests the comparison of a layer's own forward with the overlapped forward: which results count as different."""
 
 import re
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ BIG = 0.75 * torch.finfo(torch.float16).max
     ],
 )
 def test_a_comparison_leaves_out_what_overflows_in_both(driven, expected):
-    """The first loss scale of fp16 may overflow, and so may gradients of a comparison, whose size is another one."""
+    """Numbers may overflow with the first loss scale of fp16, and in the comparison, whose gradients have other magnitudes."""
     own = torch.tensor([1.0, -2.0, torch.inf, torch.nan, torch.inf], dtype=torch.float16)
     assert re.fullmatch(expected, probe._describe_difference(own, torch.tensor(driven, dtype=torch.float16)))
 
@@ -38,7 +38,7 @@ def test_numbers_that_are_not_floating_are_compared_one_by_one():
 
 
 class OneRank:
-    """Stands for an sp group of one."""
+    """Stands for an sp group of one rank."""
 
     def gather(self, what, where):
         return [what]

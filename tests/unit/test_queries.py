@@ -1,6 +1,6 @@
-"""Attention with a range of the queries, as ranks that share heads attend: what the whole sequence gives, sliced.
+"""Tests attention with a range of the queries, as on ranks that share heads, against a slice of attention with all queries.
 
-`local_attention` in one process, by transformers' own sdpa and its own code for flash attention.
+Runs `local_attention` in one process, with transformers' sdpa and with its code for flash attention.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def heads(rows, h=4, h_kv=2, seed=0):
 
 
 def results(sequence, pattern, name, chunks, h_kv=2, **options):
-    """Return o, and the gradients of q, k and v; attention is called once per chunk, or once if there are none."""
+    """Return o, and the gradients of q, k and v; call attention for each of ``chunks``, or once if it is None."""
     q, k, v = (x.requires_grad_() for x in heads(sequence.rows, h_kv=h_kv))
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     layer = Layer(name)
@@ -77,7 +77,7 @@ def results(sequence, pattern, name, chunks, h_kv=2, **options):
 
 
 def error_of(got, expected):
-    """Return the largest of all; a gradient may be zero but for roundings."""
+    """Return the largest relative error; divide by at least 1, since a gradient may be only rounding."""
     return max(float((x - y).norm() / y.norm().clamp_min(1)) for x, y in zip(got, expected, strict=True))
 
 
@@ -112,7 +112,7 @@ def test_every_token_may_be_a_chunk_of_its_own():
 
 
 def test_the_whole_sequence_is_what_a_plain_mask_gives():
-    """It is the expectation of the tests above."""
+    """Checks the expected results of the tests above."""
     for rows, pattern in itertools.product(PACKED.values(), PATTERNS):
         q, k, v = (x.transpose(1, 2) for x in heads(len(rows)))
         document = torch.tensor([np.repeat(range(len(row)), row).tolist() for row in rows])
@@ -163,11 +163,11 @@ def test_flash_attention_is_called_once_a_chunk_with_edges_that_the_host_knows()
     assert len(calls) == 3
 
 
-# Which tokens whose queries: by work.
+# The distribution of queries over shares, by work.
 
 
 def work_of(sequence, chunks, window=None):
-    """Count the pairs of tokens that each share attends to."""
+    """Count the pairs of query and key that each share computes."""
     row, start, stop = sequence.bounds.T
     seq = sum(sequence.lengths)
     seen = np.concatenate([np.arange(length) + 1 for length in stop - start]).reshape(-1, seq)
@@ -188,16 +188,17 @@ def random_documents(mean, seed, rows=1, seq=4096):
 
 @pytest.mark.parametrize("window, median, most", [(None, 1.01, 1.06), (100, 1.05, 1.12)])
 def test_queries_of_packed_documents_are_dealt_by_work(window, median, most):
-    """Without a window, the share with most has 1.28 times the mean by two chunks each, 1.006 by eight; at worst 2.13 and 1.056.
+    """Compares the largest work of a share, relative to the mean: dealt by work, and with two chunks each (zigzag).
 
-    A window doesn't change what is dealt: the same 1.09 and 1.046; at worst 1.53 and 1.115.
+    Medians are 1.006 when dealt, 1.28 with zigzag; at worst 1.056 and 2.13. Queries are dealt without regard to a window. With a
+    window, the medians are 1.046 and 1.09; at worst 1.115 and 1.53.
     """
     dealt, zigzag = [], []
     for shares, mean, seed in itertools.product((2, 4, 8), (0.01, 0.03, 0.1), range(8)):
         sequence = random_documents(mean, seed, rows=1 + seed % 2)
         chunks = sequence.query_chunks(shares)
         geometry = Geometry(shares, 0, (4096 // shares,) * shares, sequence.rows, heads=1, kv_heads=1, shares=shares)
-        dataclasses.replace(geometry, query_chunks=chunks)  # it takes what was dealt
+        dataclasses.replace(geometry, query_chunks=chunks)  # raises if the chunks are invalid
         assert len({sum(b - a for a, b in share) for share in chunks}) == 1
         for found, by in ((dealt, chunks), (zigzag, [geometry.query_tokens(share) for share in range(shares)])):
             work = work_of(sequence, by, window)
@@ -240,7 +241,7 @@ def test_flash_attention_that_aligns_at_the_top_left_is_refused_by_name(monkeypa
 
 @since_transformers("5.1")
 def test_flash_attention_refuses_chunks_on_every_rank():
-    """Also with queries that lie within the first chunk."""
+    """It refuses even if the queries of this rank lie within the first chunk, where chunks have no effect."""
     with flash.flash_attention(), pytest.raises(ValueError, match="no attention in chunks of 9"):
         attend(Layer(flash.NAME), Pattern(chunk=9))
 

@@ -1,4 +1,4 @@
-"""What the forward of an attention layer computes, read by running it on labels: known, or not known, and never mistaken."""
+"""Tests the reader, which runs the forward of an attention layer on labels: it must understand the forward, or refuse it."""
 
 import contextlib
 import copy
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, of the forwards below
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401, used by the forwards below
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward  # noqa: F401
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.utils.deprecation import deprecate_kwarg
@@ -48,11 +48,11 @@ def scale(self):
 """
 Q_NORM, K_NORM = (f"self.{kind}_norm(self.{kind}_proj(hidden_states).view(shape)).transpose(1, 2)" for kind in "qk")
 V, ROTATE = "self.v_proj(hidden_states).view(shape).transpose(1, 2)", "apply_rotary_pos_emb(q, k, cos, sin)"
-BARE = [(norm, V.replace("v_proj", f"{kind}_proj")) for kind, norm in (("q", Q_NORM), ("k", K_NORM))]  # no norms
+BARE = [(norm, V.replace("v_proj", f"{kind}_proj")) for kind, norm in (("q", Q_NORM), ("k", K_NORM))]  # pairs that remove the norms
 
 
 class Layer(Qwen3Attention):
-    """Has a forward of its own source; no weight has any memory."""
+    """An attention layer whose forward is `FORWARD` with ``changes``; its weights are on the meta device."""
 
     def __init__(self, *changes):
         namespace = {**globals(), "__name__": MADE_UP}
@@ -67,12 +67,12 @@ class Layer(Qwen3Attention):
         self.config.window, self.scaling = 5, 0.5
         source = inspect.getsource(self.forward)
         for name in [*self._modules, *self._parameters]:
-            if f"self.{name}" not in source:  # what learns is to be used
+            if f"self.{name}" not in source:  # remove parameters that the forward does not use
                 delattr(self, name)
 
 
 def layer(*changes):
-    """Make a layer of a class of its own."""
+    """Make a layer of a new class, with a changed forward."""
     return type("Attention", (Layer,), {"__module__": MADE_UP})(*changes)
 
 
@@ -191,7 +191,7 @@ def test_a_layer_that_computes_something_else_is_not_known(what):
 
 
 def renaming(old, new):
-    """Read a layer whose forward gives an argument its new name, as transformers decorates its own."""
+    """Read a layer whose forward is decorated to rename the argument ``old`` to ``new``, as in transformers."""
     module = layer(
         ("past_key_values=None", "cache=None"), ("if past_key_values is", "if cache is"), ("= past_key_values.", "= cache.")
     )
@@ -204,7 +204,7 @@ def test_a_cache_may_have_a_new_name():
 
 
 def test_no_other_argument_may():
-    """The driver would see the wrong one of the two."""
+    """The overlap would read the argument under the wrong name."""
     for old, new in (("mask", "attention_mask"), ("past_key_values", "window"), ("window", "cache"), ("window", None)):
         with pytest.raises(Unknown):
             renaming(old, new)
@@ -230,7 +230,7 @@ def test_another_default_device_makes_no_difference():
 
 
 def test_the_numbers_by_which_zero_3_counts_modules_are_no_sizes():
-    """Fifty of them in a row leave no prime; a layer with adapters on all its projections has as many modules."""
+    """If fifty numbers in a row counted as sizes, no prime would be left; a layer with adapters has about fifty modules."""
     module = layer()
     module.v_proj.adapters = nn.ModuleList(nn.Identity() for _ in range(50))
     for number, part in enumerate(module.modules(), 180):
@@ -253,7 +253,7 @@ def test_what_a_forward_looked_at_is_looked_at_again():
 
 
 def twin(module):
-    """Return another layer of its class, with the same config and parameters of its own."""
+    """Return a copy of the layer, with the same config object and with its own parameters."""
     return copy.deepcopy(module, {id(module.config): module.config})
 
 
@@ -294,7 +294,7 @@ def test_a_layer_unlike_one_that_was_read_is_read_by_itself(what):
     known, one = [], layer(*changes)
     reader = Reader("layers.0", one, known)
     change(other := twin(one))
-    with contextlib.suppress(Unknown):  # which is said of a layer that is read
+    with contextlib.suppress(Unknown):  # the reader may refuse the other layer, once it reads it
         assert known == [reader, Reader("layers.1", other, known)]
 
 
@@ -314,7 +314,7 @@ ROTARIES = {
     "ernie4_5": ("first_half_each_twice", False, True, "fp32"),
     "gpt_oss": ("half_twice", False, False, "promoted"),
 }
-# In older versions the first has llama's, and the second is not there.
+# In older versions of transformers, modernbert_decoder has the function of llama, and nanochat doesn't exist.
 NEWER_ROTARIES = {"modernbert_decoder": ("as_given", False, False, "fp32"), "nanochat": ("backwards", False, False, "promoted")}
 HEADS_FIRST = ("batch", 3, "seq", 16), ("batch", 2, "seq", 16), Table.COS, Table.SIN
 
@@ -330,7 +330,7 @@ def test_a_rotary_embedding_is_known_by_what_it_does(family, expected):
 
 
 def complex_in(exact):
-    """Rotate neighbours as complex numbers, computed in what ``exact`` makes of a tensor."""
+    """Return a function that rotates neighbours as complex numbers, in the dtype to which ``exact`` casts."""
 
     def turned(x, table):
         pairs = torch.view_as_complex(exact(x).reshape(*x.shape[:-1], -1, 2))
@@ -350,7 +350,7 @@ def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_pro
 
 
 def as_a_module(function):
-    """Return what the package kernels makes of a function."""
+    """Return the module with which the package ``kernels`` replaces a function."""
 
     class Func(nn.Module):
         def forward(self, *args, **kwargs):
@@ -415,7 +415,7 @@ def helper(x):
     return x
 
 
-OWN = {  # code of one's own, and what is said of it
+OWN = {  # a user's own code, and the message about it
     "a scripted function": (lambda: layer((Q_NORM, f"scripted({Q_NORM})")), "uses scripted"),
     "a function": (lambda: layer((Q_NORM, f"helper({Q_NORM})")), "uses helper"),
     "a method": (lambda: changed("scale", lambda self: 0.5), "uses scale"),
@@ -452,7 +452,7 @@ of_closure, of_cache, SCALE = around(0.5), functools.cache(of_function), 0.5
 class Shared:
     scale = 0.5
 """
-HIDDEN_STATES = {  # by which a layer may find its scale, and of which later calls would not know that they have changed
+HIDDEN_STATES = {  # hidden state from which a layer may take its scale; later calls could not notice a change of the state
     "a dict": ("SHARED['scale']", "uses SHARED"),
     "a module": ("contextlib.nullcontext(0.5).enter_result", "uses contextlib"),
     "ranks": ("2.0 if torch.distributed.is_initialized() else 0.5", "asks for distributed"),
@@ -473,7 +473,7 @@ HIDDEN_STATES = {  # by which a layer may find its scale, and of which later cal
 
 
 def by_hidden_state(what):
-    """Make a layer that computes its scale by something; what is said of it."""
+    """Return a layer that computes its scale from a hidden state, and the message about this state."""
     expression, message = HIDDEN_STATES[what]
     module = layer(("scaling=self.scaling", f"scaling={expression}"), ("def forward", f"{DEFINITIONS}\ndef forward"))
     module.function, module.called = type(module).forward.__globals__["of_function"], "scale"
@@ -504,7 +504,7 @@ def test_a_registry_of_ones_own_is_not_taken_for_transformers(monkeypatch):
 
 
 def test_a_parameter_that_is_one_is_no_constant_one():
-    """Expect a change: the parameter learns, and a chain without the factor would never give it a gradient."""
+    """A parameter that is 1 must count as a change: if its factor were left out, it would get no gradient."""
     assert attention.has_changed(types.SimpleNamespace(scale=nn.Parameter(torch.ones(()))), ("scale",), 1.0)
     assert not attention.has_changed(types.SimpleNamespace(scale=1.0), ("scale",), 1.0)
 

@@ -1,4 +1,4 @@
-"""A forward that takes the place of a module's own, and somebody's wrapper around it."""
+"""Tests `rebind`, which replaces a module's forward, also if another library wraps the new forward."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ class Doubling(nn.Module):
 
 
 def test_a_wrapper_around_our_forward_stays_when_ours_goes():
-    """As Accelerate's hooks, which copy all attributes of what they wrap."""
+    """Accelerate's hooks are such wrappers; they copy all attributes of the wrapped forward."""
     module, calls = Doubling(), []
     undo = rebind(module, lambda own, x: 10 * x)
     assert is_ours(module) and is_ours(copy.deepcopy(module)) and module(1) == 10

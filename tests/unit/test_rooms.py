@@ -1,6 +1,6 @@
-"""Rooms of the package: imports point downwards only, in no circle, and no framework is known outside integrations.
+"""Tests imports between the rooms (folders and files) of the package: only to lower rooms, and without circles.
 
-That no test imports another one, nor loads code by its path, ruff says (pyproject.toml).
+Only integrations may import frameworks. Ruff checks that no test imports another test or loads code by its path (pyproject.toml).
 """
 
 import ast
@@ -49,7 +49,10 @@ def package_of(path):
 
 
 def imports(path, source=None):
-    """Return the modules of the package that a file imports, wherever in it, as far as they exist; and top-level names of others."""
+    """Return the modules of the package that a file imports, and the top-level names of other imported modules.
+
+    Includes imports inside of functions.
+    """
     inside, outside = set(), set()
     for node in ast.walk(ast.parse(source or path.read_text())):
         if isinstance(node, ast.Import):
@@ -70,7 +73,7 @@ FILES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def room(module):
-    """Return the innermost room of `LEVELS` that a module is in, or its top folder."""
+    """Return the innermost room of `LEVELS` that contains the module, else the module's top folder."""
     parts = module.split(".")
     inwards = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     return next((name for name in inwards if name in LEVEL), parts[0])
@@ -81,7 +84,7 @@ def upwards(module, inside):
 
 
 def circle(graph):
-    """Return the modules of a circle, in its order; empty if there is none."""
+    """Return the modules of an import circle, in its order; empty if there is no circle."""
     done, path = set(), []
 
     def visit(module):
@@ -123,7 +126,7 @@ def test_the_schedule_needs_no_torch():
 
 
 def loaded_by(*code):
-    """Run code in a new process; return the modules that it loads, and what it prints."""
+    """Run code in a new process; return the modules that the code loads, and the lines that it prints."""
     lines = "\n".join(["import sys", "before = set(sys.modules)", *code, "print(*sorted(set(sys.modules) - before))"])
     found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=True)
     *printed, new = found.stdout.splitlines()

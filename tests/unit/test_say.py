@@ -1,4 +1,4 @@
-"""Messages go through a logger of our own, on rank 0, which prints them; and nothing else prints but the commands."""
+"""Tests messages: the package's logger prints them, on rank 0; only commands print without the logger."""
 
 import ast
 import io
@@ -38,7 +38,7 @@ def test_a_message_names_the_place_it_is_from(saying):
 
 
 def records(act):
-    """Return what the logger passes on while ``act`` runs, at the level that it has by default."""
+    """Return the records that the logger passes to its handlers while ``act`` runs, at its default level."""
     found, handler = [], logging.Handler()
     handler.emit = found.append
     with mock.patch.object(LOGGER, "handlers", [handler]):
@@ -75,7 +75,7 @@ def test_information_is_seen_on_rank_0_under_its_own_name(rank, names, monkeypat
 
 
 def calls_of(source):
-    """Return the names of what a file calls to say something by itself."""
+    """Return the names of functions that a file calls to print or warn without the logger."""
     calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return {ast.unparse(function) for function in calls} & {"print", "warnings.warn", "warn", "log_dist"}
 

@@ -1,4 +1,4 @@
-"""The schedule as a value: what is refused, what is drawn, and one more of them that a real layer runs by."""
+"""Tests schedules as values: valid schedules, refusals, drawings, and simulated times."""
 
 import re
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_every_number_of_groups_and_kv_heads_makes_a_schedule_that_holds(kinds, 
 
 
 def refuses_a_step_missing_or_twice(made, kinds, data, check=check):
-    """Assert it of either program."""
+    """Assert that ``check`` raises if a step of forward or backward is missing or occurs twice."""
     which = data.draw(st.sampled_from(["forward", "backward"]))
     program = getattr(made, which)
     at = data.draw(st.integers(0, len(program) - 1))
@@ -59,7 +59,7 @@ def moved(program, step, before):
     return tuple(left)
 
 
-# What is moved in front of what, in a schedule of two groups, and what is said.
+# Changes of a schedule with two groups: (program, the moved step, the step before which it is moved, words of the error).
 REFUSED = {
     "started before it is made": ("forward", "start v 0", "project v 0", "start v 0 comes before project v 0"),
     "finished before it is started": ("forward", "finish q 0", "start q 0", "finish q 0 comes before start q 0"),
@@ -112,10 +112,11 @@ def test_a_schedule_for_other_groups_than_the_layer_has_is_refused(kinds, others
             check(by_head_groups(others), kinds)
 
 
-# By a window of groups.
+# Schedules with a window of groups.
 
 windows = st.integers(1, 5)
-GEOMETRIES = [  # where no rank needs a new KV head for a group, where groups share one, where ranks have unequally many, and none of it
+# Geometries with groups that need no new KV head, groups that share a KV head, ranks with unequal numbers of heads; and plain ones.
+GEOMETRIES = [
     Geometry(size, 0, (2,) * size, 1, heads, kv_heads, groups)
     for size, heads, kv_heads in (
         (2, 8, 8),
@@ -141,7 +142,7 @@ def test_every_window_of_every_geometry_makes_a_schedule_that_holds(geometry, mo
     alone = check_window(without_o(made), *what)
     assert alone.forward == made.forward
     assert [step._replace(beside=()) for step in made.backward] == list(alone.backward)
-    # the same products in both, and those of the schedule that holds all groups
+    # The products are those of the schedule without a window.
     every, whole = set(made.backward), set(by_head_groups(geometry.kinds).backward)
     assert {step for step in every if step.op in (Op.DGRAD, Op.WGRAD)} == {
         step for step in whole if step.op in (Op.DGRAD, Op.WGRAD)
@@ -163,7 +164,7 @@ def test_a_windowed_schedule_with_a_step_missing_or_twice_is_refused(geometry, m
     refuses_a_step_missing_or_twice(by_window(geometry.kinds, last, most), geometry.kinds, data, checked)
 
 
-# Of four groups in twos, of which the first two share KV heads.
+# The same for four groups with a window of two; the first two groups share KV heads.
 REFUSED_OF_A_WINDOW = {
     "more groups held than the window": ("forward", "project q 2", "attend o 0", "project q 2 while 2 groups are held; the window is 2"),
     "more groups held again": ("backward", "project q 1", "attend do 3", "project q 1 while 2 groups are held; the window is 2"),
@@ -190,7 +191,7 @@ def starts_in_forward(window):
 
 
 def test_q_k_and_v_travel_one_by_one_where_no_attention_hides_them():
-    """Those of the first group; and of every group if one is live at a time."""
+    """This applies to the first group, and to every group if the window is one."""
     first = [("q", 0), ("k", 0), ("v", 0)]
     assert starts_in_forward(1) == [*first, ("q", 1), ("k", 1), ("v", 1), ("q", 2), ("k", 2), ("v", 2)]
     assert starts_in_forward(2) == starts_in_forward(3) == [*first, ("qkv", 1), ("qkv", 2)]
@@ -222,8 +223,10 @@ def test_a_window_of_one_holds_one_send_buffer_in_backward_but_for_dq_dk_and_dv(
 
 @given(geometry=st.sampled_from(GEOMETRIES), most=st.integers(2, 5), products_last=st.booleans())
 def test_a_wider_window_computes_something_under_every_exchange_but_the_first_and_the_last(geometry, most, products_last):
-    """In backward attention or a product lies between start and finish of all of them but those of the group that is begun with, and
-    o beside do of the one that is ended with."""
+    """Attention or a product must lie between start and finish of each other exchange.
+
+    In backward, the exceptions are exchanges of the first group that backward computes, and o with do of the last group.
+    """
     made = by_window(geometry.kinds, geometry.last_use, most, products_last=products_last)
     for program, ends in ((made.forward, (made.groups - 1,)), (made.backward, (made.groups - 1, 0))):
         begun: dict = {}
@@ -241,7 +244,7 @@ def test_a_wider_window_computes_something_under_every_exchange_but_the_first_an
 
 
 def drawings(groups):
-    """Draw both, as they stand in a text."""
+    """Draw forward and backward, indented as in the docs."""
     made = by_head_groups(("qkv",) * groups)
     return [re.sub("^", "    ", draw(made, program), flags=re.M) for program in (made.forward, made.backward)]
 
@@ -253,7 +256,7 @@ def test_what_is_drawn_in_docstring_and_readme_is_printed_from_the_schedule():
 
 
 def pieces(drawing, columns=112):
-    """Yield the rows of a drawing, cut where both have a blank, so that no piece is wider."""
+    """Yield pieces of a drawing with at most ``columns`` columns; cut where both rows have a blank."""
     names, rows = zip(*(row.split(" | ") for row in drawing.splitlines()))
     rows = [row.ljust(max(map(len, rows))) for row in rows]
     while any(rows):
@@ -273,6 +276,6 @@ def test_one_exchange_at_a_time_is_on_the_wire_and_waits_are_what_is_exposed():
     made = by_head_groups(("qkv", "qkv"))
     played = simulate(made, made.forward, lambda step: 10 if step.on_wire else 1)
     assert [bar.begin for bar in played.wire] == [1, 11, 21, 31, 41, 51]
-    # Behind Wv1, at 6, it waits for q0 k0 v0 until 31, attends until 32, waits for qkv1 until 41, and for o0, o1 until 51 and 61.
+    # After Wv1, at 6, compute waits for q0 k0 v0 until 31, for qkv1 from 32 to 41, for o0 until 51, and for o1 until 61.
     assert played.exposed_ms == {"q0": 5, "k0": 10, "v0": 10, "qkv1": 9, "o0": 9, "o1": 9}
     assert played.step_ms == 62

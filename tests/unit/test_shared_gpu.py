@@ -1,4 +1,4 @@
-"""Ranks that share one GPU, with scripts in place of CUDA's daemon and of training; and what of a GPU's profile is a kernel."""
+"""Tests ranks that share one GPU, with scripts in place of CUDA's daemon and of training; and the kernels in a GPU's profile."""
 
 import contextlib
 import json
@@ -65,7 +65,7 @@ def test_mps_is_started_for_the_ranks_and_ended_after_them(status, says, script,
     assert launcher.main() == 0
     printed = capfd.readouterr().out.splitlines()
     assert printed[0].startswith(f"2 ranks share one GPU, {says}") and printed[0].endswith("over NCCL 2.30.7")
-    assert printed[1] == "0 2 0 2 1"  # NCCL is asked to share
+    assert printed[1] == "0 2 0 2 1"  # the environment tells NCCL to share the GPU
     expected = {0: ["-d in /", " in /", "quit -t 5"], 1: ["-d in /"], None: []}[status]
     lines = said.read_text().splitlines() if status is not None else []
     assert len(lines) == len(expected) and all(line.startswith(words) for line, words in zip(lines, expected))

@@ -1,4 +1,4 @@
-"""Products that read or write slices of a matrix in place give what products with a copy of the slices give."""
+"""Tests matrix products that read or write slices of a matrix in place, against products with a copy of the slices."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sp_overlap.attention.runtime.slices import _runs, cut_ranges, mm_of_slices, mm_to_slices
 
-PARTS = {  # of 24 columns
+PARTS = {  # slices of 24 columns
     "one slice": ((4, 10),),
     "evenly spaced": ((2, 4), (8, 10), (14, 16), (20, 22)),
     "slices that touch": ((0, 2), (2, 4), (12, 16)),
@@ -19,7 +19,7 @@ PARTS = {  # of 24 columns
     "nothing": (),
 }
 OVERLAPPING = {"twice": ((4, 8), (4, 8)), "three times": ((4, 8), (4, 8), (4, 8)), "half of it twice": ((0, 8), (4, 12), (8, 16))}
-# A slice's product adds in the same order as the whole, but for fp32 and less in another blocking.
+# In fp64, the product of a slice adds in the same order as the whole; in other dtypes, its blocks may differ.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
@@ -47,7 +47,7 @@ def test_a_product_of_slices_is_that_of_their_copy(part, bias, transposed, dtype
 
 
 def added(a, b, part, onto):
-    """Return ``onto`` with the product of ``a`` and the columns of ``b`` added at the slices, one after another."""
+    """Return ``onto`` with ``a @ b`` added at the slices of ``part``; each slice gets the next columns of the product."""
     place = 0
     for start, stop in part:
         onto[:, start:stop] += a @ b[:, place : place + stop - start]
@@ -85,7 +85,7 @@ def test_slices_of_one_size_that_are_evenly_spaced_are_one_product(part, product
 @pytest.mark.parametrize("part", OVERLAPPING)
 def test_slices_that_overlap_are_added_up_one_product_after_the_other(part):
     part = OVERLAPPING[part]
-    assert all(run.slices == 1 for run, _ in _runs(part))  # a batched product that writes a number twice races
+    assert all(run.slices == 1 for run, _ in _runs(part))  # a batched product that writes an element twice would race
     a, b = random(5, 7, dtype=torch.float64), random(7, sum(e - s for s, e in part), dtype=torch.float64)
     whole = torch.zeros(5, 24).double()
     mm_to_slices(a, b, whole, part, add=True)
@@ -106,7 +106,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_cpu_makes_no_batched_products_of_half_precision(dtype, autocast):
-    """For which it has no kernel that writes to views: one took 180 s."""
+    """CPUs have no such kernel that writes to views: one product took 180 s."""
     part, whole = PARTS["evenly spaced"], random(7, 24, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Operations() as seen:
         mm_of_slices(random(5, 7, dtype=dtype), whole, part)

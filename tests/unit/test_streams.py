@@ -1,4 +1,4 @@
-"""The order of the streams of exchanges, on a stand-in for an accelerator's interface that writes down what it is asked."""
+"""Tests the order of streams in exchanges, with a stand-in for an accelerator that logs which stream waits for which."""
 
 import contextlib
 import gc
@@ -41,7 +41,7 @@ class LoggingTransport(OneRank):
 
 @contextlib.contextmanager
 def logging_backend():
-    """Yield a stand-in in whose log copies are, too."""
+    """Yield a stand-in whose log also contains packs and unpacks."""
     backend = Backend()
 
     def logged(name):
@@ -62,7 +62,7 @@ def backend():
 
 
 def q_exchange(backend):
-    """Make an exchange that packs and unpacks, as between two ranks; on one, the wire of which arrives as it left."""
+    """Make an exchange that packs and unpacks as between two ranks; on one rank, so the received bytes are the sent bytes."""
     sp_group = SPGroup(None, LoggingTransport(backend))
     on_streams(sp_group, backend)
     parts = [(((0, 2), (0, 3), half, (0, 8)),) for half in ((0, 2), (2, 4))]
@@ -96,7 +96,7 @@ def test_the_transfer_runs_on_a_stream_of_its_own_between_pack_and_unpack(backen
 
 
 def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
-    """Guard: `SideStream.end`. It waits for the gate, where no transfer is: not for those that are under way."""
+    """Guards `SideStream.end`: compute waits for the gate stream, which has no transfers, so not for transfers under way."""
     q, k = q_exchange(backend), q_exchange(backend)
     k.sp_group = q.sp_group
     q.start(torch.randn(2, 3, 4, 8))
@@ -108,7 +108,7 @@ def test_what_is_computed_after_a_launch_is_queued_behind_it(backend):
 
 
 def test_all_layers_share_one_set_of_streams(backend):
-    """Guard: `streams._streams`; torch hands out 32, and begins again."""
+    """Guards `streams._streams`: torch has only 32 streams, and would give the same stream to different layers."""
     sides = [q_exchange(backend).sp_group.streams(torch.device("cpu")) for _ in range(3)]
     assert [stream.name for stream in backend.streams] == ["transfer", "gate", "relay"]
     assert {side.transfer for side in sides} == {backend.streams[0]} and {side.gate for side in sides} == {backend.streams[1]}
@@ -123,7 +123,7 @@ def test_a_stream_that_the_user_gives_carries_the_transfers(backend):
 
 
 def test_events_are_recorded_again(backend):
-    """Guard: `SideStream.begin`. An exchange uses one, three times."""
+    """Guards `SideStream.begin`: an exchange records the same event three times, and the next exchange uses it again."""
     q = q_exchange(backend)
     for _ in range(5):
         q.finish(q.start(torch.randn(2, 3, 4, 8)))
@@ -149,7 +149,7 @@ def test_doctor_and_report_say_where_all_streams_share_a_queue(monkeypatch, valu
 
 
 class Ticking(OneRank):
-    """Remembers on which stream, and when there, it was asked to move something."""
+    """A transport that notes (stream, time) of each launch; with ``error``, a launch raises this error."""
 
     def __init__(self, backend, error=None):
         self.backend, self.error, self.moved = backend, error, []
@@ -163,7 +163,7 @@ class Ticking(OneRank):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transfer(backend, error):
-    """Guard: `InFlight` makes its mark whatever is raised."""
+    """Guards `InFlight`: it records the end of its transfer even if the launch raises."""
     q = q_exchange(backend)
     q.sp_group.transport = Ticking(backend, error)
     with pytest.raises(error):
@@ -173,7 +173,7 @@ def test_memory_returns_in_order_where_a_launch_is_interrupted_behind_its_transf
 
 
 def test_an_exchange_is_waited_for_without_those_that_were_started_after_it(backend):
-    """Guard: `SideStream.end`; waiting for the whole side stream would leave nothing for head groups to hide."""
+    """Guards `SideStream.end`: if attention waited for the whole side stream, head groups could not hide exchanges."""
     compute_waits = []
     sp_group = SPGroup(None, LoggingTransport(backend))
     on_streams(sp_group, backend)

@@ -1,4 +1,4 @@
-"""A norm or an MLP that runs in tiles computes what it computes whole, forward and backward, and runs no more often than it must."""
+"""Compares norms and MLPs that run in tiles with the same modules run whole, forward and backward; counts the runs."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ SHAPE = (2, 11, M)  # the last tile is not full
 
 
 class MLP(LlamaMLP):
-    """``ran`` counts the tokens that it ran for."""
+    """An MLP; ``ran[0]`` counts the tokens that its forward got."""
 
     def __init__(self, bias=False):
         super().__init__(LlamaConfig(hidden_size=M, intermediate_size=INNER, num_attention_heads=2, mlp_bias=bias))
@@ -92,7 +92,7 @@ def check(module, tiled, x, dy, tolerance=1e-12, **more):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_tiles_compute_what_the_whole_computes(name):
-    # Some norms compute in fp32, whatever they are given.
+    # Some norms compute in fp32, even for fp64 inputs.
     check(*pair(MODULES[name]), *inputs(), tolerance=1e-6 if name == "norm without weights" else 1e-12)
 
 
@@ -121,10 +121,10 @@ def test_weights_may_be_frozen_all_or_in_part():
         check(module, tiled, *inputs())
 
 
-# Of its linear layers, which are not torch's, each tile rounds the gradient.
+# Without gpt2: its linear layers are not torch's, and each tile rounds their gradients.
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"gpt2"}))
 def test_bf16_is_as_near_to_fp64(name):
-    """Gradients of weights that 80 tiles round are further from the exact ones than the whole's, in most of five draws."""
+    """If each of 80 tiles rounded the gradients of weights, they would be worse than those of the whole in most of five draws."""
     (exact, _), (module, tiled) = pair(MODULES[name]), pair(MODULES[name], torch.bfloat16)
     exact.load_state_dict(module.state_dict())
     for seed in range(5):
@@ -135,7 +135,7 @@ def test_bf16_is_as_near_to_fp64(name):
             found = step(each, x.clone().requires_grad_(), dy)
             far.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exactly) if b is not None])
         for whole, tiles in zip(*far):
-            assert tiles <= 1.01 * whole  # sums in another order round to another number here and there
+            assert tiles <= 1.01 * whole  # sums in another order round some elements differently
 
 
 @pytest.mark.parametrize("name", ["rms norm", "layer norm", "gated with biases"])
@@ -149,7 +149,7 @@ def test_autocast_over_fp32_weights(name):
     x, dy = inputs(torch.float32)
     assert step(tiled, x, dy, run)[0].dtype == step(module, x, dy, run)[0].dtype
     check(module, tiled, x, dy, tolerance=1e-2, run=run)  # a bf16 has 8 bits
-    # What autocast stores of a weight in the tiles is not used behind them.
+    # Autocast caches casts of weights. A cast that was made in the tiles, without a graph, must not be used after them.
     with torch.autocast("cpu", torch.bfloat16):
         tiled(x)
         weight = next(tiled.parameters())
@@ -216,7 +216,7 @@ def test_second_derivatives_are_refused():
 
 
 class Layer(nn.Module):
-    """Has an MLP at the end, or in front of a norm."""
+    """A layer that ends with an MLP, or with an MLP and a norm."""
 
     def __init__(self, mlp, norm=None):
         super().__init__()
@@ -263,7 +263,7 @@ def test_saved_tensors_go_to_the_host():
 
 
 def test_temporaries_of_one_tile_at_a_time():
-    """X of an RMSNorm in bf16: its input, its output and dy, dx, and what a tile adds."""
+    """Measures the peak memory of an RMSNorm in bf16, in sizes of its input; in tiles, little more than output and dx is needed."""
 
     def peak(module, tokens):
         x, dy = torch.randn(1, tokens, M, dtype=torch.bfloat16, requires_grad=True), torch.randn(1, tokens, M, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Norms and MLPs, tried out with random weights: functions of one token at a time, or not known, and never mistaken."""
+"""Tests the probe of norms and MLPs with random weights: it must find out whether each token is computed alone, or refuse."""
 
 import types
 
@@ -23,7 +23,7 @@ def forward(self, x):
 
 
 def mlp(*changes):
-    """Make one as of transformers, with ``changes`` of its forward; its weights have no memory."""
+    """Make an MLP like those of transformers, with ``changes`` of its forward; its weights are on the meta device."""
     forward = compiled(FORWARD, changes, {**globals(), "__name__": MADE_UP})
     with torch.device("meta"):
         return type("MLP", (LlamaMLP,), {"forward": forward, "__module__": MADE_UP})(CONFIG)
@@ -94,7 +94,7 @@ class Adapted(nn.Linear):
 
 
 class Quantised(nn.Parameter):
-    """Is a weight that some library multiplies in its own way."""
+    """A weight of a library that multiplies it in its own way."""
 
 
 def quantised():
@@ -204,7 +204,7 @@ def test_a_function_of_somebody_else_in_a_forward_is_not_run(own, monkeypatch):
 
 
 def test_a_norm_of_ones_own_is_not_known():
-    """It goes by a length beyond those that are tried."""
+    """Its results depend on a sequence length above the lengths that the probe tries."""
 
     class Norm(LlamaRMSNorm):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler tells: traces by hand, whose numbers are known."""
+"""Tests the reader of torch.profiler's traces, with traces written by hand."""
 
 import csv
 import gzip
@@ -15,7 +15,7 @@ COMPUTE, TRANSFER, OF_NCCL = 7, 20, 24  # streams
 
 
 def event(category, name, begin, end, thread=HOST, **args):
-    """Make an event of a trace; times in ms."""
+    """Make an event of a trace; ``begin`` and ``end`` are in ms."""
     return dict(ph="X", cat=category, name=name, pid=1, tid=thread, ts=begin * 1e3, dur=(end - begin) * 1e3, args=args)
 
 
@@ -27,7 +27,7 @@ def written(path, events, rank=0):
 
 
 def on_gpu():
-    """Write an H100's trace in small: a step with one exchange, under a product, and another one's under nothing.
+    """Return a small trace as of an H100: one step with two exchanges, q0 and dq0.
 
     compute    | Wk 10..30                 | unpack 50..53 | attention 60..70 |
     NCCL              | q0 20........50 |                       | dq0 65 ....... 80 |
@@ -42,25 +42,25 @@ def on_gpu():
         event("cuda_driver", "cuLaunchKernelEx", 7.5, 8, correlation=14),
         event("cuda_runtime", "cudaLaunchKernel", 10, 11, correlation=15),
         event("user_annotation", "layers.3 dq0 start", 12, 14, thread=BACKWARD),
-        event("cuda_runtime", "cudaLaunchKernel", 12.5, 13, correlation=17),  # of another thread
+        event("cuda_runtime", "cudaLaunchKernel", 12.5, 13, correlation=17),  # on another thread, so no part of the exchange
         event("cuda_runtime", "cudaLaunchKernelExC", 13, 13.5, thread=BACKWARD, correlation=16),
         event("user_annotation", "layers.3 dq0 finish", 15, 16, thread=BACKWARD),
-        event("user_annotation", "layers.3 dk0 start", 17, 18, thread=BACKWARD),  # finished by nobody
+        event("user_annotation", "layers.3 dk0 start", 17, 18, thread=BACKWARD),  # an exchange without a finish
         event("kernel", "gemm", 10, 30, stream=COMPUTE, correlation=13),
         event("kernel", "ncclDevKernel_SendRecv", 20, 50, stream=OF_NCCL, correlation=11),
         event("kernel", "unpack", 50, 53, stream=COMPUTE, correlation=14),
         event("kernel", "attention", 60, 70, stream=COMPUTE, correlation=15),
         event("kernel", "ncclDevKernel_SendRecv", 65, 80, stream=OF_NCCL, correlation=16),
-        event("kernel", "ncclDevKernel_ReduceScatter", 66, 90, stream=TRANSFER, correlation=17),  # of ZeRO: computes nothing
-        # Ranges turn up on the device as well, as long as all that is in them.
+        event("kernel", "ncclDevKernel_ReduceScatter", 66, 90, stream=TRANSFER, correlation=17),  # of ZeRO: not compute
+        # The profiler also lists ranges on the device, from the first to the last kernel in the range.
         event("gpu_user_annotation", "layers.3 q0 start", 20, 50, stream=OF_NCCL),
         event("gpu_user_annotation", "layers.3 Wk0", 10, 100, stream=COMPUTE),
     ]
-    return events[::-1]  # a trace is in no order
+    return events[::-1]  # the events of a trace have no fixed order
 
 
 def on_host():
-    """Write a CPU's: the threads of gloo take up two exchanges at a time, between them one of somebody else's."""
+    """Return a trace as of a CPU: two threads of gloo run the exchanges q and k, and one all-to-all of other code."""
     return [
         event("user_annotation", "ProfilerStep#0", 0, 15),
         event("user_annotation", "layers.0.attn q start", 1, 2),
@@ -112,7 +112,7 @@ def test_the_command_draws_the_traces_of_a_folder_and_prints_a_step(tmp_path, ca
         (rank, step, "layers.0.attn", what) for rank in (0, 1) for step, what in ((0, "q"), (0, "k"), (1, "q"))
     ]  # fmt: skip
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # Of two steps: one k and two q.
+    # Means over two steps: two exchanges of q in all, and one of k.
     for row in ("q 1 2.15 2.25", "k 0.5 2.25 0.38", "all 1.5 4.40 2.62"):
         assert row.split() in printed
     assert (tmp_path / "timeline.png").read_bytes()[1:4] == b"PNG"

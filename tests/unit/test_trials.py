@@ -1,4 +1,4 @@
-"""What is tried out is seen by no mode; hooks and random numbers are those of `frameworks/test_unobserved.py`."""
+"""Tests that a user's modes don't see trials; `frameworks/test_unobserved.py` tests hooks and random numbers."""
 
 import weakref
 
@@ -52,7 +52,7 @@ def test_the_default_device_and_the_mode_of_gradients_stay():
 
 
 def test_a_trial_keeps_nothing_alive():
-    """Its backward may leave out nodes, and one that saved its own output must not hold itself."""
+    """A backward to some inputs does not run all nodes. A node that saved its own output must not keep itself alive."""
     weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
     with unobserved(CPU, backward=True):
         torch.autograd.grad((weight.exp() * x).sum(), [x])

@@ -1,4 +1,4 @@
-"""The verdict of the convergence benchmark can fail, on every quantity and in every step."""
+"""Tests the verdict of the convergence benchmark: it must be able to fail, by every quantity and in every step."""
 
 import time
 
@@ -37,7 +37,7 @@ def test_one_step_of_one_quantity_outside_the_bound_fails(column, what, step):
 
 def test_early_difference_is_held_against_early_noise():
     curve = STOCK.copy()
-    curve[0] *= 1 + GROWING[-1]  # no more than the noise of the last step
+    curve[0] *= 1 + GROWING[-1]  # within the noise of the last step, but not within that of the first
     assert verdict_on(curve).failed
 
 

@@ -1,4 +1,4 @@
-"""Forwards that nearly are known ones: driven and right, left to themselves, or refused by name; none is wrong in silence."""
+"""Tests forwards that differ little from known forwards: each must be overlapped with right results, left as it is, or refused."""
 
 import functools
 from unittest import mock

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class _Section(BaseModel):
-    """A section of the config; raises an error for unknown keys."""
+    """Validates a section of the config; raises an error for unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -67,7 +67,7 @@ class TimelineConfig(_Section):
 
 
 class SpOverlapConfig(_Section):
-    """The keys of ``sp_overlap``.
+    """Holds the keys of ``sp_overlap``.
 
     Each switch works independently of the others, so that its gain can be measured by itself. Every
     key accepts null or "auto" for its default.
@@ -83,9 +83,9 @@ class SpOverlapConfig(_Section):
         kv_once_per_node: Whether k and v travel over the network once to each node, and inside the
             node from rank to rank. For nodes in which several ranks need the same KV heads.
         window: W, the largest number of head groups in memory at a time. null: all groups. A window
-            saves memory, since backward recomputes q, k and v. It changes the defaults of other
-            keys: ``head_groups`` is the largest G, ``tiles`` is "auto", and ``checkpointing`` saves
-            attention over every checkpoint that allows it.
+            saves memory, since backward recomputes q, k and v. A window also changes the defaults
+            of other keys: ``head_groups`` is the largest G, ``tiles`` is "auto", and
+            ``checkpointing`` saves attention over every checkpoint that allows it.
         checkpointing: Under activation checkpointing, "recompute" recomputes attention with the
             rest of the layer. "keep" saves o and the log-sum-exp, so that the recomputed forward
             runs neither attention nor its exchanges. "offload" saves o and the log-sum-exp in host

@@ -30,7 +30,7 @@ def rotate(
         rotated = rotate(x[..., :width], cos, sin, neighbours=neighbours, back=back)
         return torch.cat((rotated, x[..., width:]), dim=-1)
     if back:
-        # The transpose of the quarter turn is the quarter turn back.
+        # The transpose of the quarter turn is the opposite quarter turn.
         return x * cos - _quarter(x * sin, neighbours)
     return x * cos + _quarter(x, neighbours) * sin
 
@@ -75,7 +75,7 @@ def check_tables(tables: tuple[Tensor, Tensor], head_dim: int, partial: bool) ->
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a layer; each call of the layer gets ``position_embeddings``.
+    """Rotates q and k of a layer by the ``position_embeddings`` of each call.
 
     Attributes:
         tables: A function that turns ``position_embeddings`` into (cos, sin), or into None if the

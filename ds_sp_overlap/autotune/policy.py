@@ -202,7 +202,7 @@ class Policy:
         self._look()
         # A default G of 1: the call allows no more groups, for instance with arguments per head.
         most = geometry.max_groups if geometry.groups > 1 else 1
-        # Replicas get no "off": some batches don't allow "off", and replicas have other batches.
+        # Replicas get no "off": some batches don't allow "off", and replicas differ in batches.
         candidates = candidates_for(most, off and not self.replicas, least)  # guard: no stock
         # With replicas, return a trial even if there is no choice: its calls must be followed,
         # since the other ranks wait for this rank's steps.
@@ -229,7 +229,7 @@ class Policy:
         """Note that an optimizer of this process has stepped.
 
         Only the first optimizer step after a layer's backward has an effect. This method then marks
-        this rank as stepped, for the comparison in `_look`, and posts its report for the replicas.
+        this rank as stepped, for the comparison in `_look`, and posts the rank's report (`Board`).
         """
         if self._back_since and not self._stepped:
             self._stepped = True
@@ -251,8 +251,8 @@ class Policy:
     def _look(self) -> None:
         """Advance to the next step if the optimizer of every rank of the sp group has stepped.
 
-        Each call of a layer calls this method, by `trial`. Collective in the first call after a
-        backward; further calls do nothing.
+        `trial` calls this method, and so does each call of a layer. Collective in the first call
+        after a backward; further calls do nothing.
 
         Raises:
             RuntimeError: on all ranks of the sp group, if their trials differ.

@@ -183,7 +183,7 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     sp_group = SPGroup(group, config.transport, module.sp_stream, **config.of_sp_group)
     is_ours_too = isinstance(module, drop_in.DistributedAttention)
     attend = ProjectedAttention(LayerRuntime(sp_group, config, name, overlap.policy))
-    # DeepSpeed's class takes all ranks if it has no group; our sp group may have fewer ranks.
+    # Without a group, DeepSpeed's class takes all ranks; our sp group may have fewer ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions of all outputs so far.
     output_dims: set[int] = set()

@@ -25,7 +25,7 @@ from .rebinding import Undo
 
 @dataclass
 class FoundLayer:
-    """An attention layer of a model.
+    """Describes an attention layer of a model.
 
     Attributes:
         name: The layer's qualified name in the model.
@@ -34,7 +34,8 @@ class FoundLayer:
             are only for reports and errors: ``bind`` decides whether the layer is overlapped.
         lacks: The reason why no more is overlapped; empty if everything is overlapped.
         bind: Rebinds the layer's forward and returns the function that undoes the rebinding.
-            `enable` calls it once all ranks have agreed. None if the layer can't be overlapped.
+            `enable` calls ``bind`` after all ranks have agreed. None if the layer can't be
+            overlapped.
         inside: Submodules that must not be overlapped as separate layers, such as the
             ``dist_attn`` of a layer whose whole forward is replaced.
     """
@@ -64,7 +65,7 @@ Binds = dict[nn.Module, Callable[[], Undo]]
 
 
 class OverlapSettings(NamedTuple):
-    """The settings that all layers of a model share.
+    """Holds the settings that all layers of a model share.
 
     Attributes:
         sp_group: The sp group with its transport.

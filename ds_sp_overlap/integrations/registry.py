@@ -45,12 +45,12 @@ from .transformers import layers as transformers
 
 @dataclass
 class Report:
-    """The attention layers that `enable` found, each with its overlapped parts.
+    """Holds the attention layers that `enable` found, each with its overlapped parts.
 
     Attributes:
         layers: The attention layers.
         sp_size: The size of the sp group.
-        tiles: Lines about the norms and MLPs that run in tiles, and about the others.
+        tiles: Lines about the norms and MLPs that run in tiles, and about those that run whole.
         note: Why there are no layers; empty if there are layers.
     """
 
@@ -276,11 +276,11 @@ def _undo_and_close(undo: Undo, closing: contextlib.ExitStack, module: nn.Module
 def disable(model: nn.Module, *, stock_too: bool = False) -> None:
     """Restore the forward of every overlapped layer of ``model``.
 
-    Not collective. Call this on every rank of the sp group, since a rank that still exchanges would
-    wait for the others. Call it after backward: a layer that an activation checkpoint recomputes
-    later would attend to each rank's tokens only. If another overlapped transformers model shares
-    layers with this model, the next forward of the other model raises an error, unless DeepSpeed's
-    own Ulysses exchanges for these layers.
+    Not collective. Call this function on every rank of the sp group, since a rank that still
+    exchanges would wait for the others. Call it after backward: a layer that an activation
+    checkpoint recomputes later would attend only to this rank's tokens. If another overlapped
+    transformers model shares layers with this model, the next forward of the other model raises an
+    error, unless DeepSpeed's own Ulysses exchanges for these layers.
 
     Args:
         model: The model that was given to `enable`, or a copy of it.

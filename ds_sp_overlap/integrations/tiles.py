@@ -34,7 +34,7 @@ _MLP = 3
 def find_tiles(
     model: nn.Module, layers: Sequence[FoundLayer], tokens: Literal["auto"] | int, binds: Binds
 ) -> str:
-    """Find norms and MLPs that can run in tiles, beside layers and beside the parents of layers.
+    """Find norms and MLPs that can run in tiles: siblings of attention layers or of their parents.
 
     Args:
         model: The model.
@@ -121,7 +121,7 @@ def _token_size(module: nn.Module) -> int:
 
 
 class _TiledModule:
-    """A norm or an MLP that runs in tiles.
+    """Runs a norm or an MLP in tiles.
 
     Args:
         name: The name of the module in the model.
@@ -152,8 +152,8 @@ class _TiledModule:
     def tokens_for(self, x: Tensor) -> int:
         """Return the most tokens in a tile of ``x``.
 
-        "auto": as many as keep a tile's temporaries below half the size of ``x``. The number may
-        differ between ranks, since tiles don't communicate.
+        For "auto", the number keeps a tile's temporaries below half the size of ``x``. The number
+        may differ between ranks, since tiles don't communicate.
         """
         if self.tokens != "auto":
             return self.tokens

@@ -81,7 +81,7 @@ _LEAF = 2**64 - 1
 
 
 def _last_nodes(y: Tensor, first: int) -> list[Any]:
-    """Return the nodes of a forward after which backward runs no other node of the forward.
+    """Return the nodes where the backward of a forward ends: no node behind belongs to the forward.
 
     Args:
         y: The output of the forward, where backward begins.

@@ -31,8 +31,8 @@ NAME = "_kernels.so"
 # The folder of the library.
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH = Path(torch.__file__).parent
-# The flags for nvcc and for the C++ compiler. With this macro, torch's headers declare only the
-# functions that torch `ABI` has.
+# The flags for nvcc and for the C++ compiler. The macro TORCH_TARGET_VERSION makes torch's headers
+# declare only the functions that torch `ABI` has.
 _MAJOR, _MINOR = map(int, ABI.split("."))
 _TARGET = f"-DTORCH_TARGET_VERSION=0x{(_MAJOR << 56) | (_MINOR << 48):016x}"
 FLAGS = ["-std=c++17", "-O3", _TARGET, f"-I{TORCH / 'include'}"]

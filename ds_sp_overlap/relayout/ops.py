@@ -2,8 +2,8 @@
 
     pack                 cut a tensor along one dimension and lay the parts, each contiguous, end to
                          end
-    unpack               the inverse of pack; where parts overlap, it sums their elements, in fp32
-                         for half precision
+    unpack               the inverse of pack; sums elements where parts overlap, in fp32 for half
+                         precision
     rotate_pack          rotary embedding of heads [tokens..., h, d], then pack: q and k
     unpack_rotate_back   the transpose of rotate_pack: unpack, sum, rotate back: dq and dk
 

@@ -17,7 +17,7 @@ from .planner import command as plan_command
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line."""
+    """Parses arguments; reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")

@@ -160,7 +160,7 @@ def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
         torch.cuda.set_device(device)
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
-    # A rank with a single query head allows only one head group.
+    # Run with one head group, and with two unless a rank has a single query head.
     most = min(2, HEADS // size)
     runs = {}
     for groups in range(1, most + 1):

@@ -4,11 +4,11 @@
     transfer             | q ......................q |
     exposed     |########|               |######################|
 
-The profiler ranges around its start and its finish identify an exchange. On a GPU, the exchange
-consists of the kernels that were launched inside these ranges. On a stream that also runs kernels
-of other work, these are pack and unpack; on any other stream, they are transfers. Pack, unpack, and
-the part of a transfer during which no stream computes are *exposed*. If the host carries the
-exchange (gloo), start and finish are exposed, since the host computes nothing meanwhile.
+An exchange is identified by the profiler ranges around its start and its finish. On a GPU, the
+exchange consists of the kernels that were launched inside these ranges: pack and unpack on streams
+that also run other work, transfers on all other streams. Pack, unpack, and the part of a transfer
+during which no stream computes are *exposed*. If the host carries the exchange (gloo), start and
+finish are exposed, since the host computes nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass
 class Exchange:
-    """One exchange of one layer.
+    """Holds the times of one exchange of one layer.
 
     Attributes:
         rank: The rank.

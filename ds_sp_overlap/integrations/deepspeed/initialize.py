@@ -223,7 +223,7 @@ def _agree(config: SpOverlapConfig | None, group: Any) -> None:
 
 
 def _warn_of_losses_and_gradients(engine: DeepSpeedEngine) -> None:
-    """Warn of wrong losses and gradients that sequence parallelism has even without our overlap.
+    """Warn of wrong losses and gradients of DeepSpeed's sequence parallelism, also without overlap.
 
     ZeRO-3's reduce-scatter divides gradients by the sp size once too often; only transformers'
     Trainer compensates for this division. The Trainer's loss ignores gradient accumulation. With

@@ -1,8 +1,8 @@
 """Lets Megatron-DeepSpeed's HEAD run with a current DeepSpeed.
 
 "HEAD" is the last commit of Megatron-DeepSpeed, 4efb479d. This file provides a module that
-DeepSpeed has removed, and reads a flag of Megatron-DeepSpeed's pull request 415. It never imports
-Megatron.
+DeepSpeed has removed, and reads a flag of Megatron-DeepSpeed's pull request 415. This file never
+imports Megatron.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: ForAllHeads) 
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if module.use_flash_attn:
         return local(q, k, v)
-    # Core attention flattens the heads of o to the width in this attribute, which is that of all
-    # heads of a rank. Set the attribute to the width of q, which may hold a single head group.
+    # Core attention flattens the heads of o to the width in this attribute, the width of all heads
+    # of a rank. Set the attribute to the width of q, which may hold a single head group.
     with replaced(vars(local), "hidden_size_per_partition", q.shape[2] * q.shape[3]):
         return local(q, k, v, mask.tensor)
 
@@ -112,9 +112,9 @@ def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ..
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({len(x)} on each "
             f"of {sp_group.size} ranks); give the tables of the whole sequence"
         )
-    # RoPE computes each token by itself. So each rank rotates its own tokens, before the exchange,
-    # at the time of other exchanges. The result has the same bits as in the layer's own forward,
-    # which rotates after the exchange.
+    # RoPE computes each token by itself. So each rank rotates its own tokens before the exchange,
+    # while other exchanges are in flight. The result has the same bits as in the layer's own
+    # forward, which rotates after the exchange.
     (cos, sin), own = rotary, slice(sp_group.rank * len(x), (sp_group.rank + 1) * len(x))
     return cos[own].to(x.dtype), sin[own].to(x.dtype)
 
@@ -132,7 +132,7 @@ def _check_mask(mask: Any, seq: int) -> None:
 
 
 class _Driven:
-    """A layer whose whole forward `SelfAttention` replaces.
+    """Runs a layer whose whole forward `SelfAttention` replaces.
 
     Args:
         name: The layer's name.

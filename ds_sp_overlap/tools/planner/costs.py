@@ -10,7 +10,7 @@ from ...exchange.geometry import Geometry
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of a transformer layer.
+    """Describes the shape of a transformer layer.
 
     Attributes:
         width: Model dim ``m``.
@@ -55,7 +55,7 @@ class LayerShape:
 
 
 class Way(NamedTuple):
-    """A way to run a layer.
+    """Describes a way to run a layer.
 
     Attributes:
         groups: The number of head groups, G; 0 for DeepSpeed's own class.

@@ -45,7 +45,7 @@ SHORT = 1024
 
 
 class Model(NamedTuple):
-    """A model of equal layers.
+    """Describes a model of equal layers.
 
     Attributes:
         layers: Number of layers.

@@ -26,7 +26,7 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """The simulated forward and backward of a variant of the layer; times in ms.
+    """Holds the simulated times, in ms, of forward and backward of a variant of the layer.
 
     Attributes:
         variant: The name of the variant.
@@ -139,7 +139,7 @@ def hybrid(
         rows: The rows of `plan` for an attention layer.
 
     Returns:
-        A dict for each class of layers, and a last one for all classes: the name, the number of
+        A dict for each class of layers, and a last dict for all classes: the name, the number of
         layers, and their times in ms.
     """
     base, best = rows[0], min(ours_of(rows), key=lambda row: row.step_ms)

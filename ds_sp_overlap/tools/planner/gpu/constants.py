@@ -12,7 +12,7 @@ from .launches import Attention, Gemm, Host, Launch, Move, Transfer, Wait
 
 
 class Known(NamedTuple):
-    """A figure and its source; "assumed" if there is no source."""
+    """Holds a figure and its source; the source is "assumed" if there is none."""
 
     value: float
     source: str
@@ -53,7 +53,7 @@ GPUS = {"h100": HOPPER, "h200": HOPPER | {"memory_gbs": Known(4800.0, "NVIDIA's 
 
 
 class Grid(NamedTuple):
-    """The blocks of a kernel. Each block occupies an SM, and processes tiles until none are left.
+    """Describes the blocks of a kernel. Each block holds an SM, and processes tiles one by one.
 
     Measured on an H100: an exchange that is launched after a matrix product, an attention kernel
     (forward or backward) or a copy gets its first SM when the earlier kernel ends.
@@ -71,7 +71,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with its host.
+    """Describes a GPU with its host.
 
     Attributes:
         known: Figures with their sources, by name.
@@ -122,7 +122,7 @@ class Gpu:
         return self.given("free", wire_gbs=math.inf, latency_us=0, nccl_ctas=0)
 
     def given(self, source: str, **values: float | None) -> Gpu:
-        """Return this GPU with ``values``, all from ``source``, as figures; None keeps a figure."""
+        """Return this GPU with other figures (``values``) from ``source``; None keeps a figure."""
         new = {name: Known(value, source) for name, value in values.items() if value is not None}
         return Gpu(self.known | new)
 

@@ -31,7 +31,7 @@ from .launches import COMPUTE, Host, Launch, Queued, Record, Transfer, Wait
 
 
 class Running:
-    """A kernel or an exchange that has left its queue.
+    """Holds the state of a kernel or an exchange that has left its queue.
 
     Attributes:
         launch: The launch.

@@ -304,7 +304,7 @@ def _attend(
 
 
 class _Layer(nn.Module):
-    """A layer with Llama's norms and MLP around an attention."""
+    """Runs a layer with Llama's norms and MLP around an attention."""
 
     def __init__(self, attention: Callable[[Tensor], Tensor], mlp: list[nn.Linear]):
         super().__init__()
@@ -323,7 +323,7 @@ class _Layer(nn.Module):
 
 
 class _Alone(SPGroup):
-    """Rank 0 of a simulated sp group, whose other ranks contribute the same values as this rank."""
+    """Simulates rank 0 of an sp group; the other ranks contribute the same values as rank 0."""
 
     def __init__(self, size: int, recorder: Recorder):
         super().__init__(None, recorder, kernels="torch")

@@ -127,5 +127,5 @@ def _expand(
     # Copy the rows: autograd saves them, and a view would keep the weight that ZeRO-3 has gathered.
     kv = F.linear(latent.squeeze(2), rows.flatten(0, 1).clone())
     k, v = kv.unflatten(-1, (q.shape[2], -1)).tensor_split([nope_dim], -1)
-    k = torch.cat([k, rotated.expand(*k.shape[:-1], -1)], -1)
+    k = torch.cat([k, rotated.expand(k.shape[:-1] + (-1,))], -1)
     return attend(q, k, v, *args, **kwargs)

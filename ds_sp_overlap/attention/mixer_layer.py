@@ -154,7 +154,7 @@ class MixerLayer:
             y = projected("x")
         late = partial(projected.give, given, mixer.late)
         if mixer.by_states:
-            y = self._by_states(call, (y, *given.values()), pieces, late)
+            y = self._by_states(call, [y] + list(given.values()), pieces, late)
         elif mixer.by_heads:
             y = mix_by_heads(call, mixer, of_heads, pieces.whole, late)
         return mixer.merge(y, **given)
@@ -196,7 +196,7 @@ class MixerLayer:
         if pieces.reached is not None:  # guard: a document that begins lacks nothing
             scale = scale.masked_fill(~pieces.reached[..., None], 0)
         lacks = self.mixer.read(earlier.view(state.shape).to(y.dtype), *tensors)
-        scale = scale.view(*scale.shape, *[1] * (y.dim() - 3)).to(y.dtype)
+        scale = scale.view(scale.shape + (1,) * (y.dim() - 3)).to(y.dtype)
         return torch.addcmul(y, lacks, scale)
 
     def _scan(self, tensors: Sequence[Tensor], pieces: Pieces) -> tuple[Tensor, Tensor, Tensor]:

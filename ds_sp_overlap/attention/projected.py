@@ -150,7 +150,7 @@ class ProjectedAttention:
 
 
 def _rotated(
-    tables: tuple[Tensor, Tensor], batch_first: bool, kind: str, x: Tensor, queries: Sequence[Range]
+    tables: Sequence[Tensor], batch_first: bool, kind: str, x: Tensor, queries: Sequence[Range]
 ) -> Tensor:
     """Rotate q or k on arrival; return v unchanged.
 
@@ -158,15 +158,13 @@ def _rotated(
     """
     if kind == "v":
         return x
-    cos, sin = tables
     if kind == "q" and queries:  # guard: rotated by its own positions
         # Take the rows of the tables that belong to these queries, one range after another.
-        cos = torch.cat([cos[start:stop] for start, stop in queries])
-        sin = torch.cat([sin[start:stop] for start, stop in queries])
+        tables = [torch.cat([table[start:stop] for start, stop in queries]) for table in tables]
     # The tables have the sequence first, as in DeepSpeed's class.
     if batch_first:
-        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
-    return rotate(x, cos, sin)
+        tables = [table.transpose(0, 1) for table in tables]
+    return rotate(x, *tables)
 
 
 def _types(inputs: Sequence[Tensor], local: LocalAttention) -> tuple:

@@ -397,6 +397,5 @@ class SelfAttention:
         ]
         # With a window, backward makes other exchanges, and a hook could prevent the window on one
         # rank alone. So the ranks compare.
-        windowed = self.may_window and self.can_window()
-        words = "gradients of q, k, v", grads, "projections in parts for a window", windowed
-        return str(hidden.dtype), self.head_dim, *words
+        windowed = "projections in parts for a window", self.may_window and self.can_window()
+        return str(hidden.dtype), self.head_dim, ("gradients of q, k, v", grads), windowed

@@ -218,9 +218,7 @@ def attend_once(
         pieces = attend(*sources)
         o = join_pieces(pieces, local.seq_dim)
     changed = [x._version for x in sources] != versions  # guard: changed, so run again
-    beside = None
-    if o.requires_grad and not changed:
-        beside = views.settle(pieces)
+    beside = views.settle(pieces) if o.requires_grad and not changed else None
     views.saved.clear()  # guard: the graph holds `pack`
     attended = Attended(
         needs_grad,
@@ -244,11 +242,9 @@ def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[
     The gradient of such a tensor would be lost: `_gradients` computes only those of q, k, v and
     ``learned``.
     """
-    if o.grad_fn is None:
-        return ""
     # Walk the graph of o. Known tensors count as visited, so each leaf that is found is foreign.
-    todo, visited = [o.grad_fn], {get_gradient_edge(x).node for x in learned}
-    visited |= {edge.node for edge in edges if edge is not None}
+    known = [get_gradient_edge(x) for x in learned] + [edge for edge in edges if edge is not None]
+    todo, visited = [o.grad_fn], {None, *[edge.node for edge in known]}
     while todo:
         node = todo.pop()
         if node in visited:
@@ -256,5 +252,5 @@ def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[
         visited.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             return f"a tensor of {list(leaf.shape)}"
-        todo += [before for before, _ in node.next_functions if before is not None]
+        todo += [before for before, _ in node.next_functions]
     return ""

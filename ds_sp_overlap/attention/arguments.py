@@ -131,7 +131,10 @@ class LocalAttention:
         arguments = self.arguments()
         self.tensors = arguments + self._held()
         self._begun = _versions(self.tensors)
-        self.modules = _modules_of(self.attention)
+        self.modules: list[nn.Module] = []
+        for x in _made_of(self.attention):
+            if isinstance(x, nn.Module):
+                self.modules += x.modules()
         self.training = [module.training for module in self.modules]
         # Compare by identity, since a parameter may also be given as an argument.
         may_learn = set(map(id, arguments))
@@ -189,18 +192,6 @@ def takes(local_attention: Any, name: str) -> bool:
         return name in inspect.signature(attend).parameters  # guard: no keyword is swallowed
     except (TypeError, ValueError):
         return False
-
-
-def _modules_of(attend: Any) -> list[nn.Module]:
-    """Return the modules that an attention is or holds, as far as they can be found.
-
-    Looks into modules, partials, closures, and the object of a bound method.
-    """
-    modules: list[nn.Module] = []
-    for x in _made_of(attend):
-        if isinstance(x, nn.Module):
-            modules += x.modules()
-    return modules
 
 
 def _made_of(attend: Any) -> Iterator[Any]:

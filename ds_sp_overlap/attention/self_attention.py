@@ -209,10 +209,6 @@ class SelfAttention:
         # All projections must be split, since the backward of a window recomputes q, k and v.
         return not self.falls_back and all(self._split_ends())
 
-    def saves_over_checkpoints(self) -> bool:
-        """Return whether the layer, with its current modules, saves attention over checkpoints."""
-        return self.layer.config.saves_attention and self.can_window()
-
     # Not `torch.compiler.disable`, which would import torch._dynamo here and take a second.
     @torch._disable_dynamo
     def __call__(

@@ -244,7 +244,8 @@ def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[
     """
     # Walk the graph of o. Known tensors count as visited, so each leaf that is found is foreign.
     known = [get_gradient_edge(x) for x in learned] + [edge for edge in edges if edge is not None]
-    todo, visited = [o.grad_fn], {None, *[edge.node for edge in known]}
+    visited = {None} | {edge.node for edge in known}
+    todo: list[Any] = [o.grad_fn]
     while todo:
         node = todo.pop()
         if node in visited:

@@ -218,7 +218,7 @@ class _Search:
         got, lacks = overlap.of_driven(driven.block, linear, attention_of(name, module))
         bind = functools.partial(rebind, module, driven.forward, of_copy=modules.refuse_copy)
         self.layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind))
-        if driven.block.saves_over_checkpoints():
+        if overlap.config.saves_attention and driven.block.can_window():
             self.saving.add(module)
 
     def _add_function(self, name: str, module: Any, unknown: str, overlap: OverlapSettings) -> None:

@@ -14,6 +14,7 @@ from ..rotary import Rotary
 from ..schedule import Part
 from .runtime.cuts import Cuts, OfKinds, cuts_of
 from .runtime.execution import Call
+from .runtime.flat import Name
 from .runtime.linear import (
     Plain,
     Pure,
@@ -184,7 +185,7 @@ class InputModules:
             parameters += norm.parameters()
         return parameters
 
-    def is_needed(self, part: Part, needs: dict[tuple[Any, ...], bool]) -> bool:
+    def is_needed(self, part: Part, needs: dict[Name, bool]) -> bool:
         """Return whether x, or the projection or norm of a part, needs the gradient of the part.
 
         Args:
@@ -192,13 +193,13 @@ class InputModules:
             needs: By the name of x or of a parameter, whether this tensor needs a gradient.
         """
         module, norm = self.cuts.rows[part].module, self.cuts.norms.get(part[0], ())
-        return any(map(needs.get, [("x",), ("weight", module), ("bias", module), *norm]))
+        return any(map(needs.get, ["x", ("weight", module), ("bias", module), *norm]))
 
     def shape(
         self,
         part: Part,
         heads: Tensor,
-        tables: tuple[Tensor, ...],
+        tables: Sequence[Tensor],
         saved: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Apply norm and rotation to a projected part; the result has the memory order of the part.

@@ -288,21 +288,24 @@ class SelfAttention:
             if splits_output:
                 ends["output"] = self._output()
         walk = Walk(call, attend, project, ends=ends)
-        y = walk.run(x=hidden_states)
+        walk.values["x"] = hidden_states
+        walk.run()
         if splits_output:
-            return returned_by(self.o_proj, self.plain, y)
+            return returned_by(self.o_proj, self.plain, walk.values["y"])
         return self.o_proj(join_heads(call, walk.values).flatten(2))
 
     def _inputs(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Return the projections of q, k and v as an `End`; ``tables`` rotate q and k."""
         projections = call.projections = self.inputs.of_call(call)
         names = projections.cuts.names(len(tables))
-        return End(projections.modules, names, lambda: projections.parameters() + list(tables))
+        return End(
+            projections.modules, names, lambda: [*projections.parameters(), *tables, call.empty]
+        )
 
     def _output(self) -> End:
         """Return the output projection as an `End`."""
         tensors = partial(products_of, [self.o_proj], self.plain)
-        return End([self.o_proj], (("weight", "o"), ("bias", "o")), tensors)
+        return End([self.o_proj], ("token", ("weight", "o"), ("bias", "o")), tensors)
 
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Set up a call that runs with a window; return all projections as one `End`.
@@ -322,7 +325,7 @@ class SelfAttention:
         around = [module for module in modules if isinstance(module, nn.Module)]
         local.begin(call.geometry.seq_dim, self.layer.where, around)
         learned = tuple([("learned", index) for index in range(len(local.learned))])
-        names = inputs.names + output.names + learned
+        names = inputs.names + output.names[1:] + learned
         return End(modules, names, lambda: inputs.tensors() + output.tensors() + local.learned)
 
     def project_locally(self, x: Tensor, position_embeddings: Any) -> list[Tensor]:

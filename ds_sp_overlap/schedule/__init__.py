@@ -69,7 +69,7 @@ Which code reads a schedule:
 - The ends of a layer are the projections of q, k and v, and the output projection. An end that is
   computed part by part is one piece. Its backward is the end's section of the backward program.
 - A layer that runs by a windowed schedule is one piece. In the recompute of a checkpoint that saved
-  attention, ``recompute`` runs instead of forward.
+  attention, only the merges of forward run again.
 - Tests compare the order that a layer recorded with its schedule.
 
 `by_window` makes schedules with few groups in memory at a time: backward recomputes q, k and v.

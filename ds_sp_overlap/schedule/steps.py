@@ -132,18 +132,15 @@ class Schedule:
     Attributes:
         forward: The program of forward.
         backward: The program of backward.
-        recompute: The steps that run instead of ``forward`` in the recompute of a checkpoint that
-            saved attention: the merges. Empty unless the schedule is windowed.
     """
 
     forward: Program
     backward: Program
-    recompute: Program = ()
 
     @cached_property
     def is_windowed(self) -> bool:
         """Return whether backward recomputes q, k and v, see `window.by_window`."""
-        return bool(self.recompute)
+        return any(step.op is Op.PROJECT for step in self.backward)
 
     @cached_property
     def groups(self) -> int:

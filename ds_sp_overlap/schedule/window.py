@@ -170,8 +170,7 @@ def by_window(
             backward += begins[later] + input_gradients + projected[later]
         else:
             deferred = input_gradients
-    recompute = tuple(step for step in forward if step.op is Op.MERGE)
-    return Schedule(tuple(forward), tuple(backward + products_at_end + deferred), recompute)
+    return Schedule(tuple(forward), tuple(backward + products_at_end + deferred))
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:

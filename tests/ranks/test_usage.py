@@ -258,5 +258,5 @@ test_the_suite_notices_without_the_guard = notices(
         "if False:",
         partial(test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence, lengths=(6, 6)),
     ),
-    Watched("only what is needed", "of_parts[part] = True", test_gradients_that_nobody_needs_are_not_exchanged),
+    Watched("only what is needed", "needed[part] = True", test_gradients_that_nobody_needs_are_not_exchanged),
 )

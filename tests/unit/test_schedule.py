@@ -204,13 +204,6 @@ def test_what_is_not_made_again_is_missed():
         check_window(replace(made, backward=without), ("qkv", "qkv"), (0, 1), 1)
 
 
-def test_a_checkpoint_that_saved_attention_merges_and_does_nothing_else():
-    made = by_window(("qkv", "qkv"), (0, 1), 1)
-    for recompute, said in (((), "empty"), (made.forward[:1], "project q 0")):
-        with pytest.raises(ValueError, match=f"^schedule, recompute: {said}; .* the merges of forward"):
-            check_window(replace(made, recompute=recompute), ("qkv", "qkv"), (0, 1), 1)
-
-
 @given(geometry=st.sampled_from(GEOMETRIES))
 def test_a_window_of_one_holds_one_send_buffer_in_backward_but_for_dq_dk_and_dv(geometry):
     under_way: set = set()

@@ -2,8 +2,9 @@
 
 The names, for group g:
 
-    ("x",)                the layer's input; later the input in autocast's dtype
-    ("rows",)             x as a matrix, with a row for each token
+    "x"                   the layer's input; later the input in autocast's dtype
+    "rows"                x as a matrix, with a row for each token
+    "token"               an empty tensor that the piece before returned, see Note [Pieces]
     ("weight", i)         the weight of projection i of `InputModules`; for "o", that of o_proj
     ("bias", i)           the bias of this projection
     ("norm", "q", i)      parameter i of the norm of q
@@ -11,20 +12,20 @@ The names, for group g:
     ("heads", ("q", g))   q as projected, before norm and rotation
     ("q", g)              q, k, v or o: before its exchange, then after its exchange
     ("merged", g)         local o as a matrix, the input of the output projection
-    ("y",)                the layer's output
+    "y"                   the layer's output
     ("learned", i)        entry i of `LocalAttention.learned`
     ("kept", g)           tensors that backward of local attention needs beside q, k, v and o
-    ("received", g)       o that was exchanged together with do
+    ("beside", g)         o that travels with do: before its exchange, then after its exchange
     ("d", name)           the gradient of the value called ``name``
-    ("d rows",)           dy as a matrix, with a row for each token
-    ("d heads", ("q", g)) the gradient of q as projected, with a row for each token
+    ("d", "y rows")       dy as a matrix, with a row for each token
+    ("d", ("heads", ..))  the gradient of q as projected, with a row for each token
     ("pieces", name)      the gradient of the value ``name``, while its pieces are joined
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,10 +33,10 @@ import torch
 
 from ...exchange.in_flight import InFlight
 from ...exchange.relayed import Relayed, legs_of
-from ...schedule import O, Op, Part, Program, Step
+from ...schedule import O, Part, Program, Step
 from . import operations
 from .execution import Call
-from .flat import Name, Operation, gradients
+from .flat import Name, Names, Operation, gradients
 from .parts import Pieces
 from .slices import Parts, Ranges, Run
 
@@ -50,21 +51,17 @@ class Compiler:
 
     Args:
         call: A call of the form (`Call.form`) to compile for. Operations don't refer to the call.
-        needs: For each input of the node and each part that is exchanged, whether its gradient is
-            needed.
-        kinds: For each input of the node, its shape and dtype; None for an input that is None.
-        head_dims: For each part that was exchanged so far, its head dim. The compiler adds the
-            parts of this piece.
+        needs: For each input of the nodes so far and each part that was exchanged so far, whether
+            its gradient is needed.
+        kinds: For each input of the nodes so far, its shape and dtype; None for an input that is
+            None.
+        profiled: Whether to run the operations in profiler ranges.
     """
 
     def __init__(
-        self,
-        call: Call,
-        needs: dict[Name, bool],
-        kinds: dict[Name, Kind | None],
-        head_dims: dict[Name, int],
+        self, call: Call, needs: dict[Name, bool], kinds: dict[Name, Kind | None], profiled: bool
     ):
-        self.needs, self.head_dims = needs, head_dims
+        self.needs, self.is_profiled = needs, profiled
         self.shapes: dict[Name, torch.Size] = {}
         self.dtypes: dict[Name, torch.dtype] = {}
         for name, kind in kinds.items():
@@ -74,18 +71,20 @@ class Compiler:
         self.projections = call.projections
         self.tokens = self.geometry.shape(self.geometry.seq_lens[self.geometry.sp_rank], 1, 1)[:2]
 
-    def compile(self, program: Program, backward: bool, profiled: bool) -> list[Operation]:
-        """Return the operations of a program, in profiler ranges if ``profiled``."""
+    def compile(self, program: Program, backward: bool = False) -> list[Operation]:
+        """Return the operations of a program."""
         self.operations: list[Operation] = []
-        self.is_backward, self.is_profiled = backward, profiled
-        # The profiler range of the operations that `add` adds; empty for no range.
-        self.label = ""
+        self.is_backward = backward
         # The names of the values that the operations write, in order.
         self.written: dict[Name, None] = {}
-        # The cast is inside of the node, so that dx is summed in the dtype that x is given in.
-        if not backward and self.call.autocast["enabled"] and ("x",) in self.shapes:
-            self.add(operations.cast, [("x",)], [("x",)])
+        self.label = ""
+        # The cast is inside of the node, so that dx is summed in the dtype that x is given in. Only
+        # the first piece takes x.
+        takes_x = self.call.variant is None and "x" in self.shapes
+        if takes_x and self.call.autocast["enabled"] and not backward:
+            self.add(operations.cast, ["x"], ["x"])
         for step in program:
+            # The profiler range of the operations that `add` adds; empty for no range.
             self.label = "" if step.on_wire else self.schedule.label(step)
             getattr(self, step.op.value)(step)
         self.label = ""
@@ -93,50 +92,43 @@ class Compiler:
             self._end()
         return self.operations
 
-    def add(
-        self, function: Callable[..., Any], reads: Sequence[Name], writes: Sequence[Name] = ()
-    ) -> None:
+    def add(self, function: Callable[..., Any], takes: Names, gives: Names = ()) -> None:
         """Add an operation, in a profiler range if the list is profiled."""
         if self.is_profiled and self.label:
             function = partial(operations.in_range, self.label, function)
-        self.operations.append(Operation(function, tuple(reads), tuple(writes)))
-        self.written.update(dict.fromkeys(writes))
+        self.operations.append(Operation(function, takes, gives))
+        self.written.update(dict.fromkeys(self.operations[-1].writes))
 
     # Exchanges.
 
     def start(self, step: Step) -> None:
         """Start the exchange of values, of o together with do, or of the needed gradients."""
         if sent := self._exchanged(step):
-            launch, name = self._launch(step), self.schedule.name(step)
             start: Callable = operations.start
             if step.beside:
-                start = operations.start_beside
+                beside: Name = ("beside", step.group)
+                heads = (*self.tokens, -1, self._head_dim(step.parts[0]))
+                self.add(partial(operations.reshape, heads), [("merged", step.group)], [beside])
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
                 start = partial(operations.start_rotated, step.grad)
-            self.label = self._on_wire(launch, f"{name} start")
-            self.add(partial(start, step.exchange, launch, f" {name}"), sent)
+            launch = self._transfer(step)
+            self.add(partial(start, step.exchange, launch, f" {self.schedule.name(step)}"), [sent])
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, of o together with do, or of the needed gradients."""
         if received := self._exchanged(step):
-            name = self.schedule.name(step)
-            self.label = self._on_wire(self._launch(step), f"{name} finish")
-            self.add(partial(operations.finish, step.exchange, f" {name}"), (), received)
+            self._transfer(step)
+            finish = partial(operations.finish, step.exchange, f" {self.schedule.name(step)}")
+            self.add(finish, [], [received])
             self.label = ""
             if step.grad and step.tensors != O and self.projections is not None:
                 for part in self._needed(step):
                     self._arrive(part)
 
-    def _on_wire(self, launch: partial, label: str) -> str:
-        """Return the profiler label of a start or a finish; empty for a transfer in two legs."""
-        # Each leg opens a range of its own.
-        return label if launch.func is InFlight else ""
-
     def _exchanged(self, step: Step) -> list[Name]:
-        """Return the names of the values that a start reads or a finish writes."""
+        """Return the names of the values that a start sends or a finish receives."""
         if step.beside:
-            sent = "merged" if step.op is Op.START else "received"
-            return [(sent, step.group)] + gradients(step.parts)
+            return [("beside", step.group)] + gradients(step.parts)
         if not step.grad:
             return list(step.parts)
         needed = self._needed(step)  # guard: to those that need it
@@ -146,17 +138,18 @@ class Compiler:
         """Return the parts of an exchange whose gradients are needed."""
         return list(filter(self.needs.get, step.parts))
 
-    def _launch(self, step: Step) -> partial:
-        """Return the constructor of the transfer that a step starts or finishes.
+    def _head_dim(self, part: Part) -> int:
+        """Return the head dim of a part; a part that no node was given is projected."""
+        shape = self.shapes.get(part)
+        return self.projections.head_dim if shape is None else shape[-1]
+
+    def _transfer(self, step: Step) -> partial:
+        """Return the constructor of the transfer that a step starts or finishes; set its range.
 
         The constructor takes the arguments of `InFlight` after its layout.
         """
         kinds, geometry, group = step.tensors, self.geometry, step.group
-        for part in step.parts:
-            if part not in self.head_dims:
-                shape = self.shapes.get(part)
-                self.head_dims[part] = self.projections.head_dim if shape is None else shape[-1]
-        dims = tuple(map(self.head_dims.__getitem__, step.parts))
+        dims = tuple(map(self._head_dim, step.parts))
         if step.beside:
             # o and do go to the ranks that attend, in the layout of q.
             kinds, dims = ("q", "q"), dims * 2
@@ -165,30 +158,31 @@ class Compiler:
         legs = None
         if geometry.nodes is not None:
             # k and v may travel in two legs, see Note [Once per node] in `relayed`.
-            legs = legs_of(geometry, step.tensors, group, dims)
+            legs = legs_of(geometry, kinds, group, dims)
         if step.grad and not step.beside:
             needed = [part in self._needed(step) for part in step.parts]
             layout = layout.only(needed).inverse
             legs = None if legs is None else legs.gradient(needed)
-        return partial(InFlight, layout) if legs is None else partial(Relayed, legs)
+        if legs is not None:  # each leg opens a range of its own
+            return partial(Relayed, legs)
+        self.label = f"{self.schedule.name(step)} {step.op.value}"
+        return partial(InFlight, layout)
 
     # Projections of q, k and v.
 
     def project(self, step: Step) -> None:
         """Project a part of q, k or v, then apply its norm and rotation."""
         (part,) = step.parts
-        heads: Name = part
         tables, norm = self._tables(part), self.projections.cuts.norms.get(part[0])
-        if tables or norm is not None:
-            heads = ("heads", part)
+        is_shaped = tables or norm is not None
+        heads: Name = ("heads", part) if is_shaped else part
         module, rows, ranks = self.projections.cuts.rows[part]
         operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
         self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
-        if heads != part:
+        if is_shaped:
             # In forward each norm uses its own parameters; backward passes the saved ones.
             saved = norm or [] if self.is_backward else []
-            function = partial(operations.norm_and_rotate, part, len(tables))
-            self.add(function, [heads, *tables, *saved], [part])
+            self.add(partial(operations.norm_and_rotate, part), [heads, tables, saved], [part])
 
     def _multiply(
         self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
@@ -222,7 +216,7 @@ class Compiler:
 
     def _rows(self) -> Name:
         """Return the name of x as a matrix."""
-        return self._matrix(("x",), ("rows",), self.shapes["x",][-1])
+        return self._matrix("x", "rows", self.shapes["x"][-1])
 
     def _matrix(self, name: Name, rows: Name, width: int) -> Name:
         """Return ``rows``, the name of a value as a matrix with a row of ``width`` for each token.
@@ -236,33 +230,35 @@ class Compiler:
     def _arrive(self, part: Part) -> None:
         """Compute the backward of a part's rotation and norm."""
         cuts, tables = self.projections.cuts, self._tables(part)
-        dy, heads = ("d", part), ("d heads", part)
+        dy, heads = ("d", part), ("d", ("heads", part))
         if part[0] in cuts.norms:
             norm = cuts.norms[part[0]]
             sums = gradients(norm)
-            reads = [dy, ("heads", part), *tables, *norm, *sums]
-            self.add(partial(operations.norm_back, part, len(tables)), reads, [heads, *sums])
+            takes: Names = [dy, ("heads", part), tables, norm, sums]
+            self.add(partial(operations.norm_back, part), takes, [heads, sums])
         elif tables:
             # The rotation may have a wider dtype than the projection.
             dtype = self.dtypes["weight", cuts.rows[part].module]
-            self.add(partial(operations.rotate_back, dtype), [dy, *tables], [heads])
+            self.add(partial(operations.rotate_back, dtype), [dy, tables], [heads])
         else:
             self._matrix(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group; or add the term of a part of q, k or v to dx."""
-        (part,), dx = step.parts, ("d", ("x",))
+        (part,), dx = step.parts, ("d", "x")
         if not self.needs.get(part):
             return
         if step.tensors == O:
             columns, operands = self._columns[step.group], [self._dy(), _WO]
             ranks = self.geometry.parts if "o" in self.call.by_rank else 0
-            self._multiply(operands, 1, columns, ranks, self.head_dims[part], ("d", part))
-        elif self.needs["x",]:
+            self._multiply(operands, 1, columns, ranks, self._head_dim(part), ("d", part))
+        elif self.needs["x"]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("weight", module)
-            how = self._some(rows, weight), self.dtypes["x",], self.geometry.groups == 1
-            self.add(partial(operations.add_to_dx, *how), [("d heads", part), weight, dx], [dx])
+            how = self._some(rows, weight), self.dtypes["x"], self.geometry.groups == 1
+            self.add(
+                partial(operations.add_to_dx, *how), [("d", ("heads", part)), weight, dx], [dx]
+            )
 
     def wgrad(self, step: Step) -> None:
         """Compute a group's columns of dWo; or a part's rows of dW and db of its projection."""
@@ -273,7 +269,7 @@ class Compiler:
                 self._put(_WO, 1, self._columns, own, torch.mm, operands)
         elif self.needs.get(part):
             module, rows, _ = self.projections.cuts.rows[part]
-            dy, parts = ("d heads", part), self.projections.cuts.parts[module]
+            dy, parts = ("d", ("heads", part)), self.projections.cuts.parts[module]
             if self.needs["weight", module]:
                 self._put(("weight", module), 0, parts, rows, torch.mm, [dy, self._rows()])
             if self.needs["bias", module]:
@@ -295,11 +291,11 @@ class Compiler:
     def merge(self, step: Step) -> None:
         """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
         columns = self._some(self._columns[step.group], _WO, dim=1)
-        (o,), y = step.parts, ("y",)
+        (o,) = step.parts
         if self.call.autocast["enabled"]:  # the weight is cast already, before the node
             self.add(operations.cast, [o], [o])
-        reads: list[Name] = [o, _WO, ("bias", "o"), y]
-        self.add(partial(operations.merge, columns), reads, [y, ("merged", step.group)])
+        takes: Names = [o, _WO, ("bias", "o"), "y"]
+        self.add(partial(operations.merge, columns), takes, ["y", ("merged", step.group)])
 
     @cached_property
     def _columns(self) -> Parts:
@@ -309,7 +305,7 @@ class Compiler:
 
     def _dy(self) -> Name:
         """Return the name of dy as a matrix."""
-        return self._matrix(("d", ("y",)), ("d rows",), self.shapes[_WO][0])
+        return self._matrix(("d", "y"), ("d", "y rows"), self.shapes[_WO][0])
 
     # Local attention, in a window.
 
@@ -325,19 +321,19 @@ class Compiler:
             wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = gradients(wanted + learned)
-            function = partial(operations.attend_backward, parts, wanted)
-            self.add(function, [*parts, kept, ("d", o), ("received", group), *sums], sums)
+            takes: Names = [parts, kept, ("d", o), ("beside", group), sums]
+            self.add(partial(operations.attend_backward, parts, wanted), takes, [sums])
         elif any(self.needs.values()):
-            function = partial(operations.attend, parts, list(needs.values()))
-            self.add(function, parts, [o, kept])
+            attend = partial(operations.attend, parts, list(needs.values()))
+            self.add(attend, [parts], [o, kept])
         else:
-            self.add(partial(operations.attend_alone, parts), parts, [o])
+            self.add(partial(operations.attend_alone, parts), [parts], [o])
 
     def _end(self) -> None:
         """Add the operations that follow the last step of backward."""
-        dx = ("d", ("x",))
+        dx = ("d", "x")
         if dx in self.written:
-            self.add(partial(operations.reshape, self.shapes["x",]), [dx], [dx])
+            self.add(partial(operations.reshape, self.shapes["x"]), [dx], [dx])
         # Join one parameter at a time, and free its pieces before the next parameter is joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [("d", name[1])])

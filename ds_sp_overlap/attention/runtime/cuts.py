@@ -48,12 +48,12 @@ class Cuts:
 
     @lru_cache(maxsize=4096)
     def names(self, tables: int) -> tuple[Name, ...]:
-        """Return the names of x, of `InputModules.parameters` and of ``tables`` tables."""
-        names: list[Name] = [("x",)]
+        """Return the names of x, `InputModules.parameters`, ``tables`` tables and the token."""
+        names: list[Name] = ["x"]
         for module in range(len(self.parts)):
             names += [("weight", module), ("bias", module)]
         names += chain(*self.norms.values(), (("table", index) for index in range(tables)))
-        return tuple(names)
+        return *names, "token"
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Compiles a list of operations to one Python function, with a local variable for each value.
 
     def run(call, given):
-        v0, v1 = given; given.clear()
+        [v0, v1] = given; given.clear()
         v2 = f0(call, v0, v1); del v0, v1
         v3, v4 = f1(call, v2); del v2
         return v3, v4
@@ -12,29 +12,46 @@ A loop that interprets the list would cost the host more time than most of the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 # The name of a value: ("q", 0) is q of group 0, ("d", ("q", 0)) its gradient.
-Name = tuple[Any, ...]
+Name = str | tuple[Any, ...]
+# A list of names stands for a list of values.
+Names = Sequence[Name | list[Any]]
 # A function that takes the call and a list of values, empties the list, and returns values.
 Flat = Callable[[Any, list[Any]], tuple[Any, ...]]
 
 
-class Operation(NamedTuple):
-    """Describes an operation by its function and the names of the values it reads and writes.
+@dataclass(eq=False)
+class Operation:
+    """Describes an operation by its function and the names of the values it takes and gives.
 
     Attributes:
-        function: Takes the call and the values of ``reads``. Returns the values of ``writes``; the
+        function: Takes the call and the values of ``takes``. Returns the values of ``gives``; the
             value itself if there is one; anything if there is none.
-        reads: The names of the values that the operation reads.
-        writes: The names of the values that the operation writes.
+        takes: The names of the values that the operation takes, in lists if it takes lists.
+        gives: The names of the values that the operation returns, in lists if it returns lists.
+        reads: The names in ``takes``.
+        writes: The names in ``gives``.
     """
 
     function: Callable[..., Any]
-    reads: tuple[Name, ...]
-    writes: tuple[Name, ...]
+    takes: Names
+    gives: Names
+
+    def __post_init__(self) -> None:
+        self.reads, self.writes = _names_in(self.takes), _names_in(self.gives)
+
+
+def _names_in(names: Names) -> list[Name]:
+    """Return the names, also those in lists."""
+    found: list[Name] = []
+    for name in names:
+        found += name if isinstance(name, list) else [name]
+    return found
 
 
 def gradients(names: Iterable[Name]) -> list[Name]:
@@ -53,11 +70,8 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
         gives: The names of the values that the function returns; a value that was not written is
             None.
     """
-    variables: dict[Name, str] = {}
-
-    def variable(name: Name) -> str:
-        return variables.setdefault(name, f"v{len(variables)}")
-
+    # The first operation unpacks the values that the function takes.
+    operations = [Operation(list, [], [list(takes)]), *operations]
     # The dead values after each operation, from last to first: those that no later operation reads
     # before writing them again.
     dead, live = list[list[Name]](), set(gives)
@@ -65,31 +79,33 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
         touched = dict.fromkeys(operation.reads + operation.writes)
         dead.append([name for name in touched if name not in live])
         live = live.difference(operation.writes).union(operation.reads)
-    dead.append([name for name in takes if name not in live])
-    lines, there = [_assigned(map(variable, takes), "given"), "given.clear()"], set(takes)
-    for place in range(-1, len(operations)):
-        if place >= 0:
-            operation = operations[place]
-            read = [variable(name) if name in there else "None" for name in operation.reads]
-            call = f"f{place}({', '.join(['call', *read])})"
-            lines.append(
-                _assigned(map(variable, operation.writes), call, len(operation.writes) == 1)
-            )
-            there.update(operation.writes)
-        if gone := [variable(name) for name in dead.pop() if name in there]:
+    lines: list[str] = []
+    # The variable of each value that was written so far.
+    variables: dict[Name, str] = {}
+    for place, operation in enumerate(operations):
+        arguments = ["call", *_texts(operation.takes, variables)]
+        value = f"f{place}({', '.join(arguments)})" if place else "given"
+        for name in operation.writes:
+            variables.setdefault(name, f"v{len(variables)}")
+        targets = ", ".join(_texts(operation.gives, variables))
+        lines.append(f"{targets} = {value}" if targets else value)
+        if gone := [variables[name] for name in dead.pop() if name in variables]:
             lines.append(f"del {', '.join(gone)}")  # guard: let go behind its last use
-    given = [variable(name) if name in there else "None" for name in gives]
-    lines.append(f"return ({''.join(each + ', ' for each in given)})")
+    lines.insert(1, "given.clear()")
+    lines.append(f"return ({''.join(text + ', ' for text in _texts(gives, variables))})")
     functions = {f"f{place}": operation.function for place, operation in enumerate(operations)}
     return FunctionType(_compiled("\n    ".join(["def run(call, given):", *lines])), functions)
 
 
-def _assigned(variables: Any, value: str, is_one: bool = False) -> str:
-    """Return a statement that assigns ``value`` to one variable, or unpacks it to several."""
-    names = list(variables)
-    if not names:
-        return value
-    return f"{', '.join(names)}{'' if is_one else ','} = {value}"
+def _texts(names: Names, variables: dict[Name, str]) -> list[str]:
+    """Return the variable of each value, "None" if it has none, or the list of several."""
+    texts = []
+    for name in names:
+        if isinstance(name, list):
+            texts.append(f"[{', '.join(_texts(name, variables))}]")
+        else:
+            texts.append(variables.get(name, "None"))
+    return texts
 
 
 @lru_cache(maxsize=1024)

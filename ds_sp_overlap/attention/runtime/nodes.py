@@ -20,21 +20,19 @@ from .plan import OF_CHECKPOINT, Piece
 
 
 class _Node(Node):
-    """Runs a piece as a node of autograd; takes the token and the inputs called ``names``."""
+    """Runs a piece as a node of autograd; takes the inputs called ``names``."""
 
     @staticmethod
-    def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], token, *given):
+    def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], *given):
         # Autograd passes zeros for a gradient that is missing on this rank, so that this rank makes
         # the same exchanges as the others.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
         ctx.call, ctx.variant, call.variant = call, variant, variant
-        made, count = variant.forward(call, [*given]), variant.outputs
+        made, count = variant.forward(call, [*given]), len(piece.gives)
         ctx.save_for_backward(*made[count:])  # guard: unchanged
         if variant.undifferentiable:
             ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
-        if piece.returns_y:
-            return made[0]
-        return call.empty.detach(), *made[1:count]
+        return made[:count]
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -50,21 +48,19 @@ class _Node(Node):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
-        # The token's gradient is an empty tensor, which makes autograd run the previous piece.
-        return None, None, None, call.empty if ctx.needs_input_grad[3] else None, *results
+        return None, None, None, *results
 
 
 def run_piece(
-    piece: Piece, call: Call, names: tuple[Name, ...], token: Any, given: Sequence[Any]
-) -> Any:
+    piece: Piece, call: Call, names: tuple[Name, ...], given: Sequence[Any]
+) -> tuple[Any, ...]:
     """Run a piece, as a node of autograd if gradients are recorded; return the node's outputs."""
     # Forward-mode AD may run without recording gradients. Use the node, which refuses such a call.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         node = _Window if call.schedule.is_windowed else _Node
-        return node.apply(piece, call, names, token, *given)
-    call.variant = piece.variant(call, names, (False,) * (1 + len(given)), given)
-    made = call.variant.forward(call, [*given])
-    return made[0] if piece.returns_y else (call.empty, *made[1:])
+        return node.apply(piece, call, names, *given)
+    call.variant = piece.variant(call, names, (False,) * len(given), given)
+    return call.variant.forward(call, [*given])[: len(piece.gives)]
 
 
 class _Window(Node):
@@ -74,7 +70,7 @@ class _Window(Node):
     """
 
     @staticmethod
-    def forward(ctx, piece, call, names, token, *given):
+    def forward(ctx, piece, call, names, *given):
         """Run the forward program, or only its merges if a checkpoint has saved attention."""
         needs = ctx.needs_input_grad[3:]
         # Drop the call's reference to the checkpoint. The graph may outlive its backward, but must
@@ -120,7 +116,7 @@ class _Window(Node):
         ctx.call, ctx.variant = call, variant
         tensors, ctx.spec = tree_flatten([values[name] for name in variant.saved])
         ctx.save_for_backward(*tensors)
-        return y
+        return (y,)
 
     @staticmethod
     def backward(ctx, dy):
@@ -132,7 +128,7 @@ class _Window(Node):
         del dy
         with torch.autocast(**call.autocast):  # guard: q, k and v are made as before
             results = ctx.variant.backward(call, given)
-        return None, None, None, None, *results
+        return None, None, None, *results
 
 
 @dataclass
@@ -143,9 +139,9 @@ class End:
 
     Attributes:
         modules: The modules to call with `linear.call_through`, so that their weights are gathered.
-        names: The names of the inputs of the node.
-        tensors: Returns weights, biases and the other inputs of the node; called when the weights
-            are gathered.
+        names: The names of the inputs of the node; first x, or the token for the output projection.
+        tensors: Returns the inputs of the node after the first: weights, biases and others; called
+            when the weights are gathered.
     """
 
     modules: list[nn.Module]
@@ -153,11 +149,6 @@ class End:
     tensors: Callable[[], list[Any]]
 
 
-def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> Any:
-    """Run the piece of an end, inside of the calls of its modules.
-
-    ``first`` is the input of these calls: the token for the output projection, else x.
-    """
-    if piece.section == "output":
-        return run_piece(piece, call, end.names, first, end.tensors())
-    return run_piece(piece, call, end.names, None, [first, *end.tensors()])
+def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> tuple[Any, ...]:
+    """Run the piece of an end, inside of the calls of its modules; ``first`` is their input."""
+    return run_piece(piece, call, end.names, [first, *end.tensors()])

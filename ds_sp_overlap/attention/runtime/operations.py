@@ -42,34 +42,22 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 # Exchanges.
 
 
-def start(key: Exchanged, launch: partial, name: str, call: Call, *xs: Tensor) -> None:
+def start(key: Exchanged, launch: partial, name: str, call: Call, xs: list[Tensor]) -> None:
     call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked)
 
 
-def start_beside(
-    key: Exchanged, launch: partial, name: str, call: Call, o: Tensor, do: Tensor
-) -> None:
-    start(key, launch, name, call, o.view(*do.shape), do)
-
-
 def start_rotated(
-    back: bool, key: Exchanged, launch: partial, name: str, call: Call, x: Tensor
+    back: bool, key: Exchanged, launch: partial, name: str, call: Call, xs: list[Tensor]
 ) -> None:
     ropes = (None, call.rope_tables) if back else (call.rope_tables,)
-    call.in_flight[key] = launch(call.sp_group, call.where + name, (x,), call.checked, *ropes)
+    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, *ropes)
 
 
-def finish(key: Exchanged, name: str, call: Call) -> Any:
+def finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
     in_flight = call.in_flight.pop(key, None)  # guard: the transfer is let go
     if in_flight is None:
         raise never_started(call.where + name)
-    received = in_flight.finish()
-    return received if len(received) > 1 else received[0]
-
-
-def _one(values: Sequence[Any]) -> Any:
-    """Return ``values`` as the result of an operation: one value alone, several as they are."""
-    return values if len(values) != 1 else values[0]
+    return in_flight.finish()
 
 
 def _sum(so_far: Tensor | None, term: Tensor | None) -> Tensor | None:
@@ -126,35 +114,41 @@ def multiply(
     return (torch.mm(x, weight) if dim else F.linear(x, weight, bias)).view(*form)
 
 
-def norm_and_rotate(part: Part, tables: int, call: Call, heads: Tensor, *rest: Tensor) -> Tensor:
-    return call.projections.shape(part, heads, rest[:tables], rest[tables:] or None)
+def norm_and_rotate(
+    part: Part, call: Call, heads: Tensor, tables: list[Tensor], parameters: list[Tensor]
+) -> Tensor:
+    return call.projections.shape(part, heads, tables, parameters or None)
 
 
-def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, *tables: Tensor) -> Tensor:
+def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, tables: list[Tensor]) -> Tensor:
     # The backward of a rotation needs only the tables, no saved input.
     dx = call.projections.rope.rotate(dy.flatten(2, -2), *tables, back=True)
     return matrix(dx.to(dtype))
 
 
 def norm_back(
-    part: Part, table_count: int, call: Call, dy: Tensor, heads: Tensor, *rest: Any
-) -> Any:
+    part: Part,
+    call: Call,
+    dy: Tensor,
+    heads: Tensor,
+    tables: list[Tensor],
+    parameters: list[Tensor],
+    sums: list[Tensor | None],
+) -> tuple[Tensor, list[Tensor | None]]:
     """Compute the backward of rotation and norm, for q or k.
 
     Args:
         part: The kind and the group.
-        table_count: The number of tables.
         call: The call.
         dy: The gradient of q or k.
         heads: The input of the norm.
-        *rest: The tables; the parameters of the norm; for each parameter the sum of its gradients
-            over earlier groups, or None.
+        tables: The tables.
+        parameters: The parameters of the norm.
+        sums: For each parameter, the sum of its gradients over earlier groups, or None.
 
     Returns:
         The gradient of ``heads``, with a row for each token; and the new sums.
     """
-    tables, both = rest[:table_count], rest[table_count:]
-    parameters, sums = both[: len(both) // 2], list(both[len(both) // 2 :])
     # The norm is recomputed under autograd, since it may be any module.
     x = heads.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(**call.autocast):  # guard: as in forward
@@ -167,7 +161,7 @@ def norm_back(
         if gradient is not None:
             # Sum in fp32: in half precision each group would round. Autograd casts the result.
             sums[place] = _sum(sums[place], gradient.to(sum_dtype(gradient.dtype)))
-    return _one((matrix(dx), *sums))
+    return matrix(dx), sums
 
 
 def add_to_dx(
@@ -244,13 +238,13 @@ def merge(
 # Local attention, in a window.
 
 
-def _heads(parts: list[Part], call: Call, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _heads(parts: list[Part], call: Call, received: list[Tensor]) -> list[Tensor]:
     """Return q, k and v of a group, from its q and the parts of k and v that the group needs."""
-    return received[0], *with_kv(call.geometry, parts[0][1], dict(zip(parts, received)))
+    return received[:1] + with_kv(call.geometry, parts[0][1], dict(zip(parts, received)))
 
 
 def attend(
-    parts: list[Part], needs: list[bool], call: Call, *received: Tensor
+    parts: list[Part], needs: list[bool], call: Call, received: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     heads, (_, group) = _heads(parts, call, received), parts[0]
     attend = partial(attend_in_pieces, call, call.attend, group)
@@ -258,25 +252,36 @@ def attend(
     return o, kept
 
 
-def attend_alone(parts: list[Part], call: Call, *received: Tensor) -> Tensor:
+def attend_alone(parts: list[Part], call: Call, received: list[Tensor]) -> Tensor:
     return attend_group(call, call.attend, parts[0][1], *_heads(parts, call, received))
 
 
-def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: Any) -> Any:
+def attend_backward(
+    parts: list[Part],
+    wanted: list[Part],
+    call: Call,
+    received: list[Tensor],
+    kept: list[Tensor],
+    do: Tensor,
+    o: Tensor | None,
+    sums: list[Tensor | None],
+) -> list[Tensor | None]:
     """Run the backward of the attention of a group.
 
     Args:
         parts: The parts that the group attends to: q, then those of k, then those of v.
         wanted: Those of ``parts`` whose gradients are needed.
         call: The call.
-        *values: The received tensors of ``parts``; the tensors that `attend` returned beside o; do;
-            o, or None if o was not exchanged again; for each of ``wanted`` and each of
-            `LocalAttention.learned`, the sum of its gradients over earlier groups, or None.
+        received: The received tensors of ``parts``.
+        kept: The tensors that `attend` returned beside o.
+        do: The gradient of o.
+        o: The output; None if o was not exchanged again.
+        sums: For each of ``wanted`` and each of `LocalAttention.learned`, the sum of its gradients
+            over earlier groups, or None.
 
     Returns:
         The new sums.
     """
-    received, (kept, do, o, *sums) = values[: len(parts)], values[len(parts) :]
     leaves = [x.detach().requires_grad_(part in wanted) for part, x in zip(parts, received)]
     with torch.enable_grad():
         joined = _heads(parts, call, leaves)
@@ -296,4 +301,4 @@ def attend_backward(parts: list[Part], wanted: list[Part], call: Call, *values: 
     if not all(map(operator.is_, ends, inputs)):
         # `_heads` cut, joined or repeated heads: autograd computes its backward.
         terms = list(torch.autograd.grad(ends, inputs, dxs))
-    return _one(list(map(_sum, sums, terms + gradients[3:])))
+    return list(map(_sum, sums, terms + gradients[3:]))

@@ -28,20 +28,20 @@ after its last use (`flat`). Saved values and last uses are determined when a va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from ...exchange.streams import refuse_captured
 from ...profiling.ranges import is_profiled
-from ...schedule import O, Op, Part, Program, Schedule, Step
+from ...schedule import O, Op, Program, Schedule, Step
 from ...schedule.steps import section, section_of
 from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat, gradients
 
 # The values whose names begin with one of these words are made only in backward.
-_OF_BACKWARD = ("d", "d rows", "d heads", "pieces", "received")
+_OF_BACKWARD = ("d", "pieces", "beside")
 # The values whose names begin with one of these words are saved by a checkpoint around a window.
 OF_CHECKPOINT = ("merged", "kept")
 
@@ -51,29 +51,27 @@ class Variant:
     """Holds the compiled functions of a piece, for one choice of inputs that need a gradient.
 
     Attributes:
-        needs: For each part that was exchanged so far, and for each input of the node, whether its
-            gradient is needed.
-        head_dims: For each part that was exchanged so far, its head dim.
-        forward: Takes the inputs of the node. Returns the outputs of the node, with None for the
-            token, then the values that ``held`` names.
+        needs: For each part that was exchanged so far, and for each input of the nodes so far,
+            whether its gradient is needed.
+        kinds: For each input of the nodes so far, its shape and dtype.
+        forward: Takes the inputs of the node. Returns the outputs of the node, then the values that
+            ``held`` names.
         backward: Takes the values that ``saved`` names, then the gradients of the node's outputs.
             Returns the gradient of each input, or None.
-        again: The forward if a checkpoint has saved attention. Takes the inputs of the node, then o
-            of all groups; returns what ``forward`` returns.
+        again: In a window: the forward if a checkpoint has saved attention. Takes the inputs of the
+            node, then o of all groups; returns what ``forward`` returns.
         saved: The names of the values that the node saves for backward.
         held: ``saved``, and the names of the values that a checkpoint saves.
-        outputs: The number of values that the node returns.
         undifferentiable: The indices of the outputs whose gradients are not needed.
     """
 
     needs: dict[Name, bool]
-    head_dims: dict[Name, int]
+    kinds: dict[Name, Kind | None]
     forward: Flat
     backward: Flat
-    again: Flat
+    again: Any
     saved: list[Name]
     held: list[Name]
-    outputs: int
     undifferentiable: list[int]
 
 
@@ -86,23 +84,18 @@ class Piece:
         foreign: The steps that run outside of nodes, before the piece.
         forward: The steps of the piece in forward.
         backward: The steps of the piece in backward.
-        takes: The parts that the node takes as inputs, after the token.
-        gives: The parts that the node returns, after the token.
-        is_last: Whether the piece is the last one of the layer.
+        takes: The names of the node's inputs, unless the piece is an end (`nodes.End`).
+        gives: The names of the node's outputs.
+        variants: The compiled variants.
     """
 
     section: str
     foreign: Program
     forward: Program
     backward: Program
-    takes: tuple[Part, ...] = ()
-    gives: tuple[Part, ...] = ()
-    is_last: bool = False
-
-    def __post_init__(self) -> None:
-        self._variants: dict[tuple, Variant] = {}
-        # Whether the node returns the layer's output alone, without a token.
-        self.returns_y = self.is_last and not self.gives
+    takes: tuple[Name, ...]
+    gives: tuple[Name, ...]
+    variants: dict[tuple, Variant] = field(default_factory=dict)
 
     def variant(
         self, call: Call, names: tuple[Name, ...], needs: tuple[bool, ...], given: Sequence[Any]
@@ -112,7 +105,7 @@ class Piece:
         Args:
             call: The call; ``call.variant`` is the variant of the previous piece.
             names: The names of the inputs.
-            needs: For the token and each input, whether it needs a gradient.
+            needs: For each input, whether it needs a gradient.
             given: The inputs.
         """
         kinds: list[Kind | None] = []
@@ -122,16 +115,16 @@ class Piece:
         # The previous piece's variant was compiled for the form of the call, so it can replace the
         # form in the key.
         key = (call.variant or call.form, names, needs, profiled, *kinds)
-        variant = self._variants.get(key)
+        variant = self.variants.get(key)
         if variant is None:
             refuse_captured(
                 call.where,
                 "a call is the first of its kind (shapes, dtypes, gradients); run the same step "
                 "before",
             )
-            if len(self._variants) >= _MOST:
-                self._variants.clear()
-            variant = self._variants[key] = _compiled(self, call, names, needs, kinds, profiled)
+            if len(self.variants) >= _MOST:
+                self.variants.clear()
+            variant = self.variants[key] = _compiled(self, call, names, needs, kinds, profiled)
         return variant
 
 
@@ -151,55 +144,55 @@ def _compiled(
 
     ``kinds`` are shape and dtype of each input. The other arguments are those of `Piece.variant`.
     """
-    of_inputs, of_parts, head_dims = dict(zip(names, needs[1:])), {}, {}
+    needed, kinds_of = dict(zip(names, needs)), dict(zip(names, kinds))
     if call.variant is not None:
-        of_parts, head_dims = call.variant.needs.copy(), call.variant.head_dims.copy()
-    of_parts.update(of_inputs)
+        needed, kinds_of = call.variant.needs | needed, call.variant.kinds | kinds_of
     backward = call.schedule.backward if call.schedule.is_windowed else piece.backward
     for step in piece.forward:
         if step.op is not Op.START:
             continue
         for part in step.parts:
             if step.tensors == O:
-                of_parts[part] = needs[0] or of_inputs.get(part, False)
+                needed[part] = needed["token"] or needed.get(part, False)
             elif call.projections is not None:
-                of_parts[part] = call.projections.is_needed(  # guard: only what is needed
-                    part, of_inputs
+                needed[part] = call.projections.is_needed(  # guard: only what is needed
+                    part, needed
                 )
     if call.schedule.is_windowed:
         # ``reaches`` is equal on all ranks: in the first call, the ranks compared which projections
         # and norms need a gradient. They did not compare ``learned``; users must give the same
         # arguments on all ranks.
-        learned = [needed for name, needed in of_inputs.items() if name[0] == "learned"]
-        reaches = any(learned) or any(of_parts[kind, 0] for kind in "qkv")
+        learned = [needed[name] for name in names if name[0] == "learned"]
+        reaches = any(learned) or any(needed[kind, 0] for kind in "qkv")
         for group in call.groups:
-            of_parts["o", group] = reaches
+            needed["o", group] = reaches
         if not reaches:
             # Only Wo and its bias need a gradient: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
-    compiler = Compiler(call, of_parts, dict(zip(names, kinds)), head_dims)
+    compiler = Compiler(call, needed, kinds_of, profiled)
     program = piece.forward  # guard: starts in the order drawn
-    forward = compiler.compile(program, False, profiled)
-    again = compiler.compile(call.schedule.recompute, False, profiled)
-    back = compiler.compile(backward, True, profiled) if any(needs) else []
-    outputs: list[Name] = [("y",)] if piece.returns_y else [("token",), *piece.gives]
+    forward = compiler.compile(program)
+    back = compiler.compile(backward, backward=True) if any(needs) else []
     saved = _saved(back)
-    held, attended = dict.fromkeys(saved), list[Name]()
+    held, again = dict.fromkeys(saved), None
     if call.schedule.is_windowed:
         written = [name for operation in forward for name in operation.writes]
         held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
         attended = [("o", group) for group in call.groups]
+        merges = tuple(step for step in piece.forward if step.op is Op.MERGE)
+        again = flat(compiler.compile(merges), [*names, *attended], [*piece.gives, *held])
     return Variant(
-        needs=of_parts,
-        head_dims=head_dims,
-        forward=flat(forward, names, [*outputs, *held]),
-        backward=flat(back, saved + gradients(outputs), gradients(names)),
-        again=flat(again, [*names, *attended], [*outputs, *held]),
+        needs=needed,
+        kinds=kinds_of,
+        forward=flat(forward, names, [*piece.gives, *held]),
+        backward=flat(back, saved + gradients(piece.gives), gradients(names)),
+        again=again,
         saved=saved,
         held=list(held),
-        outputs=len(outputs),
         undifferentiable=[
-            place for place, name in enumerate(outputs) if not of_parts.get(name, True)
+            place
+            for place, name in enumerate(piece.gives)
+            if name != "token" and not needed.get(name, True)
         ],
     )
 
@@ -230,7 +223,7 @@ def pieces_of(
         arrives: Whether foreign code changes q, k and v on arrival.
     """
     if schedule.is_windowed:
-        return [Piece("", (), schedule.forward, schedule.backward, is_last=True)]
+        return [Piece("", (), schedule.forward, schedule.backward, takes=(), gives=("y",))]
     # For each piece, the foreign steps before it, and its own steps.
     cut: list[tuple[list[Step], list[Step]]] = [([], [])]
     for step in schedule.forward:
@@ -247,14 +240,16 @@ def pieces_of(
     pieces = []
     for foreign, own in cut:
         name = section_of(own[0])
-        takes, gives = list[Part](), list[Part]()
+        takes: list[Name] = ["token"]
+        gives: list[Name] = ["token"]
         if name in ends:
             backward = section(schedule.backward, name)  # guard: the wgrad comes last
+            gives = ["y"] if name == "output" else gives
         else:
             backward = tuple(step.mirror for step in reversed(own))  # guard: in the order drawn
             for step in own:
                 if step.on_wire:
                     (takes if step.op is Op.START else gives).extend(step.parts)
-        of_piece = tuple(foreign), tuple(own), backward, tuple(takes), tuple(gives)
-        pieces.append(Piece(name, *of_piece, is_last=own is cut[-1][1]))
+        ends_of = tuple(takes), tuple(gives)
+        pieces.append(Piece(name, tuple(foreign), tuple(own), backward, *ends_of))
     return pieces

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...exchange.layout import Range
 from ...profiling.ranges import named
-from ...schedule import Op, Part, Step
+from ...schedule import Op, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .linear import call_through
 from .nodes import End, run_end, run_piece
@@ -34,7 +34,9 @@ class Walk:
             end, with the key "".
 
     Attributes:
-        values: The current q, k, v and o of head groups, outside of nodes.
+        values: The current values outside of nodes: q, k, v and o of head groups, and the token.
+            Before `run`, the caller sets "x" if there are ends; after it, "y" is the layer's output
+            if the output projection is an end.
     """
 
     def __init__(
@@ -50,41 +52,25 @@ class Walk:
         self.pieces = pieces_of(
             call.schedule, tuple(self.ends), given=project is None, arrives=arrive is not None
         )
-        self.values: dict[Part, Tensor] = {}
-        self._token: Tensor | None = None
+        self.values: dict[Any, Tensor] = {"token": call.empty}
 
-    def run(self, *sections: str, x: Tensor | None = None) -> Any:
-        """Run the pieces of these sections, or all pieces.
-
-        Args:
-            *sections: The sections; none for all.
-            x: The layer's input; needed for the sections "inputs" and "".
-
-        Returns:
-            y, if the last of these pieces returns y; else None.
-        """
-        y = None
+    def run(self, *sections: str) -> None:
+        """Run the pieces of these sections, or all pieces if none are given."""
         for piece in self.pieces:
             if not sections or piece.section in sections:
                 for step in piece.foreign:
                     self._foreign(step)
-                y = self._piece(piece, x)
-        return y
+                made = self._piece(piece)
+                self.values.update(zip(piece.gives, made))  # guard: leads to each of them
 
-    def _piece(self, piece: Piece, x: Tensor | None) -> Any:
-        """Run a piece. Return y; or set ``values`` and the token for the next piece."""
+    def _piece(self, piece: Piece) -> tuple[Tensor, ...]:
+        """Run a piece on ``values``; return the outputs of its node."""
         end = self.ends.get(piece.section)
-        if end is not None:
-            first = self._token if piece.section == "output" else x
-            assert first is not None
-            y = call_through(end.modules, partial(run_end, piece, self.call, end), first)
-        else:
-            given = [self.values.pop(part) for part in piece.takes]
-            y = run_piece(piece, self.call, piece.takes, self._token, given)
-        if piece.returns_y:
-            return y
-        self._token, *received = y  # guard: leads to each of them
-        self.values.update(zip(piece.gives, received))
+        if end is None:
+            given = [self.values.pop(name) for name in piece.takes]
+            return run_piece(piece, self.call, piece.takes, given)
+        first = self.values.pop(end.names[0])
+        return call_through(end.modules, partial(run_end, piece, self.call, end), first)
 
     def _foreign(self, step: Step) -> None:
         """Run a foreign step: a projection, local attention, or ``arrive``."""

@@ -102,15 +102,13 @@ def multiply(
         bias: The bias of all rows, or None.
     """
     if run is not None:
-        biases = None if bias is None else run.view(bias, 0)
+        biases = None if bias is None else run.view(bias[None])
         return by_rank(x, run.view(weight, dim), biases).view(*form)
-    if part is not None and len(part) > 1:
-        # Several slices, see Note [Slices of weights].
-        return mm_of_slices(x, weight if dim else weight.t(), part, bias).view(*form)
     if part is not None:
-        ((start, stop),) = part
-        weight = weight[:, start:stop] if dim else weight[start:stop]
-        bias = None if bias is None else bias[start:stop]
+        if len(part) > 1:  # see Note [Slices of weights]
+            return mm_of_slices(x, weight if dim else weight.t(), part, bias).view(*form)
+        weight = cut_ranges(weight, dim, part)
+        bias = None if bias is None else cut_ranges(bias, 0, part)
     return (torch.mm(x, weight) if dim else F.linear(x, weight, bias)).view(*form)
 
 

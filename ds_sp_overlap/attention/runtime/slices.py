@@ -103,18 +103,17 @@ class Run(NamedTuple):
 
         Returns:
             If ``in_place``, ``dim`` becomes two dimensions: [.., slices, size, ..]. Otherwise
-            [slices, other dim, size] for a matrix, [slices, size] for a vector.
+            [slices, other dim, size], for a matrix.
         """
-        shape, strides = x.shape, x.stride()
+        shape: tuple[int, ...] = x.shape
+        strides = x.stride()
         one, step = strides[dim], self.step * strides[dim]
         if in_place:
-            wide = (*shape[:dim], self.slices, self.size, *shape[dim + 1 :])
-            steps = (*strides[:dim], step, one, *strides[dim + 1 :])
-        elif len(shape) == 2:
-            # One `as_strided` for a matrix, where a view and a transpose would cost the host more.
-            wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
+            wide = shape[:dim] + (self.slices, self.size) + shape[dim + 1 :]
+            steps = strides[:dim] + (step, one) + strides[dim + 1 :]
         else:
-            wide, steps = (self.slices, self.size), (step, one)
+            # One `as_strided`, where a view and a transpose would cost the host more.
+            wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
         return x.as_strided(wide, steps, x.storage_offset() + self.start * one)
 
 
@@ -156,13 +155,13 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [tokens, k].
         weights: [P, k, n].
-        bias: [P, n]; None without bias.
+        bias: [P, 1, n]; None without bias.
 
     Returns:
         [tokens, P, n]; in memory [P, tokens, n], as in the send buffer.
     """
     operands = x.expand(weights.size(0), -1, -1), weights
-    out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias.unsqueeze(1), *operands)
+    out = torch.bmm(*operands) if bias is None else torch.baddbmm(bias, *operands)
     return out.transpose(0, 1)
 
 
@@ -224,20 +223,11 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         piece: The new values of the slices, one slice after another.
         add: Whether to add the values to the slices instead of overwriting them.
     """
-    # If one view holds all slices, one copy writes them. A sum can't be written so: an overlapping
-    # view would lose terms.
-    runs = _runs(ranges)
-    if len(runs) == 1 and not add:
-        run = runs[0][0]
-        slices = run.view(whole, dim, in_place=True)
-        slices.copy_(piece.unflatten(dim, (run.slices, run.size)))
-        return
-    place = 0
-    for start, stop in ranges:
-        size = stop - start
-        target, source = whole.narrow(dim, start, size), piece.narrow(dim, place, size)
+    # The slices of a run don't overlap, so one sum loses no terms.
+    for run, own in _runs(ranges):
+        target = run.view(whole, dim, in_place=True)
+        source = own.view(piece, dim, in_place=True)
         target.add_(source) if add else target.copy_(source)
-        place += size
 
 
 @lru_cache(maxsize=4096)

@@ -85,18 +85,18 @@ def draw(schedule: Schedule, program: Program) -> str:
 
     A bar is one column longer than its name. Dots mean that the compute row waits.
     """
-    label = None
-
-    def columns(step: Step) -> int:
-        """Return the number of characters of a step's bar, which `simulate` takes as duration."""
-        nonlocal label
+    # The number of characters of each step's bar, which `simulate` takes as duration.
+    columns: dict[Step, int] = {}
+    last = ""
+    for step in program:
         if step.op is Op.START:
-            return len(schedule.name(step)) + 1
-        # Successive steps with the same name share the bar of the first.
-        repeats, label = schedule.label(step) == label, schedule.label(step)
-        return 0 if repeats else len(_short(label)) + 1
-
-    simulated = simulate(schedule, program, columns)
+            columns[step] = len(schedule.name(step)) + 1
+        elif step.op is not Op.FINISH:
+            label = schedule.label(step)
+            # Successive steps with the same name share the bar of the first.
+            columns[step] = 0 if label == last else len(_short(label)) + 1
+            last = label
+    simulated = simulate(schedule, program, columns.__getitem__)
     rows = []
     for name, bars in (("compute", simulated.compute), ("wire", simulated.wire)):
         row = [" "] * int(simulated.step_ms)

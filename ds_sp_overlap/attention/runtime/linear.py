@@ -29,11 +29,9 @@ PLAIN: Plain = {nn.Linear.forward: None}
 # Prefixes of the names of Python modules. Hooks from these modules are known to work if a call
 # computes only parts of the output. `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The dicts of the hooks that PyTorch runs on every module's call.
-EVERYWHERE = tuple(
-    getattr(nn.modules.module, f"_global_{kind}_hooks")
-    for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
+EVERYWHERE = tuple(getattr(nn.modules.module, f"_global{name}") for name in _HOOKS)
 # The ``__call__`` methods that run no code besides hooks and ``forward``. The methods of
 # ``ParameterDict`` and ``ParameterList`` run neither: they only raise an error.
 _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__)
@@ -187,10 +185,9 @@ def without_hooks(module: nn.Module) -> Any:
     Hooks of the children still run. A ``forward`` that was set on the instance is not copied.
     """
     copy = object.__new__(type(module))
-    hooks: dict[str, Any] = {
-        f"_{kind}_hooks": {} for kind in ("forward", "forward_pre", "backward", "backward_pre")
-    }
-    vars(copy).update(vars(module), **hooks, _compiled_call_impl=None)
+    vars(copy).update(vars(module), _compiled_call_impl=None)
+    for name in _HOOKS:
+        vars(copy)[name] = {}
     vars(copy).pop("forward", None)
     return copy
 

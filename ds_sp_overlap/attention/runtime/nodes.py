@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -106,11 +106,11 @@ class _Window(Node):
                 after = Random.now(device)
                 moved = None if after == before else after
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
-                records = dict(call.attended)
-                for group, record in records.items():
-                    # The checkpoint saves no graphs, since they may refer to the checkpoint.
-                    # Backward uses the graphs of this node.
-                    records[group] = replace(record, edges=None)  # guard: nothing circular
+                # The checkpoint saves no graphs, since they may refer to the checkpoint. Backward
+                # uses the graphs of this node.
+                records = {  # guard: nothing circular
+                    group: replace(record, edges=None) for group, record in call.attended.items()
+                }
                 saved = kept, records, moved, call.schedule
                 checkpoint.put(call.where, saved, call.offloads, call.local.tensors)
         ctx.call, ctx.variant = call, variant
@@ -147,8 +147,3 @@ class End:
     modules: list[nn.Module]
     names: tuple[Name, ...]
     tensors: Callable[[], list[Any]]
-
-
-def run_end(piece: Piece, call: Call, end: End, first: Tensor) -> tuple[Any, ...]:
-    """Run the piece of an end, inside of the calls of its modules; ``first`` is their input."""
-    return run_piece(piece, call, end.names, [first, *end.tensors()])

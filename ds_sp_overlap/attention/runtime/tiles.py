@@ -54,10 +54,9 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     def run(x: Tensor) -> Tensor:
         # Inside of the modules' calls the weights are gathered.
         weights = list(module.parameters())
-        # `_Saved` appends its context here, and `_Tiles` reads the saved tensors from the context.
-        saved: list[Any] = []
-        hidden = _Saved.apply(saved, x, *weights)
-        return _Tiles.apply(module, tokens, saved, x.requires_grad, hidden, *weights)
+        hidden = _Saved.apply(x, *weights)
+        # The node of `_Saved` holds the saved tensors.
+        return _Tiles.apply(module, tokens, hidden.grad_fn, hidden, *weights)
 
     return call_through(with_weights, run, x)
 
@@ -120,15 +119,14 @@ class _Saved(torch.autograd.Function):
     """Saves the input and the weights for the backward of `_Tiles`; see Note [Tiles]."""
 
     @staticmethod
-    def forward(ctx: Any, saved: list[Any], x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
-        saved.append(ctx)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None) -> tuple:
-        return None, dx, *(None for _ in ctx.needs_input_grad[2:])
+        return dx, *(None for _ in ctx.needs_input_grad[1:])
 
 
 class _Tiles(Node):
@@ -143,15 +141,13 @@ class _Tiles(Node):
         ctx: Any,
         module: nn.Module,
         tokens: int,
-        saved: list[Any],
-        wants_dx: bool,
+        saved: Any,
         x: Tensor,
         *weights: nn.Parameter,
     ) -> Tensor:
         # The copy keeps the module's current modes and active adapters for backward.
         ctx.copy = _over(module, dict(zip(weights, weights)))
-        ctx.tokens, ctx.saved, ctx.wants_dx = tokens, saved, wants_dx
-        ctx.autocast = autocast_of(x.device)
+        ctx.tokens, ctx.saved, ctx.autocast = tokens, saved, autocast_of(x.device)
         # Autocast caches casts of weights that need a gradient. Here casts have no graph, so a
         # later use of a cached cast would lose the gradient. Casts of detached weights are not
         # cached.
@@ -173,7 +169,7 @@ class _Tiles(Node):
                 f"sp_overlap.tiles: {type(ctx.copy).__name__} has no second derivative in tiles, "
                 'and create_graph is True; take "tiles" out of the section'
             )
-        x, *weights = ctx.saved[0].saved_tensors
+        (x, *weights), wants_dx = ctx.saved.saved_tensors, ctx.saved.needs_input_grad[0]
         sums: dict[Tensor, Tensor] = {}
 
         def add(leaf: Tensor, term: Tensor) -> None:
@@ -187,22 +183,22 @@ class _Tiles(Node):
         # The module is a norm if all its weights are vectors.
         widens = rounds and all(weight.dim() < 2 for weight in weights)
         leaves = []
-        for weight, wanted in zip(weights, ctx.needs_input_grad[5:]):
+        for weight, wanted in zip(weights, ctx.needs_input_grad[4:]):
             leaf = weight.detach().to(dtype) if widens else weight.detach()
             leaves.append(leaf.requires_grad_(wanted))
         over = dict(zip(ctx.copy.parameters(), leaves))
         copy = _over(ctx.copy, over, add if rounds else None)
         sources = [leaf for leaf in leaves if leaf.requires_grad]
         rows, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        dx = torch.empty_like(rows) if ctx.wants_dx else None
+        dx = torch.empty_like(rows) if wants_dx else None
         for start in range(0, max(len(rows), 1), ctx.tokens):
             tile = slice(start, start + ctx.tokens)
             inputs = rows[tile].detach()
             inputs = inputs.to(dtype) if widens else inputs
-            inputs.requires_grad_(ctx.wants_dx)
+            inputs.requires_grad_(wants_dx)
             with torch.enable_grad(), torch.autocast(**ctx.autocast, cache_enabled=False):
                 y = _call(copy, inputs)
-            wanted = [*sources, inputs] if ctx.wants_dx else sources
+            wanted = [*sources, inputs] if wants_dx else sources
             gradients = list(
                 torch.autograd.grad(y, wanted, dy[tile].to(y.dtype), allow_unused=True)
             )
@@ -216,7 +212,7 @@ class _Tiles(Node):
         dws = []
         for weight, leaf in zip(weights, leaves):
             dws.append(sums[leaf].to(weight.dtype) if leaf in sums else None)
-        return None, None, None, None, None if dx is None else dx.view_as(x), *dws
+        return None, None, None, None if dx is None else dx.view_as(x), *dws
 
 
 def _call(copy: nn.Module, rows: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from ...profiling.ranges import named
 from ...schedule import Op, Step
 from .execution import Attend, Call, attend_group, with_kv
 from .linear import call_through
-from .nodes import End, run_end, run_piece
+from .nodes import End, run_piece
 from .plan import Piece, pieces_of
 
 # Changes q, k or v after its exchange. Takes the kind, the tensor, and the ranges of tokens that q
@@ -69,8 +68,11 @@ class Walk:
         if end is None:
             given = [self.values.pop(name) for name in piece.takes]
             return run_piece(piece, self.call, piece.takes, given)
-        first = self.values.pop(end.names[0])
-        return call_through(end.modules, partial(run_end, piece, self.call, end), first)
+        return call_through(
+            end.modules,
+            lambda first: run_piece(piece, self.call, end.names, [first, *end.tensors()]),
+            self.values.pop(end.names[0]),
+        )
 
     def _foreign(self, step: Step) -> None:
         """Run a foreign step: a projection, local attention, or ``arrive``."""

@@ -1,5 +1,7 @@
 """What a step launches beside products, counted on one rank of many: copies of weights, and what packs and unpacks exchanges."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -99,3 +101,10 @@ def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
 def test_a_step_calls_no_more_functions_than_its_budget_says(groups, window, most):
     """Count what a layer costs the host beside torch, see benchmarks/instructions.py."""
     assert launches.calls_of_layer(groups, window=window) <= most
+
+
+def test_autograd_takes_no_step_beside_attention_where_heads_arrive_whole():
+    """Once for each group in each of three steps; where heads are cut or joined, it takes one more."""
+    with mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as grad:
+        launches.calls_of_layer(2, window=1)
+    assert grad.call_count == 2 * 3

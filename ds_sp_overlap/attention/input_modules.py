@@ -50,7 +50,6 @@ class InputModules:
         norms: The norm of q and the norm of k, where given. Backward recomputes the norms, so that
             forward saves only their input.
         cuts: In a call: how the projections are cut into parts.
-        folded: In a call: the parts that the packing kernels rotate.
     """
 
     where: str
@@ -63,7 +62,6 @@ class InputModules:
     plain: Plain
     pure: Pure
     cuts: Cuts = field(init=False)
-    folded: frozenset[Part] = field(init=False)
 
     def use(self, q_norm: Any = None, k_norm: Any = None, **projections: Any) -> None:
         """Set the modules for the calls that follow.
@@ -114,8 +112,7 @@ class InputModules:
         A later `use` does not change the modules of the copy.
         """
         own = object.__new__(InputModules)
-        cuts = self._cuts(call)
-        vars(own).update(vars(self), cuts=cuts, folded=call.folded)
+        vars(own).update(vars(self), cuts=self._cuts(call))
         return own
 
     def tables_of_kernels(

@@ -200,9 +200,8 @@ class Compiler:
         count = sum(stop - start for start, stop in part) // head_dim
         of_ranks = (ranks, count // ranks) if ranks else (count,)
         by_rank = Run.dealt(part, ranks) if ranks else None
-        how = dim, self._some(part, operands[1], dim), by_rank
-        form = self.tokens + of_ranks + (head_dim,)
-        self.add(partial(operations.multiply, *how, form), operands, [heads])
+        some, form = self._some(part, operands[1], dim), self.tokens + of_ranks + (head_dim,)
+        self.add(partial(operations.multiply, dim, some, by_rank, form), operands, [heads])
 
     def _some(self, ranges: Ranges, name: Name, dim: int = 0) -> Ranges | None:
         """Return the ranges of a weight along ``dim``; None if they cover all of ``dim``."""
@@ -210,7 +209,7 @@ class Compiler:
 
     def _tables(self, part: Part) -> list[Name]:
         """Return the names of the tables that rotate a part; none if the packing kernel rotates."""
-        if part[0] == "v" or part in self.projections.folded:
+        if part[0] == "v" or part in self.call.folded:
             return []
         return [name for name in self.shapes if name[0] == "table"]
 
@@ -255,10 +254,9 @@ class Compiler:
         elif self.needs["x"]:
             module, rows, _ = self.projections.cuts.rows[part]
             weight: Name = ("weight", module)
-            how = self._some(rows, weight), self.dtypes["x"], self.geometry.groups == 1
-            self.add(
-                partial(operations.add_to_dx, *how), [("d", ("heads", part)), weight, dx], [dx]
-            )
+            some, rounds = self._some(rows, weight), self.geometry.groups == 1
+            add_to_dx = partial(operations.add_to_dx, some, self.dtypes["x"], rounds)
+            self.add(add_to_dx, [("d", ("heads", part)), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:
         """Compute a group's columns of dWo; or a part's rows of dW and db of its projection."""

@@ -56,7 +56,7 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     weight = own["weight"] if "weight" in own else parameters.get("weight")
     if weight is not None:
         # A quantised or distributed tensor has another type.
-        is_plain = type(weight) is nn.Parameter or type(weight) is Tensor
+        is_plain = type(weight) in (nn.Parameter, Tensor)
         # A class attribute may hide the parameter, for instance a property that scales it.
         for name in _descriptors(kind):
             if name in parameters:  # guard: what the forward would read

@@ -40,8 +40,6 @@ from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat, gradients
 
-# The values whose names begin with one of these words are made only in backward.
-_OF_BACKWARD = ("d", "pieces", "beside")
 # The values whose names begin with one of these words are saved by a checkpoint around a window.
 OF_CHECKPOINT = ("merged", "kept")
 
@@ -111,10 +109,9 @@ class Piece:
         kinds: list[Kind | None] = []
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
-        profiled = is_profiled()
         # The previous piece's variant was compiled for the form of the call, so it can replace the
         # form in the key.
-        key = (call.variant or call.form, names, needs, profiled, *kinds)
+        key = (call.variant or call.form, names, needs, is_profiled(), *kinds)
         variant = self.variants.get(key)
         if variant is None:
             refuse_captured(
@@ -124,7 +121,7 @@ class Piece:
             )
             if len(self.variants) >= _MOST:
                 self.variants.clear()
-            variant = self.variants[key] = _compiled(self, call, names, needs, kinds, profiled)
+            variant = self.variants[key] = _compiled(self, call, names, needs, kinds)
         return variant
 
 
@@ -138,7 +135,6 @@ def _compiled(
     names: tuple[Name, ...],
     needs: tuple[bool, ...],
     kinds: list[Kind | None],
-    profiled: bool,
 ) -> Variant:
     """Compile a variant.
 
@@ -169,15 +165,17 @@ def _compiled(
         if not reaches:
             # Only Wo and its bias need a gradient: nothing is recomputed or exchanged.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
-    compiler = Compiler(call, needed, kinds_of, profiled)
+    compiler = Compiler(call, needed, kinds_of, is_profiled())
     program = piece.forward  # guard: starts in the order drawn
     forward = compiler.compile(program)
     back = compiler.compile(backward, backward=True) if any(needs) else []
-    saved = _saved(back)
+    of_forward = [*names]
+    for operation in forward:
+        of_forward += operation.writes
+    saved = _saved(back, of_forward)
     held, again = dict.fromkeys(saved), None
     if call.schedule.is_windowed:
-        written = [name for operation in forward for name in operation.writes]
-        held.update(dict.fromkeys(name for name in written if name[0] in OF_CHECKPOINT))
+        held.update(dict.fromkeys(name for name in of_forward if name[0] in OF_CHECKPOINT))
         attended = [("o", group) for group in call.groups]
         merges = tuple(step for step in piece.forward if step.op is Op.MERGE)
         again = flat(compiler.compile(merges), [*names, *attended], [*piece.gives, *held])
@@ -197,15 +195,13 @@ def _compiled(
     )
 
 
-def _saved(operations: list[Operation]) -> list[Name]:
-    """Return the names of the values that a backward reads from forward."""
+def _saved(operations: list[Operation], of_forward: list[Name]) -> list[Name]:
+    """Return the values ``of_forward`` that a backward reads, before it writes them if it does."""
     read: dict[Name, None] = {}
-    written: set[Name] = set()
+    left = set(of_forward)
     for operation in operations:
-        for name in operation.reads:
-            if name not in written and name[0] not in _OF_BACKWARD:
-                read[name] = None
-        written.update(operation.writes)
+        read.update(dict.fromkeys(name for name in operation.reads if name in left))
+        left.difference_update(operation.writes)
     return list(read)
 
 

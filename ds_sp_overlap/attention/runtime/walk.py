@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from .plan import Piece, pieces_of
 Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 
 
+@dataclass(eq=False)
 class Walk:
     """Runs the pieces of one call, and the foreign code between them.
 
@@ -38,20 +40,16 @@ class Walk:
             if the output projection is an end.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        attend: Attend,
-        project: Callable[[str, int], Tensor] | None = None,
-        arrive: Arrive | None = None,
-        ends: dict[str, End] | None = None,
-    ):
-        self.call, self.attend = call, attend
-        self.project, self.arrive, self.ends = project, arrive, ends or {}
-        self.pieces = pieces_of(
-            call.schedule, tuple(self.ends), given=project is None, arrives=arrive is not None
-        )
-        self.values: dict[Any, Tensor] = {"token": call.empty}
+    call: Call
+    attend: Attend
+    project: Callable[[str, int], Tensor] | None = None
+    arrive: Arrive | None = None
+    ends: dict[str, End] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given, arrives = self.project is None, self.arrive is not None
+        self.pieces = pieces_of(self.call.schedule, tuple(self.ends), given, arrives)
+        self.values: dict[Any, Tensor] = {"token": self.call.empty}
 
     def run(self, *sections: str) -> None:
         """Run the pieces of these sections, or all pieces if none are given."""

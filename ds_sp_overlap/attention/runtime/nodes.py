@@ -48,6 +48,7 @@ class _Node(Node):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
+        # Autograd runs the piece before, although the token gets no gradient.
         return None, None, None, *results
 
 

@@ -246,6 +246,6 @@ def pieces_of(
             for step in own:
                 if step.on_wire:
                     (takes if step.op is Op.START else gives).extend(step.parts)
-        ends_of = tuple(takes), tuple(gives)
-        pieces.append(Piece(name, tuple(foreign), tuple(own), backward, *ends_of))
+        steps = tuple(foreign), tuple(own), backward
+        pieces.append(Piece(name, *steps, tuple(takes), tuple(gives)))
     return pieces

@@ -90,6 +90,8 @@ class Projected:
             given[name] = self(name)
 
 
+# The numbers of query heads and of KV heads.
+Heads = tuple[int, int]
 # The sections of a parameter's rows, in order. For each: the kind of its heads ("q", or "k" for the
 # heads of k and v), and the number of rows of each head.
 Sections = Sequence[tuple[str, int]]
@@ -151,7 +153,7 @@ class Mixer:
     log_decay: Callable[..., Tensor]
     read: Callable[..., Tensor]
     widths: Callable[[], Sequence[int]]
-    counts: Callable[[], tuple[int, int]]
+    counts: Callable[[], Heads]
     parameters: Callable[[], Parameters]
     inputs: Callable[..., Sequence[Source]]
     mix: Callable[..., Tensor]

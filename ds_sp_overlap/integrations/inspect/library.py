@@ -152,10 +152,8 @@ def digest(holder: Any, *names: str) -> str:
     Returns:
         The digest; empty if a function has a decorator that is not transformers'.
     """
-    functions = []
-    for name in names:
-        if getattr(holder, name, None) is not None:
-            functions.append(getattr(holder, name))
+    found = (getattr(holder, name, None) for name in names)
+    functions = [function for function in found if function is not None]
     for function in functions:
         *decorators, _ = _packages_of(function)
         if not {"transformers"}.issuperset(decorators):

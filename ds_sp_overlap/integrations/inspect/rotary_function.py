@@ -126,9 +126,8 @@ class _Call:
         shapes = [x for x in args if isinstance(x, tuple)]
         self.dims = max(shape[-1] for shape in shapes)
         # The widths of the tables in all runs, and the fixed sizes of q and k.
-        used = {self.dims, self.dims - 2, self.dims // 2, self.dims // 2 - 1} - {0}
-        for shape in shapes:
-            used.update(size for size in shape if isinstance(size, int))
+        half = self.dims // 2
+        used = {self.dims, self.dims - 2, half, half - 1}.union(*shapes) - {0, "batch", "seq"}
         batch, seq = free_primes(used)[:2]
         self.sizes = {"batch": batch, "seq": seq}
         self.accounting = Accounting(ARITHMETIC, self.sizes.values())

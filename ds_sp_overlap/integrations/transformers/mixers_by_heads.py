@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Mixer, Parameters, Sections, Source
+from ...attention.mixer import Heads, Mixer, Parameters, Sections, Source
 from ..inspect.library import names_around, own_class
 from .mixers_by_states import PER_HEAD, Mamba, StandIn, convolve, itself
 
@@ -43,7 +43,7 @@ class _DeltaNet(Mixer):
     rule = "torch_chunk_gated_delta_rule"
     norm_and_out = "norm", "out_proj"
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Heads:
         """Return the number of heads of v, and the number of heads of q and k."""
         return self.layer.num_v_heads, self.layer.num_k_heads
 
@@ -174,7 +174,7 @@ class Bailing(Separate):
     decay = ["forget_gate.f_proj"]
     rule = "chunk_kimi_delta_attention"
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Heads:
         return self.layer.num_heads, self.layer.num_heads
 
     def parameters(self) -> Parameters:
@@ -230,7 +230,7 @@ class Mamba1(Mamba):
     def _latent(self, x: Tensor) -> Tensor:
         return self.layer.x_proj(x).unsqueeze(2)
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Heads:
         """Return the number of channels, and the number of heads of dt, B and C.
 
         Raises:
@@ -289,7 +289,7 @@ class Zamba(Mamba1):
         by_heads = _heads(x, self.layer.n_mamba_heads).unsqueeze(-2)
         return (by_heads @ self.layer.x_proj_weight.transpose(1, 2)).squeeze(-2)
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Heads:
         return self.layer.intermediate_size, self.layer.n_mamba_heads
 
     def learned(self) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Mixer, Parameters, Sections, Source
+from ...attention.mixer import Heads, Mixer, Parameters, Sections, Source
 from ..inspect.library import names_around
 
 # The sections of a parameter with one row for each head.
@@ -168,7 +168,7 @@ class Mamba2(Mamba):
     def widths(self) -> list[int]:
         return [*self.sizes().values()][1:]
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Heads:
         return self.layer.num_heads, self.layer.n_groups
 
     def inputs(self, dt: Tensor) -> list[Source]:

@@ -23,13 +23,54 @@ class Expected(NamedTuple):
     """Holds the tensor that an exchange must deliver, and the tolerance of each element.
 
     Attributes:
+        sp_group: The sp group.
+        name: Name of the exchange.
         values: The tensor.
         atol: [as ``values``]. The tolerance: 0, except for an element that is the sum of KV
             gradients of three or more ranks, since the order of summation is not fixed.
+        is_rotated: Whether the exchange rotates heads (rotary embedding).
     """
 
+    sp_group: SPGroup
+    name: str
     values: Tensor
     atol: Tensor
+    is_rotated: bool
+
+    @outside_modes()
+    def compare(self, got: Tensor) -> None:
+        """Compare the tensor that this rank received with the expected one. Collective.
+
+        `InFlight.finish` calls this in check mode. Sums of replicas and rotated elements have a
+        tolerance; other elements must be equal.
+
+        Raises:
+            RuntimeError: on all ranks, if some rank received a wrong element.
+        """
+        # In half precision, both exchanges round a sum of replicas once more at the end.
+        half = got.dtype in (torch.float16, torch.bfloat16)
+        rtol = torch.finfo(got.dtype).eps if half or self.is_rotated else 0.0
+        got, expected = got.double(), self.values.double()
+        # Infinities must not make the tolerance of finite elements infinite.
+        sizes = expected.abs().nan_to_num(0.0, posinf=0.0)
+        allowed = self.atol + rtol * sizes
+        # A rotated element is the sum of two products: three roundings, of numbers that are at most
+        # sqrt(2) times the largest element of the same head and token.
+        if self.is_rotated and expected.numel():
+            largest = (self.atol + 3 * rtol * sizes).amax(-1, keepdim=True)
+            allowed = allowed + 2**0.5 * largest
+        # Equal infinities have no difference to compare: inf - inf is nan.
+        wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
+        wrong &= ~(got.isnan() & expected.isnan())
+        fault = ""
+        if wrong.any():
+            fault = f"off by {(got - expected)[wrong].abs().max().item():.3g}"
+        if faults := by_rank(self.sp_group.gather(fault, self.name)):
+            raise RuntimeError(
+                f"{self.name}: sp_overlap.check: the overlapped exchange differs from the plain "
+                f'one ({faults}); try sp_overlap.transport "c10d" and kernels "torch", and report '
+                "it"
+            )
 
 
 @outside_modes()
@@ -95,47 +136,5 @@ def plain_exchange(
         # Apply the transpose of the rotation, which is the rotation by the opposite angle.
         cos, sin = (table.unsqueeze(-2).cpu() for table in rope_back)
         out = rotate(out, cos, -sin)
-    return Expected(out.to(x.device, x.dtype), atol.to(x.device))
-
-
-@outside_modes()
-def compare(sp_group: SPGroup, got: Tensor, of_plain: Expected, name: str, rotated: bool) -> None:
-    """Compare the tensor that the exchange ``name`` delivered with the expected one. Collective.
-
-    `InFlight.finish` calls this in check mode. Sums of replicas and rotated elements have a
-    tolerance; other elements must be equal.
-
-    Args:
-        sp_group: The sp group.
-        got: The tensor that this rank received.
-        of_plain: The result of `plain_exchange`.
-        name: Name of the exchange.
-        rotated: Whether the exchange rotated heads (rotary embedding).
-
-    Raises:
-        RuntimeError: on all ranks, if some rank received a wrong element.
-    """
-    # In half precision, both exchanges round a sum of replicas once more at the end.
-    half = got.dtype in (torch.float16, torch.bfloat16)
-    rtol = torch.finfo(got.dtype).eps if half or rotated else 0.0
-    got, expected = got.double(), of_plain.values.double()
-    # Infinities must not make the tolerance of finite elements infinite.
-    sizes = expected.abs().nan_to_num(0.0, posinf=0.0)
-    allowed = of_plain.atol + rtol * sizes
-    # A rotated element is the sum of two products: three roundings, of numbers that are at most
-    # sqrt(2) times the largest element of the same head and token.
-    if rotated and expected.numel():
-        largest = (of_plain.atol + 3 * rtol * sizes).amax(-1, keepdim=True)
-        allowed = allowed + 2**0.5 * largest
-    # Equal infinities have no difference to compare: inf - inf is nan.
-    wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
-    wrong &= ~(got.isnan() & expected.isnan())
-    fault = ""
-    if wrong.any():
-        fault = f"off by {(got - expected)[wrong].abs().max().item():.3g}"
-    if faults := by_rank(sp_group.gather(fault, name)):
-        raise RuntimeError(
-            f"{name}: sp_overlap.check: the overlapped exchange differs from the plain one "
-            f"({faults}); "
-            'try sp_overlap.transport "c10d" and kernels "torch", and report it'
-        )
+    values, is_rotated = out.to(x.device, x.dtype), (rope or rope_back) is not None
+    return Expected(sp_group, name, values, atol.to(x.device), is_rotated)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..warn import say
+from ..warn import warn_once
 from .transport import C10d, Handle, Sizes, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
@@ -145,7 +145,6 @@ class CopyEngine:
 
     def __init__(self, settings: dict[str, int] | None = None) -> None:
         self.rest = C10d(own=True, settings=settings)
-        self.said = False
 
     def prepare(self, sp_group: Any) -> None:
         """Choose the first engine that every rank has, see `Named.prepare`.
@@ -184,10 +183,8 @@ class CopyEngine:
     ) -> Handle:
         if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
-        if not self.said:
-            self.said = True
-            say(
-                f"sp_overlap: {rest[1]}: its parts {send_sizes} and {recv_sizes} are not equal or not "
-                "aligned, which copy engines can't move; such exchanges go through c10d"
-            )
+        warn_once(
+            "sp_overlap: copy engines can't move parts that are not equal or not aligned; such "
+            "exchanges go through c10d"
+        )
         return self.rest.launch(send, recv, send_sizes, recv_sizes, *rest)

@@ -202,9 +202,8 @@ class InFlight:
         if elsewhere:
             side.order(mark[1], current)  # guard: memory returns once it was read
         if self.expected:  # guard: check mode compares
-            rotated = (self.rope or self.rope_back) is not None
             for out, expected in zip(self.outs, self.expected):
-                check.compare(self.sp_group, out, expected, self.name, rotated)
+                expected.compare(out)
         return self.outs  # guard: received, not read again
 
     def __del__(self) -> None:

@@ -85,10 +85,16 @@ def legs_of(
         head_dims: ``d`` of each tensor.
 
     Returns:
-        The legs; None if neither k nor v travels, or no rank has siblings. All ranks agree on None.
+        The legs; None if neither k nor v travels, no rank has siblings, or `Geometry.nodes` is
+        None. All ranks agree on None.
     """
-    # v travels to the ranks that k travels to.
-    siblings = [_siblings(geometry, group, rank) for rank in range(geometry.sp_size)]
+    # Siblings are the ranks of a node that receive the same heads of k, and so of v.
+    places = []
+    for rank, node in enumerate(geometry.nodes or ()):
+        places.append((node, geometry.sent_range("k", rank, group)))
+    siblings = []
+    for place in places:
+        siblings.append([rank for rank, other in enumerate(places) if other == place])
     if "k" not in kinds and "v" not in kinds or all(len(ranks) == 1 for ranks in siblings):
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
@@ -108,18 +114,6 @@ def legs_of(
         first.append(between(own, geometry.sent(kind, group, dim), held(pieces)))
         second.append(between(own, held(before), held(after)))
     return Legs(Layout.of(first), Layout.of(second), query)
-
-
-def _siblings(geometry: Geometry, group: int, rank: int) -> list[int]:
-    """Return the ranks on the node of ``rank`` that receive the same heads of k and v as ``rank``.
-
-    Returns ``rank`` alone if it receives none, or if `Geometry.nodes` is None.
-    """
-    nodes, heads = geometry.nodes, geometry.sent_range("k", rank, group)
-    if nodes is None or heads[0] >= heads[1]:
-        return [rank]
-    every = [(node, geometry.sent_range("k", other, group)) for other, node in enumerate(nodes)]
-    return [other for other, its_own in enumerate(every) if its_own == every[rank]]
 
 
 class Relayed:

@@ -315,7 +315,7 @@ def test_a_collective_that_fails_names_the_layer_and_the_exchange(what, rank):
 @pytest.mark.parametrize("what", ["q0", "qkv1", "o0", "do1", "dqkv1", "dq0"])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first, rank):
-    """Guard: `check.compare`; one element changed by 1e-6 on one rank."""
+    """Guard: `Expected.compare`; one element changed by 1e-6 on one rank."""
     shape = Shape(batch_first=batch_first, config={"check": True})
     said = run_block(rank, shape, Corrupting(what))
     differs = "sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1: off by "

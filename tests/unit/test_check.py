@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from ds_sp_overlap.exchange.check import Expected, compare
+from ds_sp_overlap.exchange.check import Expected
 from ds_sp_overlap.exchange.sp_group import SPGroup
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def compared(got, expected, rotated):
-    compare(SPGroup(None), got, Expected(expected, torch.zeros(expected.shape)), "layer dq0", rotated)
+    Expected(SPGroup(None), "layer dq0", expected, torch.zeros(expected.shape), rotated).compare(got)
 
 
 def numbers(dtype, size):

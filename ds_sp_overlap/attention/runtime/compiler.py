@@ -155,10 +155,8 @@ class Compiler:
             kinds, dims = ("q", "q"), dims * 2
         is_by_rank = len(kinds) == 1 and kinds[0] in self.call.by_rank
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
-        legs = None
-        if geometry.nodes is not None:
-            # k and v may travel in two legs, see Note [Once per node] in `relayed`.
-            legs = legs_of(geometry, kinds, group, dims)
+        # k and v may travel in two legs, see Note [Once per node] in `relayed`.
+        legs = legs_of(geometry, kinds, group, dims)
         if step.grad and not step.beside:
             needed = [part in self._needed(step) for part in step.parts]
             layout = layout.only(needed).inverse

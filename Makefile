@@ -58,6 +58,8 @@ versions:
 	@.venv/bin/pip install --quiet $(TORCH)
 	@echo "3 of 4: installing $(DEEPSPEED)"
 	@DS_BUILD_OPS=0 .venv/bin/pip install --quiet --no-build-isolation $(DEEPSPEED)
+	@# Built here, once: else the first training builds it, and one that is killed meanwhile leaves a lock that stops all others.
+	@.venv/bin/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" > /dev/null
 	@echo "4 of 4: installing this package, and what its tests need"
 	@.venv/bin/pip install --quiet --no-build-isolation --constraint tests/constraints.txt --editable ".[test,lint]"
 	touch $@

@@ -52,9 +52,9 @@ def late_value(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, forward=tuple(program))
 
 
-def five_of_eight(schedule: Schedule, *form, **more) -> list:
+def five_of_eight(schedule: Schedule, *form) -> list:
     """Stands in for `pieces_of`."""
-    return pieces_of(late_value(schedule), *form, **more)
+    return pieces_of(late_value(schedule), *form)
 
 
 @dataclass(frozen=True)

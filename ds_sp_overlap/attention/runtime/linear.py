@@ -229,8 +229,8 @@ def products_of(modules: Sequence[nn.Module], plain: Plain) -> list[Tensor | Non
     for module in modules:
         leaves_bias = plain[type(module).forward]
         has_none = leaves_bias is not None and leaves_bias(module)
-        parameters.append(parameter_of(module, "weight"))
-        parameters.append(None if has_none else parameter_of(module, "bias"))
+        bias = None if has_none else parameter_of(module, "bias")
+        parameters += parameter_of(module, "weight"), bias
     return list(autocast(*parameters))
 
 

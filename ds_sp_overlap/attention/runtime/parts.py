@@ -32,13 +32,7 @@ class Pieces:
         late: Whether to allocate the tensor only in `whole`, when other memory has been freed.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dim: int,
-        parts: Parts,
-        late: bool = False,
-    ):
+    def __init__(self, shape: Sequence[int], dim: int, parts: Parts, late: bool = False):
         self.shape, self.dim, self.late = shape, dim, late
         self._once = tile(parts, shape[dim])
         self._whole: Tensor | None = None

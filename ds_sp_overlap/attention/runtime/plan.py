@@ -206,9 +206,7 @@ def _saved(operations: list[Operation], of_forward: list[Name]) -> list[Name]:
 
 
 @lru_cache(maxsize=_MOST)
-def pieces_of(
-    schedule: Schedule, ends: tuple[str, ...], given: bool = False, arrives: bool = False
-) -> list[Piece]:
+def pieces_of(schedule: Schedule, ends: tuple[str, ...], given: bool, arrives: bool) -> list[Piece]:
     """Cut the programs of a schedule into pieces, see Note [Pieces]; once for each schedule.
 
     Args:

@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: the five-of-eight schedule, and scripts that must run where there is no GPU and no root."""
+"""Tests parts of the benchmarks: the five-of-eight schedule, and scripts that must run without a GPU and without root."""
 
 import contextlib
 import csv
@@ -43,7 +43,7 @@ def test_a_picture_says_what_its_figures_are_of(tmp_path, monkeypatch):
 
 
 def five_of_eight(rank, size):
-    """Return the order in which it starts and waits, forward and backward; it must give what DeepSpeed's class gives."""
+    """Return the order of exchanges of five of eight, forward and backward; its results must equal those of DeepSpeed's class."""
     layer = Layer(Shape(8 * size, 4, 8, 4, dtype=torch.float64), rank, size, torch.distributed.group.WORLD)
     mover = Recording()
     got = layer.step(layer.five_of_eight(mover))
@@ -78,7 +78,7 @@ def gpu_sh(*words, **environment):
 
 
 compiled = pytest.mark.skipif(kernels.library().path is None, reason=f"no compiled kernels: {kernels.library().reason}")
-# Stages, the tables that they leave, and what they say.
+# {stages: (tables that they write, words of their output)}.
 STAGES = {
     "whole": ({"whole.csv"}, "REHEARSED: gloo, 2 processes on a CPU"),
     "parity": ({"setting-ordernot set-queuesnot set.csv"}, "parity: under ZeRO-3"),
@@ -108,7 +108,7 @@ def test_the_call_for_a_gpu_has_its_stages_in_order_each_with_an_end():
     assert ran.stdout.splitlines()[-1].endswith(": " + " ".join(name for name, _ in begun))
     assert [name for name, _ in begun][:5] == ["install", "build", "whole", "parity", "models"]
     assert all(int(end) <= 530 for _, end in begun)
-    assert ran.stdout.count("PASSED, at") == 6  # side by side: each check says how it went
+    assert ran.stdout.count("PASSED, at") == 6  # these checks run at the same time; each prints its result
 
 
 def test_a_check_that_fails_side_by_side_fails_the_stage(tmp_path):
@@ -141,7 +141,7 @@ def test_the_command_for_several_gpus_rehearses_on_a_cpu_and_ends_with_one_table
         and (tmp_path / "trace.json.gz").exists()
     )
     table = ran.stdout[ran.stdout.index("| measured on") :].splitlines()
-    assert len(table) == 2 + 4 * 4  # settings; stock, three numbers of groups
+    assert len(table) == 2 + 4 * 4  # head; 4 settings, each with stock and three numbers of groups
     assert all("REHEARSED: gloo, 2 processes on a CPU, no claim about time" in row for row in table[2:])
 
 
@@ -153,7 +153,7 @@ def test_rows_are_there_when_a_run_ends_early(tmp_path):
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "3"}]
 
 
-# With the names that `Layer.veomni` calls, and its list all-to-all.
+# A stand-in for VeOmni: has the functions that `Layer.veomni` calls, and exchanges lists of tensors as VeOmni does.
 PEER = """
 import torch
 import torch.distributed as dist
@@ -191,7 +191,7 @@ def async_ulysses_output_projection(hidden_states, seq_dimension, head_dimension
 
 
 def beside_a_peer(rank, size, checkout, port):
-    """Return what rank 0 of `link.py` prints, over connections of this machine in place of a slow link."""
+    """Return the output of rank 0 of `link.py`, run over local connections instead of a slow link."""
     words = f"link.py --veomni {checkout} --seq 32 --heads 4 --head-dim 8 --groups 1 --steps 1 --warmup 0 --no-switches"
     with mock.patch.object(wire, "PORT", port), mock.patch.object(wire.Wire, "host", lambda rank: "127.0.0.1"):
         streams = wire.Streams(rank, size, 1)
@@ -200,7 +200,7 @@ def beside_a_peer(rank, size, checkout, port):
         destroy_process_group=lambda: None,
     )  # fmt: skip
     argv = mock.patch.object(sys, "argv", f"{words} --rank {rank} --ranks {size}".split())
-    printed, modules = io.StringIO(), mock.patch.dict(sys.modules)  # another checkout is read anew
+    printed, modules = io.StringIO(), mock.patch.dict(sys.modules)  # forget modules of another checkout
     with exchanges, argv, modules, mock.patch.object(link, "join"), contextlib.redirect_stdout(printed):
         link.main()
     return printed.getvalue()
@@ -214,7 +214,7 @@ def test_link_times_a_peer_only_if_it_computes_what_deepspeed_does(factor, tmp_p
     for package in path.parent, path.parents[1], path.parents[2]:
         (package / "__init__.py").write_text("raise AssertionError('more of the checkout runs than is needed')")
     path.write_text(PEER.replace("return Exchange.apply(dy,", f"return Exchange.apply({factor} * dy,"))
-    port = 20000 + 4 * (os.getpid() % 2500)  # of this test process alone
+    port = 20000 + 4 * (os.getpid() % 2500)  # differs between test processes
     if factor != 1:
         with pytest.raises(RankError, match="VeOmni"):
             on_ranks(2, beside_a_peer, 2, tmp_path, port)

@@ -1,4 +1,4 @@
-"""Finding, loading, building and choosing the compiled operators."""
+"""Tests how the compiled operators are found, loaded, built and chosen."""
 
 import json
 import os
@@ -24,7 +24,7 @@ needs_library = pytest.mark.skipif(not kernels.library().cuda, reason=f"no compi
 
 
 def python(code, **environment):
-    """Output of a fresh process that runs ``code`` with the package that this one tests."""
+    """Return the output of a new process that runs ``code`` with the package under test."""
     root = Path(build.__file__).parents[2]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root), **environment}
     ran = subprocess.run(  # elsewhere: -c puts the working directory first in sys.path
@@ -46,7 +46,7 @@ def test_without_the_binary_everything_is_pytorch():
 
 
 def copy_of_the_package(folder):
-    """Without binaries."""
+    """Copy the package and its sources, without binaries."""
     ignore = shutil.ignore_patterns("_kernels.*", "__pycache__")
     shutil.copytree(build.PACKAGE, folder / "ds_sp_overlap", ignore=ignore)
     shutil.copytree(build.sources(), folder / "csrc", dirs_exist_ok=True)
@@ -74,7 +74,7 @@ def test_a_package_without_binaries_builds_them_at_first_use(tmp_path):
 
 @needs_compiler
 def test_a_library_is_kept_for_as_long_as_it_is_of_these_sources(tmp_path, monkeypatch):
-    """As tests, and first use, build it: once."""
+    """Tests and users build the library once for the same sources."""
     for name in (build.NAME, "_kernels.json"):
         shutil.copy(build.PACKAGE / name, tmp_path)
     assert build.is_current(tmp_path, build.wish())
@@ -84,7 +84,7 @@ def test_a_library_is_kept_for_as_long_as_it_is_of_these_sources(tmp_path, monke
     monkeypatch.setattr(build, "sources", lambda: changed)
     assert not build.is_current(tmp_path, build.wish())
     assert not build.is_current(changed, build.wish()), "no library"
-    monkeypatch.setattr(build, "_run", lambda commands: None)  # then there is no library to copy
+    monkeypatch.setattr(build, "_run", lambda commands: None)  # the build makes no library
     with pytest.raises(FileNotFoundError):
         build.build(tmp_path, build.wish())
     assert not build.is_current(tmp_path, build.wish()), "killed before it replaced the library"
@@ -95,11 +95,14 @@ def test_a_library_is_kept_for_as_long_as_it_is_of_these_sources(tmp_path, monke
     "linker", ["c++", pytest.param("nvcc", marks=pytest.mark.skipif(build.nvcc() is None, reason="needs nvcc"))]
 )
 def test_a_library_depends_on_libtorch_though_the_linker_leaves_out_what_is_not_used(tmp_path, linker):
-    """On libtorch_cuda by it, where torch has that: else no symbol of it is found, since torch loads its libraries locally."""
+    """The library must list libtorch.so, which lists libtorch_cuda.so in a torch with CUDA.
+
+    torch does not make the symbols of its libraries global, so only listed libraries are searched.
+    """
     (tmp_path / "empty.cpp").touch()
     subprocess.run([build.compiler(), "-fPIC", "-c", "-o", tmp_path / "empty.o", tmp_path / "empty.cpp"], check=True)
     by = build.linker(build.nvcc() if linker == "nvcc" else None, build.compiler())
-    left_out = [*by, "-Xlinker", "--as-needed"]  # as many distributions' compilers do by themselves
+    left_out = [*by, "-Xlinker", "--as-needed"]  # the default of many distributions' compilers
     linked = tmp_path / "linked.so"
     subprocess.run(build.link(left_out, [str(tmp_path / "empty.o")], str(linked)), check=True)
     assert b"\0libtorch.so\0" in linked.read_bytes()
@@ -186,7 +189,11 @@ def test_a_build_that_fails_is_a_reason_and_is_not_tried_again(monkeypatch):
 
 
 def refused(rank, whole_model, devices, library):
-    """Return what a layer that is called, or a model that is enabled, says of compiled kernels, where ranks have what is given."""
+    """Call a layer, or enable a model, with compiled kernels; return its refusal.
+
+    devices    whether each rank has a CUDA device
+    library    whether each rank has the library
+    """
     group = torch.distributed.group.WORLD
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: devices[rank]),
@@ -203,7 +210,7 @@ def refused(rank, whole_model, devices, library):
 @pytest.mark.parametrize("whole_model", [True, False])
 @pytest.mark.parametrize("devices", [(False, False), (True, False)])
 def test_compiled_kernels_without_a_cuda_device_are_refused_on_every_rank(devices, whole_model, rank):
-    """The CPU kernels would give what they should, and be slow."""
+    """The CPU kernels would give right results, but slowly."""
     missing = f'sp_overlap.kernels: "compiled", but torch {torch.__version__} sees no CUDA device here; say "auto" or "torch"'
     kind, message = refused(rank, whole_model, devices, (True, True))
     assert kind == "ValueError" and message.endswith(missing) and ("sp rank 1: " in message) == devices[0]
@@ -217,7 +224,7 @@ def test_a_rank_without_the_demanded_kernels_is_refused_on_every_rank(whole_mode
 
 
 def test_the_spill_check_sees_a_spill_and_a_report_that_is_missing():
-    """In the words of ptxas; without nvcc it is only the reading of them that can be tested."""
+    """Checks how lines of ptxas are read; without nvcc, ptxas itself can't be run."""
     line = "ptxas info    : Function properties for {}\n    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
     assert check_cubins.faults(line.format("a", 0, 0, 0)) == (1, [])
     assert check_cubins.faults(line.format("a", 0, 0, 0) + line.format("b", 8, 12, 16))[1] == [

@@ -1,4 +1,4 @@
-"""Ranks that call other layers, or in another order, are told so: at first calls, and `Calls.EVERY` calls later."""
+"""Tests that ranks which call different layers get an error: at first calls, or at most `Calls.EVERY` calls later."""
 
 import functools
 from unittest import mock
@@ -21,7 +21,10 @@ CASE = Case(heads=2, kv_heads=2, head_dim=2, value_dim=2, batch=1, lengths=(2, 2
 
 
 def layers_over(group, names, backend=None, **config):
-    """``call(i, ...)`` of layer i, all of one shape, over a group with no calls yet; on the streams of a backend, if one is given."""
+    """Return ``call(i, ...)``, which calls layer i; the layers have one shape, and the group has no calls yet.
+
+    With ``backend``, exchanges run on the streams of this stand-in.
+    """
     attention = [
         ds_sp_overlap.DistributedAttention(dropin.local_attention(CASE), group, gather_idx=1, name=name, config=config)
         for name in names
@@ -33,7 +36,7 @@ def layers_over(group, names, backend=None, **config):
 
 
 def refused_at(call, order):
-    """Return the number of the first call of a sequence that is refused, and what is said; None and None if there is none."""
+    """Call the layers in ``order``; return (number of the first refused call, `refusal`), or (None, None)."""
     for number, i in enumerate(order, 1):
         if said := refusal(call, i):
             return number, said
@@ -41,7 +44,7 @@ def refused_at(call, order):
 
 
 def test_another_layer_in_a_first_call_is_refused(rank):
-    """Guard: names are part of what first calls compare."""
+    """Guards the comparison at first calls: it includes the names of layers."""
     call = layers_over(dist.new_group([0, 1]), ["layer.0", "layer.1"])
     number, said = refused_at(call, [0, 1] if rank == 0 else [1, 0])
     for words in ("exchange different things (sp rank 0: ", "layer.0, call 1 over", "layer.1, call 1 over"):
@@ -50,9 +53,9 @@ def test_another_layer_in_a_first_call_is_refused(rank):
 
 
 def test_another_number_of_calls_before_a_first_one_is_refused(rank):
-    """One rank leaves a call out before it calls a layer for the first time; the exchanges move nothing.
+    """Guards the comparison at first calls: it includes the number of calls.
 
-    Guard: so is the number of calls.
+    One rank leaves out a call before it calls a layer for the first time. The exchanges move no data.
     """
     call = layers_over(dist.new_group([0, 1]), ["layer", "layer"])
     call(0)
@@ -65,7 +68,7 @@ def test_another_number_of_calls_before_a_first_one_is_refused(rank):
 @pytest.mark.parametrize("streams", [False, True], ids=["host", "streams"])
 @pytest.mark.parametrize("names", [("layer.0", "layer.1", "layer.2"), ("attention",) * 3], ids=["named", "all of one name"])
 def test_another_layer_in_a_later_call_is_an_error_on_all_ranks_at_the_same_call(names, streams, rank):
-    """The fifth call is of another layer on one rank; then calls are alike again. Guard: `Calls.count` compares the names of calls."""
+    """Guards `Calls.count`, which compares the names of calls: one rank calls another layer in the fifth call alone."""
     call = layers_over(dist.new_group([0, 1]), names, Backend() if streams else None)
     alike = [0, 1, 2] * Calls.EVERY
     number, said = refused_at(call, [0, 1, 2, 0, 1 + rank, *alike])
@@ -91,7 +94,7 @@ def test_with_check_every_call_is_compared_at_once(rank):
 
 
 def test_calls_that_are_alike_are_never_refused(rank):
-    """However they come: recomputed, evaluated, raising, of two models in turn."""
+    """Includes calls that are recomputed, in evaluation, or raise; and calls of two models in turn."""
     group = dist.new_group([0, 1])
     call, other = layers_over(group, ["layer.0", "layer.1"]), layers_over(group, ["layer.0"])
     qkv = [t[:, :2].clone().requires_grad_() for t in dropin.whole_inputs(CASE)[:3]]
@@ -115,9 +118,9 @@ def test_a_comparison_that_fails_names_the_layer(collective, rank):
 
 
 def test_calls_of_a_capture_are_compared_behind_it(rank):
-    """The fifth call is of another layer on one rank, and those that follow are captured.
+    """Guards that no calls are compared while a graph is captured.
 
-    Guard: nothing is compared while a graph is captured.
+    One rank calls another layer in the fifth call. The calls after it are captured.
     """
     backend = Backend()
     call = layers_over(dist.new_group([0, 1]), ["layer.0", "layer.1", "layer.2"], backend, head_groups=1)

@@ -1,7 +1,8 @@
-"""Who takes part in making a communicator of our own, while the default group is bound to a device as DeepSpeed binds it.
+"""Tests that only the ranks of an sp group take part in making its communicator, though the default group is bound to a device.
 
-torch's own code makes the group. NCCL stands in by gloo, on the CPU: it says whether it was made by itself or split off the
-default group's communicator, and for a split it waits for every rank of that, which is what ncclCommSplit does.
+DeepSpeed binds the default group. torch's own code makes the new group, with gloo on the CPU as a stand-in for NCCL. The stand-in
+notes whether torch asks for a split of the default group's communicator. A split waits for every rank of the default group, as
+ncclCommSplit does.
 """
 
 import contextlib
@@ -32,8 +33,8 @@ class Options:
 
 class Nccl(dist.ProcessGroupGloo):
     Options = Options
-    made = []  # kept alive: torch holds only what of them is C++
-    splits = ""  # where the ranks that came to a split are counted
+    made = []  # keeps the Python objects alive: torch holds only their C++ parts
+    splits = ""  # key in the store; counts the ranks that came to a split
     supports_splitting = True
 
     def __init__(self, store, rank, size, options):
@@ -47,7 +48,7 @@ class Nccl(dist.ProcessGroupGloo):
 
 
 def split(device=None):
-    """An ncclCommSplit of the default group's communicator."""
+    """Stand in for an ncclCommSplit of the default group's communicator: wait for all ranks."""
     world, store = dist.get_world_size(), c10d._get_default_store()
     came, end = store.add(Nccl.splits, 1), time.monotonic() + 3
     while came < world:
@@ -59,7 +60,7 @@ def split(device=None):
 
 @contextlib.contextmanager
 def bound_to_a_gpu():
-    """Run the body with the default group bound. Collective over all ranks."""
+    """Run the body with the default group bound to a device. Collective over all ranks."""
     world = dist.group.WORLD
     parent = types.SimpleNamespace(supports_splitting=True, perform_nocolor_split=split)
     transport._communicators.clear()
@@ -73,7 +74,7 @@ def bound_to_a_gpu():
             mock.patch.object(c10d, "ProcessGroupNCCL", Nccl, create=True),
             mock.patch.object(c10d, "_NCCL_AVAILABLE", True),
             mock.patch.object(c10d, "_get_split_source", lambda group: parent),
-            # Else gloo would find what a group of this name, in an earlier test, has left in the store.
+            # A new name for each group: else gloo would find keys of an earlier test's group in the store.
             mock.patch.object(c10d, "_hash_ranks_to_str", lambda ranks: name_of(ranks) + serial[0]),
             mock.patch.dict(c10d.Backend.backend_capability, nccl=["cpu", "cuda"]),
             mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
@@ -95,7 +96,7 @@ def sp_groups(rank):
 
 @pytest.mark.ranks(4)
 def test_the_sp_group_alone_makes_its_communicator_though_the_default_group_is_bound_to_a_device(rank):
-    """Ranks 2 and 3 do nothing at all."""
+    """Ranks 2 and 3 do nothing, so a split would hang."""
     group = sp_groups(rank)
     with bound_to_a_gpu(), listening() as messages:
         if rank > 1:
@@ -112,7 +113,7 @@ def test_the_sp_group_alone_makes_its_communicator_though_the_default_group_is_b
 
 @pytest.mark.ranks(4)
 def test_an_sp_group_that_keeps_its_own_does_not_hang_another(rank):
-    """In the second sp group the ranks have made different numbers of groups."""
+    """The second sp group gets no communicator of its own, since its ranks have made different numbers of groups."""
     group = sp_groups(rank)
     if rank == 3:
         dist.new_group([3], use_local_synchronization=True)
@@ -131,7 +132,7 @@ def test_the_default_group_stays_bound_where_the_making_fails(rank):
 
 @pytest.mark.ranks(4)
 def test_the_stand_in_hangs_where_nccl_would(rank):
-    """torch splits a group that only its members make while the default group is bound."""
+    """If the default group is bound, torch makes even a group of few members by a split, which waits for all ranks."""
     with bound_to_a_gpu():
         if rank < 2:
             said = refusal(dist.new_group, [0, 1], backend="nccl", pg_options=Options(), use_local_synchronization=True)
@@ -139,7 +140,7 @@ def test_the_stand_in_hangs_where_nccl_would(rank):
 
 
 class Counted:
-    """Stands in for an NCCL communicator of its own."""
+    """Stands in for a communicator of NCCL; ``alive`` counts those that are not shut down."""
 
     alive = 0
 
@@ -161,7 +162,7 @@ def test_communicators_are_given_back_by_all_ranks_together_before_the_next_is_m
             late = layers if (rank, engine) == (1, 1) else late
             if engine == 3:
                 late = None
-            layers[0].circle = layers  # as layers of a model hold one another
+            layers[0].circle = layers  # a reference cycle, as between the layers of a model
             del layers
             alive.append(Counted.alive)
     assert alive == [2, 2, 4, 4, 2]

@@ -1,4 +1,4 @@
-"""Outputs and gradients equal those of attention on the whole sequence, fp64, to 1e-12 (see `layers.block_faults`)."""
+"""Compares outputs and gradients with those of attention on the whole sequence, in fp64, to 1e-12 (see `layers.block_faults`)."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_arguments_reach_local_attention_once_a_head_group(rank):
 
 
 def test_ranks_with_different_head_counts_agree_on_the_number_of_groups(rank):
-    """5 heads on 2 ranks, 3 and 2: an argument with 3 slices means heads to one rank only, if each looks at its own."""
+    """Five heads on two ranks are 3 and 2: to rank 0 alone, an argument of size 3 seems to have a slice for each head."""
     case, sizes = Case(heads=5, kv_heads=5), []
 
     def attend(q, k, v, extra):
@@ -95,7 +95,7 @@ def test_dropin_is_constructed_and_read_like_deepspeeds_class(rank):
 
 
 def test_reference_is_scaled_dot_product_attention():
-    """The oracle itself, against PyTorch's."""
+    """Compares the oracle of these tests with PyTorch's attention."""
     q, k, v = (torch.randn(2, 5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True

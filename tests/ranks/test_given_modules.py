@@ -1,4 +1,4 @@
-"""Modules that a layer was given: hooked, patched or with a forward of their own they are called whole, and they stay as they were."""
+"""Tests the modules of a layer: with hooks or a forward of their own they are called whole; calls leave them unchanged."""
 
 import functools
 
@@ -26,7 +26,7 @@ def changed(change):
     return linear
 
 
-WHOLE = {  # what can't be computed in parts
+WHOLE = {  # projections that can't be computed in parts
     "a forward of its class": Scaled(2, 2),
     "a wrapper": Adapted(nn.Linear(2, 2)),
     "a property of its class": Halved(2, 2),
@@ -68,7 +68,7 @@ EVERY_MODULE = {
 
 @pytest.mark.parametrize("kind", EVERY_MODULE)
 def test_hooks_of_all_modules_see_whole_projections(kind, rank):
-    """They see of the layer what they see of the reference."""
+    """The hooks must see the same shapes as with the reference."""
     shape, seen, every = Shape(kv_heads=2, config={"head_groups": 2}), {}, []
 
     def hook(module, *args):
@@ -116,9 +116,9 @@ def test_the_modules_are_as_they_were(shape, rank):
 
 @pytest.mark.parametrize("place", ["attention", "rope", "k_proj", "o_proj"])
 def test_an_exception_halfway_leaves_modules_and_process_group_usable(place, rank):
-    """Nothing is left on the modules, and the next call is right.
+    """Guards `call_through`: it removes the replaced forward even if a hook raises before this forward runs.
 
-    Guard: `call_through` takes the forward away again where a hook raises before it is reached.
+    The modules must be unchanged, and the next call must be right.
     """
 
     def broken(*args):
@@ -131,7 +131,7 @@ def test_an_exception_halfway_leaves_modules_and_process_group_usable(place, ran
     elif place == "rope":
         attend.inputs.rope = broken
     else:
-        broken.__module__ = "deepspeed.hook"  # one that doesn't keep a projection from being taken apart
+        broken.__module__ = "deepspeed.hook"  # with hooks of DeepSpeed, projections are still computed in parts
         layer[place].register_forward_pre_hook(broken)
     assert refusal(layers.call_block, shape, attend, rank, x.requires_grad_()) == ("Deliberate", place)
     assert [name for name, module in layer.named_modules() if "forward" in vars(module)] == []
@@ -139,10 +139,10 @@ def test_an_exception_halfway_leaves_modules_and_process_group_usable(place, ran
 
 
 def test_projections_have_their_own_forward_while_the_inside_runs(rank):
-    """Guard: `call_through` deletes the attribute before anything else runs."""
+    """Guards `call_through`: it deletes the attribute ``forward`` of the module before other code runs."""
     shape, inside = Shape(), []
 
-    def hook(*_):  # without one there is no call to go through
+    def hook(*_):  # without a hook, projections are not called
         pass
 
     hook.__module__ = "deepspeed.hook"
@@ -163,7 +163,7 @@ def test_projections_have_their_own_forward_while_the_inside_runs(rank):
 
 
 def test_a_tensor_in_the_place_of_a_parameter_is_what_is_read():
-    """FSDP1 leaves views there, which ``nn.Linear`` reads, too."""
+    """FSDP1 puts views in the place of parameters, and ``nn.Linear`` reads these views."""
     linear = torch.nn.Linear(2, 2)
     vars(linear)["weight"] = 2 * linear.weight.detach()
     x = torch.randn(3, 2)

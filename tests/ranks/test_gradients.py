@@ -1,4 +1,4 @@
-"""Gradients that a rank does not get, does not need, or wants to be differentiated again: on 2 ranks, fp64, 1e-12."""
+"""Tests gradients that a rank does not get or does not need, and second derivatives: on 2 ranks, fp64, 1e-12."""
 
 import functools
 from unittest import mock
@@ -32,7 +32,7 @@ DROPINS = {
 
 
 def layer_of(rank, shape, mover=None, local=None, change=None):
-    """``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank."""
+    """Return ``(call, inputs, parameters, dy)`` of a block or a drop-in on this rank."""
     if isinstance(shape, Case):
         attend = dropin.module(shape, mover, local=local)
         *qkv, dy = (dropin.my_slice(shape, rank, t) for t in dropin.whole_inputs(shape))
@@ -46,7 +46,7 @@ def layer_of(rank, shape, mover=None, local=None, change=None):
     return lambda x: layers.call_block(shape, attend, rank, x), [x.requires_grad_()], list(layer.parameters()), dy
 
 
-WAYS = {  # to differentiate the backward, or forward by another mode, and what is said
+WAYS = {  # {way to differentiate backward, or to differentiate forward by another mode: words of the error}
     "product": "create_graph=True",
     "backward": "create_graph=True",
     "penalty": "create_graph=True",
@@ -56,20 +56,20 @@ WAYS = {  # to differentiate the backward, or forward by another mode, and what 
 
 
 def differentiated(rank, shape, way):
-    """Return what a differentiable backward, or one of torch's transforms, raises, and what it has launched."""
+    """Run a differentiable backward, or a transform of torch; return its error, and the exchanges launched before."""
     mover = Recording()
     call, inputs, parameters, dy = layer_of(rank, shape, mover)
-    y = call(*inputs)  # the first call compares what the ranks are about to do
+    y = call(*inputs)  # the first call also compares the ranks
     mover.log.clear()
 
     def product():
-        """Of the loss's Hessian with ones; the loss is linear in y, whose cotangent has no graph."""
+        """Multiply the Hessian of the loss by ones; the loss is linear in y, so y's cotangent has no graph."""
         leaves = [*inputs, *parameters]
         grads = torch.autograd.grad((y * dy).sum(), leaves, create_graph=True)
         torch.autograd.grad(grads, leaves, [torch.ones_like(g) for g in grads], allow_unused=True)
 
     def forward_mode():
-        """Without gradients, too."""
+        """Run forward mode, without gradients."""
         with torch.no_grad(), torch.autograd.forward_ad.dual_level():
             call(torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0])), *inputs[1:])
 
@@ -86,10 +86,10 @@ def differentiated(rank, shape, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*BLOCKS, *DROPINS])
 def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(name, way, rank):
-    """Guard: `refuse_second_derivatives` where a layer's backward begins; products of all gradients were silently wrong."""
+    """Guards `refuse_second_derivatives` at the begin of backward; without it, products of all gradients were silently wrong."""
     (kind, message), launched = differentiated(rank, {**BLOCKS, **DROPINS}[name], way)
-    assert WAYS[way] in message and (launched == [] or way == "forward mode")  # which torch refuses where the first q arrives
-    if WAYS[way] == "create_graph=True":  # by us, the others by torch
+    assert WAYS[way] in message and (launched == [] or way == "forward mode")  # torch refuses forward mode once q has been sent
+    if WAYS[way] == "create_graph=True":  # the package raises this error, and torch the others
         assert kind == "RuntimeError" and message.startswith("layer: " if name in BLOCKS else "attention: ")
 
 
@@ -97,7 +97,7 @@ def test_a_backward_that_is_to_be_differentiated_is_refused_before_it_exchanges(
 
 
 class Lost(torch.autograd.Function):
-    """Has no gradient."""
+    """Copies its input; gives it no gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -144,9 +144,9 @@ ODD = [
 
 
 def odd_heads(odd, kv_heads, groups):
-    """Attention over all heads, those of rank 1 the odd way; the attention of this rank is ``odd`` on rank 1 alone."""
+    """Return attention on the whole sequence, with ``odd`` attention for the heads of rank 1; and attention by rank."""
     plain = layers.reference.attention
-    ranges = groups if kv_heads % (2 * groups) == 0 else 1  # of each rank, in turn
+    ranges = groups if kv_heads % (2 * groups) == 0 else 1  # each rank has several ranges of heads, in turn with the other rank
 
     def of_ranks(x):
         pieces = x.chunk(2 * ranges, 2)
@@ -161,10 +161,13 @@ def odd_heads(odd, kv_heads, groups):
 
 
 def odd_on_one_rank(rank, shapes, odd=None, freeze=""):
-    """Faults where rank 1 attends another way; without ``odd``, where its output gets no gradient. Frozen: some of q, k, v."""
+    """List faults if rank 1 attends with ``odd``; without ``odd``, if the output of rank 1 gets no gradient.
+
+    freeze   those of q, k and v that are frozen
+    """
 
     def run_backward(y, dy, leaves):
-        """Gradients are zero where there are none, as on a rank whose heads have none."""
+        """Run backward; replace missing gradients by zeros, for the sum over the ranks."""
         is_whole = y.shape[1] > LENGTHS[0]
         if not odd and is_whole:
             y = torch.cat([y[:, : LENGTHS[0]], y[:, LENGTHS[0] :].detach()], 1)
@@ -221,7 +224,10 @@ ODD_SHAPES = [
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 def test_local_attention_may_lack_gradients_on_one_rank(odd, rank):
-    """Guards: `_Halves.backward` launches what the graph needs; o's token leads to q, k and v whatever attention does."""
+    """Guards `_Halves.backward`, which launches all exchanges of the graph, and the path from o's token to q, k and v.
+
+    Other ranks wait for the exchanges of q, k and v, even if attention on this rank does not use these tensors.
+    """
     assert odd_on_one_rank(rank, ODD_SHAPES, odd) == []
 
 
@@ -231,7 +237,7 @@ def test_local_attention_may_lack_gradients_on_one_rank_beside_frozen_inputs(ran
 
 
 def test_every_rank_exchanges_the_same_whatever_its_attention_uses(rank):
-    """Guard: each piece takes the token of the piece before."""
+    """Guards the chain of tokens: each piece takes the token of the piece before."""
     shape, logs = BLOCKS["G = 2"], []
     for local in (None, lambda q, k, v: torch.ones_like(q)):
         mover = Recording()

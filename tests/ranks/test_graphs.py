@@ -1,7 +1,7 @@
-"""A CUDA graph of a layer: calls of a kind that ran before are captured, and whatever no graph can hold is refused by name.
+"""Tests a layer in a CUDA graph: calls like earlier calls are captured; calls that no graph can hold are refused with a reason.
 
-Nothing is captured on a CPU. A stand-in for streams (`Backend.captured`) refuses what CUDA would: to wait for events across the
-border of a capture, and to end a capture with a fork that is not joined. What the host would wait for is counted (`syncs`).
+A CPU can't capture a graph. A stand-in for streams (`Backend.captured`) refuses what CUDA refuses: waits for events inside a
+capture from outside and the reverse, and the end of a capture with a stream that is not joined. `syncs` finds waits of the host.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ CASE = Case(heads=4, kv_heads=2, head_dim=4, value_dim=4, batch=1, lengths=(4, 4
 
 
 def self_attention(rank, **config):
-    """A step of a `SelfAttention`, and its layer."""
-    shape = Shape(heads=6, kv_heads=3, config={"head_groups": 1, **config})  # k and v are indexed
+    """Return a function that runs a step of a `SelfAttention`, and the layer."""
+    shape = Shape(heads=6, kv_heads=3, config={"head_groups": 1, **config})  # with these heads, k and v are expanded by an index
     modules, attend, x, dy = layers.mine(rank, shape)
 
     def step(x=x):
@@ -40,7 +40,7 @@ def self_attention(rank, **config):
 
 
 def drop_in(rank, **config):
-    """Return the same of the drop-in, with a rotary embedding on arrival."""
+    """Return a function that runs a step of a drop-in, and its layer."""
     attend = ds_sp_overlap.DistributedAttention(
         dropin.local_attention(CASE), dist.group.WORLD, gather_idx=1, config={"head_groups": 1, **config}, heads_alike=True
     )
@@ -55,7 +55,10 @@ def drop_in(rank, **config):
 
 @pytest.mark.parametrize("make, groups", [(self_attention, 1), (drop_in, 1), (drop_in, 2)])
 def test_a_call_of_a_known_kind_is_captured(make, groups, rank):
-    """Steps in and behind a capture are as before it, and in it there are no waits of the host and no collectives beside exchanges."""
+    """Steps in and after a capture give the same results as before.
+
+    In the capture, the host must not wait, and there must be no collectives except exchanges.
+    """
     step, layer = make(rank, head_groups=groups)
     backend = on_streams(layer.sp_group)
     refused = mock.Mock(side_effect=AssertionError("a collective of ours"))
@@ -80,7 +83,7 @@ def test_a_call_of_a_known_kind_is_captured(make, groups, rank):
 
 
 def test_forward_and_backward_may_be_captured_apart(rank):
-    """As ``make_graphed_callables`` captures them."""
+    """``make_graphed_callables`` captures forward and backward in this way."""
     shape = Shape(config={"head_groups": 2})
     modules, attend, x, dy = layers.mine(rank, shape)
     backend, found = on_streams(attend.layer.sp_group), []
@@ -99,8 +102,8 @@ def test_forward_and_backward_may_be_captured_apart(rank):
 
 
 def outcome(rank, config, warm, streams):
-    """Return what a step in a capture raises, behind those that ``warm`` makes."""
-    plan.pieces_of.cache_clear()  # lists that another layer compiled
+    """Capture a forward, after the step that ``warm`` names; return the error."""
+    plan.pieces_of.cache_clear()  # a first call must compile again
     config = dict(config)
     transport = CopyEngine() if config.pop("transport", None) else None
     shape = Shape(config={"head_groups": 1, **config})
@@ -119,7 +122,7 @@ def outcome(rank, config, warm, streams):
                 expected = forward()
         with backend.captured():
             kind, message = refusal(forward)
-        if warm:  # the layer runs on
+        if warm:  # after the refused capture, the layer still works
             assert torch.equal(forward(), expected)
     return kind, message
 

@@ -1,6 +1,6 @@
-"""Results are unchanged under transports that do their worst (`transports`).
+"""Tests that results don't change with transports that deliver late, and with buffers spoiled after their use (`transports`).
 
-Each test names the guard it watches; at the end the guards are taken out, one by one, and these checks must fail.
+Each test names its guards. At the end of the file, guards are removed one by one, and these checks must fail.
 """
 
 import contextlib
@@ -51,13 +51,16 @@ WINDOWED = [
 
 
 def spoiled(rank, transport, shapes, cases):
-    """Return what shapes and cases get wrong while buffers are spoiled."""
+    """List the faults of shapes and cases while buffers are spoiled."""
     with transports.spoiled_buffers():
         return layers.faults_of_all(rank, shapes, transport) + dropin.faults_of_all(rank, cases, transport)
 
 
 def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct=False):
-    """Return the same; BLIND, where a reader of a released buffer, planted in the same run, isn't seen."""
+    """List the faults as `spoiled` does, and "BLIND" for each fault of `PLANTED` that this run does not find.
+
+    The planted faults read buffers that the package has released.
+    """
     control = [Shape(lengths=(3,) * torch.distributed.get_world_size())]
     with moving(kernels, direct):
         found = spoiled(rank, transport, shapes, cases)
@@ -70,8 +73,13 @@ def spoiled_with_control(rank, transport, shapes, cases, kernels="torch", direct
 
 @pytest.mark.parametrize("transport", [transports.Late, transports.Delayed])
 def test_results_do_not_depend_on_when_the_bytes_move(transport, rank):
-    """Guards: each half waits before it reads; send buffers are held until then and written by nobody; what was
-    received and unpacked is not read again; all of an output is written."""
+    """Guards waits and buffers:
+
+    - each half of an exchange waits before it reads;
+    - send buffers are kept until then, and no code writes to them;
+    - receive buffers are not read again after unpack;
+    - every element of an output is written.
+    """
     assert spoiled_with_control(rank, transport, SHAPES, CASES) == []
 
 
@@ -89,7 +97,7 @@ def test_nor_where_kernels_rotate_and_the_gemm_writes_the_send_buffers(transport
 
 
 def counts(rank, what, direct, kernels):
-    """Return what the fixture did in one forward and backward, and which operators moved its data."""
+    """Return the acts of `spoiled_buffers` in one forward and backward, and the operators that moved the data."""
     run = layers.faults_of_all if isinstance(what, Shape) else dropin.faults_of_all
     with moving(kernels, direct) as operators, transports.spoiled_buffers() as armed:
         assert run(rank, [what], transports.Late) == []
@@ -100,8 +108,8 @@ def counts(rank, what, direct, kernels):
     "what,direct,owned,unpacked",
     [
         (Case(batch=2), False, 12, 12),
-        # With one batch element q, k, v and do of the first group arrive as they are used, o and dq, dk, dv leave as they are given;
-        # but this attention's dk isn't contiguous, and the copy that travels is the package's own.
+        # With one batch element, q, k, v and do of the first group are not unpacked, and o and dq, dk, dv are not packed. But this
+        # attention's dk isn't contiguous, so the package sends its own copy.
         (Case(batch=1), False, 8, 7),
         (Shape(batch=1), False, 8, 7),
         (Shape(batch=1), True, 8, 7),
@@ -111,22 +119,26 @@ def counts(rank, what, direct, kernels):
     ids=str,
 )
 def test_every_buffer_that_may_be_reused_is_spoiled(what, direct, owned, unpacked, rank):
-    """Of twelve exchanges of two head groups, two of which move q, k and v or their gradients together: these alone are packed into
-    memory that was there before. All else that is packed or unpacked is one copy for each tensor, which makes its memory."""
+    """Two head groups have twelve exchanges. Two of these move q, k and v, or their gradients, together.
+
+    Only these two pack into memory that was allocated before. Every other pack or unpack is one copy, which allocates its result.
+    """
     acted, _ = counts(rank, what, direct, "torch")
     assert acted == Counter(delayed=12, owned=owned, spoiled=owned, filled=2, poisoned=unpacked)
 
 
 @kinds
 def test_and_so_with_kernels_that_rotate(kind, rank):
-    """q and k of the first group are packed though a GEMM could write their send buffers, v and do are not. Kernels pack these and dk,
-    and unpack o and dq, dk and dv of the first group, all into memory that was there before."""
+    """q and k of the first group are packed, though a GEMM could write their send buffers; v and do are not packed.
+
+    Kernels pack q, k and dk, and unpack o and the first group's dq, dk and dv. All their results are memory allocated before.
+    """
     acted, operators = counts(rank, Shape(batch=1), True, kind)
     assert acted == Counter(delayed=12, owned=8, spoiled=8, filled=2 + 3 + 5, poisoned=7)
     assert operators == {"rotate_pack", "pack", "unpack_rotate_back", "unpack"}
 
 
-INERT = {  # ways in which the fixture may cease to act, and what it says then
+INERT = {  # ways in which `spoiled_buffers` may have no effect: (patch, transport, acts that it reports as missing)
     "no transport of ours": (contextlib.nullcontext, None, "delayed, owned, spoiled"),
     "owned buffers aren't recognised": (
         lambda: mock.patch.object(transports.Armed, "owns", lambda *_: False), transports.Late, "owned, spoiled",
@@ -156,15 +168,15 @@ def test_a_fixture_that_does_not_act_is_blind(how, rank):
 
 
 def test_readers_of_released_buffers_are_seen_by_nobody_who_does_not_spoil_them(rank):
-    """The control of the control: they compute what they should."""
-    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # says that it acted
+    """Without spoiled buffers, the planted faults give right results, so only spoiling can reveal them."""
+    with mock.patch.object(transports, "spoil", lambda buffer: buffer.numel() > 0):  # counts as an act
         found = spoiled_with_control(rank, transports.Late, SHAPES[:1], [])
     assert found == [f"BLIND: {what} was not seen" for what in PLANTED]
 
 
 @pytest.mark.ranks(4)
 def test_four_ranks_do_not_depend_on_it_either(rank):
-    """The same guards, with replicated KV heads and ranks that delay differently."""
+    """Watches the same guards with replicated KV heads, and with ranks that delay differently."""
     shapes = [Shape(heads=8, kv_heads=2, head_dim=4, lengths=(2, 1, 2, 3)), Shape(kv_heads=1, lengths=(2,) * 4)]
     cases = [
         Case(heads=9, kv_heads=3, lengths=(2,) * 4, batch_first=False),
@@ -184,22 +196,22 @@ def spoiled_uses(rank, shape=Shape(kv_heads=2)):
 
 
 def test_repeated_calls_and_backwards_do_not_depend_on_it_either(rank):
-    """The same guards, where two calls are in flight at once or one is run again."""
+    """Watches the same guards with two calls in flight at once, and with calls that run again."""
     assert spoiled_uses(rank) == []
     assert spoiled_uses(rank, Shape(heads=8, kv_heads=4, config={"head_groups": 4, "window": 2})) == []
 
 
 def test_what_travels_as_it_lies_is_contiguous(rank):
-    """Local sequences of one token, attention whose output has other strides: sources that travel as they lie.
+    """Guards `InFlight`: it makes its source contiguous if the source itself is the send buffer.
 
-    Guard: `InFlight` makes its source contiguous where that is the send buffer.
+    This is so for local sequences of one token, even if attention's output has other strides.
     """
     for case in (Case(batch=1, lengths=(1, 1)), Case(batch=2, batch_first=False)):
         assert dropin.dropin_faults(rank, case, strided_inputs_and_cotangent) == [], case
 
 
 def test_what_is_rotated_on_its_way_is_packed_and_unpacked(rank):
-    """One token a rank and one batch element could travel as they lie. Guard: `InFlight` asks for rotations first."""
+    """Guards `InFlight`: it packs tensors that need a rotation, even if, as here, they are already in the order of the wire."""
     with moving("reference", direct=False):
         assert layers.faults_of_all(rank, [Shape(batch=1, lengths=(1, 1))]) == []
 
@@ -210,11 +222,11 @@ late_delivery = functools.partial(spoiled, transport=transports.Late, shapes=SHA
 late_delivery_of_replicas = functools.partial(
     spoiled, transport=transports.Late, shapes=[Shape(kv_heads=1)], cases=[Case(heads=6, kv_heads=3, config={"head_groups": 1})]
 )
-PLANTED = {  # each of them computes what it should, as long as nobody spoils the buffer that it has no right to read
+PLANTED = {  # faults that read released buffers; their results are right unless these buffers are spoiled
     "a send buffer read after delivery": Watched(
         "sent, not read again",
         "sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
-        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # which needn't travel
+        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # of this rank
         "del self.send",
         late_delivery,
     ),
@@ -230,7 +242,7 @@ test_the_suite_notices_without_the_guard = notices(
     Watched("lies as it travels", "if True:", test_what_travels_as_it_lies_is_contiguous),
     Watched(
         "memory of its own",
-        # Where replicas are summed, else torch itself refuses to copy.
+        # Only if replicas are summed; in other cases torch refuses such a copy.
         "new = new_empty(*shape)\nouts.append(new if self.copies_back.disjoint else like[: new.numel()].view(new.shape))",
         late_delivery_of_replicas,
     ),

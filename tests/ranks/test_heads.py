@@ -1,4 +1,4 @@
-"""Local attention gets all of a rank's heads at once, and head groups where it is said to treat all heads alike."""
+"""Tests that local attention gets all heads of a rank at once, and head groups only if it is declared to treat all heads alike."""
 
 import pytest
 import torch
@@ -18,18 +18,18 @@ HEADS, KV_HEADS = 8, 4  # on two ranks, in two groups of two query heads
 
 
 def scaled(q, k, v, of_query, of_key):
-    """Attend with factors of each head, as the oracle."""
+    """Attend with a factor for each query head and each KV head; also the oracle."""
     return reference.attention(q, k * of_key.view(-1, 1), v) * of_query.view(-1, 1)
 
 
 def factors(heads, rank=None):
-    """Of all heads, or of a rank's."""
+    """Return the factors of all heads, or those of a rank's heads."""
     every = torch.linspace(0.5, 2.0, heads, dtype=torch.float64)
     return every if rank is None else every.chunk(2)[rank]
 
 
 class Alibi(nn.Module):
-    """Holds slopes of this rank's heads and takes as many of them as it is given heads."""
+    """Attention with a slope for each head of this rank; uses the first slopes, one for each head that it gets."""
 
     def __init__(self, rank):
         super().__init__()
@@ -40,7 +40,7 @@ class Alibi(nn.Module):
 
 
 class KeyScale(nn.Module):
-    """A learnt factor of each KV head; of queries none."""
+    """Attention with a learnt factor for each KV head."""
 
     def __init__(self, scale):
         super().__init__()
@@ -51,14 +51,14 @@ class KeyScale(nn.Module):
 
 
 def given(q, k, v, slopes):
-    """Takes slopes in whatever they come."""
+    """Attend with ``slopes``, a tensor, or a list or dict that holds one."""
     while not isinstance(slopes, torch.Tensor):
         slopes = next(iter(slopes.values())) if isinstance(slopes, dict) else slopes[0]
     return scaled(q, k, v, slopes[: q.shape[2]], torch.ones(k.shape[2]).double())
 
 
 def kinds(rank):
-    """Local attention and its keywords, and the factors of all heads that the oracle takes, for each kind of state."""
+    """Return {kind of state: (local attention, its keywords, factors of all heads for the oracle)}."""
     ones, slopes = torch.ones(HEADS).double(), factors(HEADS, rank)
     of_heads, of_keys = (factors(HEADS), torch.ones(KV_HEADS).double()), (ones, factors(KV_HEADS))
     return {
@@ -76,7 +76,7 @@ def kinds(rank):
 @pytest.mark.parametrize("config", [{}, {"head_groups": 4, "check": True}], ids=str)
 @pytest.mark.parametrize("kind", kinds(0))
 def test_right_in_one_head_group_for(kind, config, rank):
-    """At the two groups of the default it would be wrong by 0.3."""
+    """With two head groups, the default, results would be wrong by 0.3."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, config=config)
     local, keywords, of = kinds(rank)[kind]
     inputs, mover = dropin.whole_inputs(case), Recording()
@@ -97,7 +97,10 @@ def test_right_in_one_head_group_for(kind, config, rank):
 )
 @pytest.mark.parametrize("heads", [8, 6])
 def test_what_is_said_to_be_per_head_goes_with_its_heads(heads, config, queries, rank):
-    """Six heads: groups of two and of one on each rank; the slopes' gradients come from the ranks that have the heads."""
+    """With six heads, each rank has a group of two heads and one of one head.
+
+    A head's slope gets its gradient on the rank that has the head.
+    """
     case, mover, of = Case(heads=heads, kv_heads=heads // 2, config=config), Recording(), factors(heads).requires_grad_()
 
     def attend(q, k, v, slopes):
@@ -122,7 +125,7 @@ def test_too_few_of_what_is_per_head_are_refused_on_every_rank(rank):
     assert kind == "ValueError" and "a tensor of [4] for 8 query heads; give [8, ..]" in message
 
 
-# Head groups of what is said to treat its heads alike.
+# Head groups of attention that is declared to treat its heads alike.
 
 
 def plain(q, k, v):
@@ -137,7 +140,7 @@ ds_sp_overlap.attention_function(declared, heads_alike=True)
 
 
 def groups_of(rank, local, alike, shape=None, **config):
-    """Head groups of a call of the drop-in, or of the block; and what was said."""
+    """Call the drop-in, or the block of ``shape``; return its number of head groups, and the messages."""
     mover = Recording()
     with listening() as messages:
         if shape is None:

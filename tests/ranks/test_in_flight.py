@@ -1,6 +1,6 @@
-"""What is in flight: in which order streams wait for each other, how long buffers live, what a failure is called.
+"""Tests exchanges in flight: lifetime of buffers, misuse, and the names in errors.
 
-Each test names the guard it watches, as in `test_hazards`.
+Each test names its guard, as in `test_hazards`.
 """
 
 import gc
@@ -27,7 +27,7 @@ class FailingAtLaunch(Silent):
 
 
 def test_a_launch_that_fails_names_its_exchange(rank):
-    """As of a communicator that was aborted before."""
+    """A launch fails, for instance, if the communicator was aborted before."""
     shape = Shape()
     _, attend, x, dy = layers.mine(rank, shape, FailingAtLaunch())
     _, message = refusal(layers.call_block(shape, attend, rank, x.requires_grad_()).backward, dy)
@@ -36,7 +36,7 @@ def test_a_launch_that_fails_names_its_exchange(rank):
 
 
 def test_a_source_lives_as_long_as_it_is_read_and_no_longer(rank):
-    """One that is sent as it lies lives until the exchange is finished; one that was packed has been read. Guard: `InFlight.sources`."""
+    """Guards `InFlight.sources`: a packed source is freed at once, and a source that is the send buffer after the exchange."""
     for batch_first, kind in ((True, "q"), (False, "o")):
         geometry = Geometry(2, rank, (3, 3), 1, 4, 4, 1, batch_first)
         exchange = Exchange(SPGroup(torch.distributed.group.WORLD), geometry.exchange(kind, 0, (8,)), "layer", kind)
@@ -58,7 +58,7 @@ def in_flight():
 
 
 def test_nothing_in_flight_is_reachable_through_a_graph(rank):
-    """Guard: a finish takes the transfer off the call; left there, it would be a cycle through the graph that is never freed."""
+    """Guards finish: it removes the transfer from the call. Else the graph would hold a reference cycle that is never freed."""
     shape = Shape(kv_heads=2)
     _, attend, x, dy = layers.mine(rank, shape)
     before = {id(o) for o in in_flight()}

@@ -1,4 +1,4 @@
-"""Several of q, k and v in one exchange: any of them, for any heads, lengths and layouts, and what is frozen among them."""
+"""Tests several of q, k and v in one exchange, for all heads, lengths and layouts, also if some of them are frozen."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ SHAPES = [
 
 @contextlib.contextmanager
 def counting():
-    """Yield the names of exchanges that moved several tensors meanwhile."""
+    """Yield a list that collects the names of exchanges of several tensors while the body runs; leaves out gradients."""
     start, joined = InFlight.__init__, []
 
     def started(self, layout, sp_group, name, xs, *more):
@@ -59,12 +59,12 @@ def test_what_travels_together_equals_the_reference(sent, rank):
 
 @pytest.mark.ranks(4)
 def test_so_it_does_between_four_ranks(rank):
-    """KV heads that several ranks need, and ranks of which some attend with more heads."""
+    """Checks KV heads that several ranks need, and ranks with different numbers of heads."""
     shapes = [Shape(9, 3, 4, 2, (2, 1, 2, 3)), Shape(8, 2, 4, 1, (2,) * 4), Shape(4, 1, 4, 2, (1,) * 4, batch_first=False)]
     assert faults(rank, ("qkv",), shapes) == []
 
 
-@pytest.mark.parametrize("kernels", ["torch", "reference"])  # the second rotates what travels alone, and nothing else
+@pytest.mark.parametrize("kernels", ["torch", "reference"])  # "reference" also rotates, but only tensors that are sent alone
 def test_no_buffer_is_read_too_early_or_after_its_use(kernels, rank):
     with moving(kernels, True), transports.spoiled_buffers():
         mover = transports.Late()
@@ -83,7 +83,10 @@ def of_a_frozen_input(call, layer, x, dy):
 
 
 def frozen(rank, kinds, use, groups=1):
-    """Faults where only ``kinds`` have weights that learn; and the elements of the gradients that travelled."""
+    """Train only the projections of ``kinds``; return the faults, and the numbers of elements of exchanged gradients.
+
+    Also returns the number of elements of one local tensor.
+    """
     sent, launched = [], transports.Recording()
 
     def launch(send, recv, send_sizes, *others):

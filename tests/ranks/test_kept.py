@@ -1,6 +1,6 @@
-"""Under activation checkpointing with ``keep_attention`` neither projections nor attention nor exchanges run again before backward.
+"""Tests activation checkpointing with ``keep_attention``: projections, attention and exchanges must not run again before backward.
 
-fp64: 1e-12 where a layer's rounding is 1e-15 to 1e-14, and the smallest mistake more than 1e-3.
+In fp64, with tolerance 1e-12: rounding of a layer is 1e-15 to 1e-14, and the smallest mistake gives more than 1e-3.
 """
 
 import functools
@@ -38,7 +38,7 @@ def keeping(function, *args, **options):
     return checkpoint(function, *args, use_reentrant=False, context_fn=ds_sp_overlap.keep_attention, **options)
 
 
-# Ways to use a layer in a checkpoint; the same on the whole sequence, where `keep_attention` finds nothing to keep.
+# Uses of a layer in a checkpoint; on the whole sequence they run, too, but there `keep_attention` saves nothing.
 
 
 def between_others(call, layer, x, dy):
@@ -60,7 +60,7 @@ def nested(call, layer, x, dy):
 
 
 def half_by_half(call, layer, x, dy):
-    """Two calls in one checkpoint, which is computed again for each."""
+    """Run two calls in one checkpoint, and a backward from each; each backward recomputes the checkpoint."""
     first, second = keeping(lambda x: (call(x.tanh()).sin(), call(x.sin()).sin()), x)
     first.backward(dy)
     second.backward(dy * dy)
@@ -68,7 +68,7 @@ def half_by_half(call, layer, x, dy):
 
 
 def a_backward_within(call, layer, x, dy):
-    """The checkpoint is computed again in the middle of its forward."""
+    """Run a backward inside of the checkpoint's forward, which recomputes the checkpoint halfway."""
 
     def body(x):
         y = call(x.tanh()).sin()
@@ -84,7 +84,7 @@ def to_its_end(call, layer, x, dy):
 
 
 def in_checkpoints(use):
-    """``use`` of `uses`, each of whose calls is in a checkpoint."""
+    """Return a ``use`` of `uses` with each call of the layer in a checkpoint."""
 
     @functools.wraps(use)
     def of_checkpoints(call, layer, x, dy):
@@ -133,9 +133,9 @@ EIGHT_HEADS = Shape(heads=8, kv_heads=2, rope=False)
 
 
 class Traced:
-    """A layer that writes down its exchanges, the calls of its attention, and where else the program is.
+    """A layer that logs its exchanges and the calls of its attention.
 
-    log   ``>q0``, ``<q0`` of exchanges, "attention", and what the program adds
+    log   ``>q0`` and ``<q0`` for start and finish of an exchange, "attention", and entries that the test adds
     """
 
     def __init__(self, section, local=reference.fused, name="layer", transport=None):
@@ -169,9 +169,9 @@ def tokens(rank):
 
 
 def logs(rank, section, local, how):
-    """Return what is logged in forward, and in backward."""
+    """Return the log of a forward, and the log of its backward."""
     layer = Traced(section, LOCAL[local])
-    layer(tokens(rank)).sum().backward()  # the first call compares more
+    layer(tokens(rank)).sum().backward()  # a first call makes more comparisons between ranks
     layer.log.clear()
     context = {"context_fn": ds_sp_overlap.keep_attention} if how == "kept" else {}
     x = tokens(rank)
@@ -193,7 +193,7 @@ def test_the_recomputation_exchanges_nothing_and_does_not_attend(section, local,
 
 
 def entries_of_nested(rank, run):
-    """Return what a layer in a checkpoint inside another one, and once more behind it, logs in a step."""
+    """Call a layer in a checkpoint that is inside another checkpoint, and again in the outer one; return the sorted log."""
     layer = Traced(SECTIONS[1])
     run = keeping if run == "kept" else lambda function, x: function(x)
     for _ in range(2):
@@ -242,7 +242,7 @@ def test_layers_of_one_checkpoint_keep_each_its_own(how, attended, rank):
 
 
 def drawn(rank, section, dropout, how):
-    """Gradients where random numbers are drawn in front of attention, in it and behind it; and what is drawn afterwards."""
+    """Draw random numbers before, in and after attention; return output, gradients, and the numbers drawn after backward."""
     layer = Traced(section, lambda q, k, v: reference.fused(q, k, v, dropout))
     x = tokens(rank)
 
@@ -269,7 +269,10 @@ def test_random_numbers_are_those_of_the_first_forward(dropout, rank):
 
 
 def held(rank, section, end):
-    """Bytes kept between forward and backward, of o, and whether anything is left of it afterwards."""
+    """Return the bytes that a checkpoint saves, the bytes of o, and for each step whether anything is still held afterwards.
+
+    end   words that say how a step ends, such as "backward" or "abandoned", and whether attention is "learned"
+    """
     seen = []
 
     def context():
@@ -280,7 +283,7 @@ def held(rank, section, end):
     layer = Traced(section, scaled if "learned" in end else reference.fused)
     gain = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def body(x):  # attention learns what was computed in the checkpoint, whose graph it must not hold
+    def body(x):  # attention gets a tensor with a graph in the checkpoint; the saved values must not hold this graph
         return layer(x.tanh(), *([gain.exp()] if "learned" in end else [])).sin()
 
     gc.collect()
@@ -309,15 +312,15 @@ def scaled(q, k, v, gain):
 
 
 ENDS = [(section, end) for section in SECTIONS[1::2] for end in ("backward", "abandoned")]
-ENDS += [(SECTIONS[1], "backward, y held")]  # a loss lives until the next step has computed its own
+ENDS += [(SECTIONS[1], "backward, y held")]  # as a loss does, y lives until the next step has computed a new y
 ENDS += [({**SECTIONS[0], "head_groups": 1}, end) for end in ("learned", "learned and abandoned")]
 
 
 @pytest.mark.parametrize(("section", "end"), ENDS, ids=str)
 def test_o_and_the_log_sum_exp_are_kept_and_let_go(section, end, rank):
     size, of_o, left = held(rank, section, end)
-    log_sum_exp = of_o // 8  # one number a head and token; fp64
-    scaled_value = of_o // 4 + 8 if "learned" in end else 0  # of a quarter of the heads, and the gain
+    log_sum_exp = of_o // 8  # one fp64 number for each head and token
+    scaled_value = of_o // 4 + 8 if "learned" in end else 0  # v has a quarter of the heads; 8 bytes for the gain
     assert size == of_o + log_sum_exp + scaled_value and left == [False] * 3
 
 
@@ -344,7 +347,7 @@ def test_a_checkpoint_that_keeps_nothing_or_changes_is_refused_by_all_ranks_befo
         assert_error(said, '"recompute"', "RuntimeError")
     said = refused(lambda: keeping(changing, tokens(rank)).sum().backward())
     assert_error(said, "other: called when its checkpoint is computed again, where there was layer", "RuntimeError")
-    assert len(sent) == 1  # of forward alone
+    assert len(sent) == 1  # only the exchange of forward
 
 
 # Guards.
@@ -360,7 +363,7 @@ test_the_suite_notices_without_the_guard = notices(
         functools.partial(
             layers.block_faults, shape=Shape(kv_heads=2, config=SECTIONS[0]), use=a_backward_within, local_attention=reference.fused
         ),
-        raises=True,  # torch counts what is saved
+        raises=True,  # torch checks the number of saved tensors
     ),
     Watched(
         "nothing circular",

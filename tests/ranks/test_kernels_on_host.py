@@ -1,8 +1,8 @@
-"""kernels.cu itself, compiled for the host and run under the address and undefined-behaviour sanitizers.
+"""Tests kernels.cu, compiled for the host and run under the address and undefined-behaviour sanitizers.
 
-Every case of tests/unit/test_kernels.py runs there by the kernels and by the CPU loops, and both must leave the same bits. The
-sanitizers see an access past a tensor or its descriptors, an index past a table, a vector off its alignment. What only a
-device can show (streams, its own code for a division or a rounding) is left to benchmarks/gpu.sh.
+Every case of tests/unit/test_kernels.py runs with the kernels and with the CPU loops, and both must leave the same bits. The
+sanitizers find accesses past a tensor or its descriptors, indices past a table, and misaligned vectors. Faults that only a
+device can show (streams, the device's division and rounding) are left to benchmarks/gpu.sh.
 """
 
 import json
@@ -25,7 +25,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def loaded_first():
-    """Return what a Python that loads a sanitized library must have loaded before all else; None where there is no such thing."""
+    """Return the libraries that Python must load first (LD_PRELOAD), before a sanitized library; None if they don't exist."""
     if build.compiler() is None:
         return None
     ask = [[build.compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(loaded_first() is None, reason="needs g++ with l
 
 
 def compiled(source, text, cache):
-    """An object file, kept by what it is made of."""
+    """Compile a source file; return the object file, which is cached by its text, headers and flags."""
     flags = [*build.FLAGS, "-O0", "-g1", *SANITIZE, "-fPIC", f"-I{SHIM}", f"-I{build.sources()}"]
     define = ["-DDS_SP_OVERLAP_CUDA", "-DDS_SP_OVERLAP_ON_HOST"]
     headers = [path.read_text() for folder in (SHIM, build.sources()) for path in sorted(folder.glob("*.h"))]
@@ -46,7 +46,7 @@ def compiled(source, text, cache):
         words = [build.compiler(), *flags, *define, "-x", "c++", "-c", "-", "-o", f"{to}.{os.getpid()}"]
         ran = subprocess.run(words, input=f'#line 1 "{source}"\n{text}', capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
-        os.replace(words[-1], to)  # another run may make it too
+        os.replace(words[-1], to)  # atomic, since another test process may compile the same file
     return str(to)
 
 
@@ -58,7 +58,7 @@ def run(folder, cache, text, *words):
     subprocess.run(build.link([build.compiler(), *SANITIZE], objects, str(library)), check=True)
     built = {"torch": torch.__version__, "torch_cuda": None, "abi": build.ABI, "cuda": None, "architectures": None}
     library.with_suffix(".json").write_text(json.dumps(built))
-    environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python keeps what it has
+    environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python frees not everything at exit
     command = [sys.executable, "-m", "tests.harness.kernels_on_host", str(library), *words]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return ran.returncode, ran.stdout + ran.stderr
@@ -87,7 +87,7 @@ def test_every_kernel_does_what_the_loops_do_and_touches_nothing_else(tmp_path, 
     assert launched == kernels_in(compiled("kernels.cu", KERNELS, cache)) > 0
 
 
-BROKEN = {  # what stands in kernels.cu, what in its place, what says so; memory behind the end may be freed memory of another tensor
+BROKEN = {  # {fault: (text of kernels.cu, its replacement, words of the error)}; past the end may be freed memory of another tensor
     "an index": ("const Index unit = base + i * kThreads;", "const Index unit = base + i;", "the kernel and the CPU loop differ"),
     "a bound": ("const Index unit = base + i * kThreads;\n    if (unit < walk.total)", "const Index unit = base + i * kThreads;\n    if (unit <= walk.total)", "AddressSanitizer: heap-"),
     "a size": (

@@ -1,4 +1,4 @@
-"""What a step launches beside products, counted on one rank of many: copies of weights, and what packs and unpacks exchanges."""
+"""Counts the launches of a step, besides matrix products, on one of many emulated ranks: copies of weights, packs and unpacks."""
 
 from unittest import mock
 
@@ -11,13 +11,16 @@ from tests.harness import launches
 from tests.harness.cases import full
 
 HEAD_DIM = 16
-# Llama-8B on one node and on two; KV heads for two groups, not for four; MHA; uneven heads.
+# (ranks, query heads, KV heads): Llama-8B on one node and on two; KV heads for two groups, but not for four; MHA; uneven heads.
 HEADS = [(8, 32, 8), (16, 32, 8), (8, 32, 16), (8, 32, 32), (4, 16, 16), (4, 18, 6)]
 CASES = [(*heads, groups) for heads in HEADS for groups in (1, 2, 4) if groups <= heads[1] // heads[0]]
 
 
 def summed_over(size, heads, kv_heads, groups, form):
-    """Elements of the weights' slices that some product sums over, see Note [Slices of weights]; each is copied once a step."""
+    """Return the number of elements in slices of weights over which a product sums; each is copied once in a step.
+
+    See Note [Slices of weights].
+    """
     geometry = Geometry(size, 0, (4,) * size, 1, heads, kv_heads, groups)
     shared, total = heads // kv_heads, 0
     for kind in "qkvo":
@@ -38,14 +41,14 @@ FORMS = ["separate", *(pytest.param(form, marks=pytest.mark.pairs) for form in (
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size,heads,kv_heads,groups", CASES)
 def test_a_weight_is_copied_for_products_that_sum_over_its_slices_alone(size, heads, kv_heads, groups, form):
-    """q, k, v, do and every weight's gradient copy nothing. Before, they copied twice as much again at least."""
+    """The products for q, k, v, do and gradients of weights copy nothing; earlier versions copied at least three times as much."""
     counts = launches.of_layer(size, heads, kv_heads, head_dim=HEAD_DIM, head_groups=groups, form=form, shares=1)
     assert counts.written["weights"] == summed_over(size, heads, kv_heads, groups, form) * torch.float32.itemsize
     assert counts.launched["products"] >= 12
 
 
 def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
-    """The negative control: products over copies, as they were."""
+    """Negative control: patches in products that copy slices, as in earlier versions."""
     plain = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
 
     def by_copies(a, whole, part, bias=None):
@@ -57,22 +60,22 @@ def test_a_copy_of_a_weight_or_of_its_gradient_is_seen(monkeypatch):
 
     monkeypatch.setattr(parts, "mm_to_slices", to_copies)
     with_gradients = launches.of_layer(8, 32, 8, head_groups=2).written["weights"]
-    # dWq and dWo
+    # The gradients of Wq and Wo are copied.
     assert with_gradients - plain == 2 * (32 * 16) ** 2 * 4
     monkeypatch.setattr(operations, "mm_of_slices", by_copies)
-    # an uneven number of heads a rank, so that no GEMM writes the send buffer: q, and do
+    # Ranks have different numbers of heads, so no GEMM writes the send buffers of q and do.
     assert launches.of_layer(4, 18, 6, head_groups=2, shares=1).written["weights"] > summed_over(4, 18, 6, 2, "separate") * 4
 
 
-# What a layer may launch beside its products and its attention, forward and backward, in bf16: (weights, joins, activations).
+# {(head groups, KV heads): (launches, bytes)} of a layer in forward and backward, in bf16, without products and attention.
+# Launches and bytes are (weights, joins, activations); bytes of weights in units of Wq, the others in units of a rank's q.
 #
 #     weights       slices of Wq in one dgrad and of Wo in one product, for each group
-#     joins         one for each tensor that is packed or unpacked; dk and dv of heads that several ranks need take a sum and a copy;
-#                   nothing packs what a GEMM writes as it travels (slices of weights), or what arrives as it is read
+#     joins         one for each tensor that is packed or unpacked; a sum and a copy for dk and dv of heads that several ranks need.
+#                   Send buffers that a GEMM writes are not packed; tensors that arrive in the order of their use are not unpacked
 #     activations   none
 #
-# None of them grows with the number of ranks, nor do the bytes that they write: those of weights in units of Wq, the others in units of
-# a rank's q. KV heads that ranks share are packed once for each of them.
+# The numbers don't grow with the number of ranks. KV heads that ranks share are packed once for each of these ranks.
 BUDGET = {
     (1, "fewer"): ((0, 10, 0), (0, 6.5, 0)),
     (1, "as many"): ((0, 8, 0), (0, 6, 0)),
@@ -86,7 +89,7 @@ BUDGET = {
 @pytest.mark.parametrize("groups,kv", BUDGET)
 @pytest.mark.parametrize("size", [8, full(16), 64])
 def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
-    """``kv`` tells whether there are fewer KV heads than ranks, as many or more; a rank has two query heads."""
+    """``kv``: "fewer" KV heads than ranks, "as many", or "more"; each rank has two query heads."""
     heads = {"fewer": size // 2, "as many": size, "more": 2 * size}
     shape = dict(size=size, heads=2 * size, kv_heads=heads[kv], head_dim=4, dtype=torch.bfloat16)
     counts = launches.of_layer(head_groups=groups, **shape)
@@ -99,7 +102,7 @@ def test_a_step_launches_and_copies_what_its_budget_says(groups, kv, size):
 
 @pytest.mark.parametrize("groups,window,most", [(1, None, 239), (2, None, 348), (4, None, 526), (2, 1, 654)])
 def test_a_step_calls_no_more_functions_than_its_budget_says(groups, window, most):
-    """Count what a layer costs the host beside torch, see benchmarks/instructions.py."""
+    """Counts calls of the package's functions, the host's work besides torch; see benchmarks/instructions.py."""
     assert launches.calls_of_layer(groups, window=window) <= most
 
 

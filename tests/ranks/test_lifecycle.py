@@ -1,4 +1,4 @@
-"""What becomes of an overlapped model: copied, saved, wrapped, given adapters, thrown away."""
+"""Tests overlapped models that are copied, saved, cast, wrapped, given adapters, or deleted."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ def loss_of(model, rank, size):
 
 
 def test_an_overlapped_model_dies_with_its_last_reference(rank):
-    """Guard: undo is given the module instead of holding it."""
+    """Guards undo: it gets the module as an argument, and does not hold it."""
     model = models.tiny()
     ds_sp_overlap.enable(model, {"head_groups": 2}, torch.distributed.group.WORLD)
     layer = weakref.ref(model.model.layers[0].self_attn)
@@ -91,7 +91,7 @@ def pruned(model):
 
 
 def hooked_weights(model):
-    """Hooks of parameters, which see whole gradients."""
+    """Add hooks to parameters; such hooks must see whole gradients."""
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.register_hook(lambda grad: 2 * grad)
         layer.self_attn.o_proj.weight.register_hook(lambda grad: grad.flip(0))
@@ -147,7 +147,7 @@ PROJECTIONS = [
 
 @pytest.mark.parametrize("change", PROJECTIONS, ids=lambda change: change.__name__)
 def test_gradients_are_right_for_projections_that_are(change, rank):
-    """To 1e-9: RoPE's tables are fp32 for all alike, and fp64 leaves 1e-14; a fault is above 1e-3."""
+    """The tolerance is 1e-9; a fault gives more than 1e-3. RoPE's tables are fp32 in both models, so they add no difference."""
     expected = [whole_gradients(change, scale) for scale in (1, 1.05)]
     for order in ("before", "after"):
         model = models.tiny(**EXACT)
@@ -159,12 +159,12 @@ def test_gradients_are_right_for_projections_that_are(change, rank):
         for step in range(2):
             got = summed(gradients_of(model, loss_of(model, rank, 2)))
             assert layers.faults(1e-9, **{name: (got[name], grad) for name, grad in expected[step].items()}) == [], (order, step)
-            scale_parameters(model, 1.05)  # what was kept of the first step is wrong in the second
+            scale_parameters(model, 1.05)  # values cached in the first step are wrong in the second
         ds_sp_overlap.disable(model)
 
 
 def frozen_and_thawed(model, loss):
-    """Gradients by name where requires_grad goes and comes, between steps and between two forwards of one backward."""
+    """Change requires_grad between steps, and between two forwards of one backward; return the gradients by name."""
 
     def freeze(names, frozen=True):
         for layer in model.model.layers:
@@ -194,7 +194,7 @@ def test_gradients_are_right_while_parameters_are_frozen_and_thawed(rank):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_model_may_be_cast_after_it_was_overlapped(dtype, rank):
-    """No further from the exact gradients than 1.5 times what stock is: both round alike, in another order."""
+    """The error of the gradients may be 1.5 times that of stock, since both round in different orders."""
     errors, expected = [], whole_gradients()
     for overlap in (True, False):
         with models.sequence_parallel_model(2, **EXACT) as (model, _):
@@ -213,10 +213,10 @@ def test_a_model_may_be_cast_after_it_was_overlapped(dtype, rank):
 
 
 def wrapped(rank, wrap):
-    """Faults of the gradients of two steps of an overlapped model whose parameters a wrapper owns."""
+    """Wrap an overlapped model by ``wrap``, and run two steps; list the faults of the gradients."""
     model, found = models.tiny(**EXACT), []
     ds_sp_overlap.enable(model, CUT, torch.distributed.group.WORLD)
-    owner, expected = wrap(model), {name: grad / 2 for name, grad in whole_gradients().items()}  # both average
+    owner, expected = wrap(model), {name: grad / 2 for name, grad in whole_gradients().items()}  # both wrappers average
     for step in range(2):
         owner.zero_grad()
         loss_of(owner, rank, 2).backward()
@@ -244,7 +244,7 @@ def test_gradients_are_right_in(wrap, rank):
 
 
 class Owner(torch.nn.Module):
-    """A layer of one's own that keeps the block beside its modules."""
+    """A user's layer that holds its projections, and the block as another attribute."""
 
     def __init__(self, shape, group):
         super().__init__()
@@ -256,7 +256,7 @@ class Owner(torch.nn.Module):
 
 
 def run(module, kind, rank):
-    """Output, and all gradients."""
+    """Run a forward and a backward; return the output and all gradients."""
     if kind == "drop-in":
         inputs = [dropin.my_slice(Case(), rank, t).requires_grad_() for t in dropin.whole_inputs(Case())[:3]]
         y, leaves = module(*inputs, 0), inputs
@@ -274,7 +274,7 @@ def made(kind):
     group = torch.distributed.group.WORLD
     if kind == "drop-in":
         return ds_sp_overlap.DistributedAttention(reference.attention, group, gather_idx=1)
-    return Owner(Shape(rope=False), group)  # the tables of `layers.block` are a local function, which no pickle takes
+    return Owner(Shape(rope=False), group)  # RoPE of `layers.block` is a local function, which can't be pickled
 
 
 @pytest.mark.parametrize("kind", ["drop-in", "block"])
@@ -290,7 +290,7 @@ def test_a_copy_of_a_module_exchanges_over_the_same_group_and_a_pickle_is_refuse
     assert refused[0] == "TypeError" and "an attention layer over a process group can't be pickled" in refused[1]
 
 
-# AutoSP, which exchanges by itself.
+# AutoSP of DeepSpeed, which inserts its own exchanges.
 
 
 def with_autosp(rank, wrapped, section):

@@ -1,4 +1,4 @@
-"""The overlapped layer holds no more memory, at once or until its backward, than DeepSpeed's class on the same layer."""
+"""Tests that the overlapped layer needs no more memory than DeepSpeed's class, at its peak and between forward and backward."""
 
 import functools
 import gc
@@ -22,7 +22,10 @@ from tests.harness.streams import on_streams
 
 
 def peak(shape, make, size=2):
-    """Most bytes of a step on rank 0, over a wire that moves nothing: the buffers are the same, and no thread frees them late."""
+    """Return the peak bytes of a step on rank 0.
+
+    The transport moves no data. It has the same buffers as a real one, and no thread that frees them late.
+    """
     layer = Layer(shape, 0, size)
     layer.sp_group = Emulated(size, Silent())
     with communication(size, Silent()):
@@ -42,7 +45,7 @@ def peaks(shape, groups):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("config", [{}, {"wgrad": False}, {"projections": False}], ids=str)
 def test_a_step_peaks_no_higher_on_an_accelerator_than_on_cpu(config, groups):
-    """Guards: pack and unpack on the compute stream. Beside it a source is kept until it is packed, and an output until then too."""
+    """Guards pack and unpack on the compute stream; on another stream, sources and outputs would live longer."""
 
     def ours(layer, streams):
         if streams:
@@ -55,7 +58,7 @@ def test_a_step_peaks_no_higher_on_an_accelerator_than_on_cpu(config, groups):
 
 
 class Kept(Silent):
-    """A wire that holds what it was given as long as somebody holds its handle, as c10d does."""
+    """A transport whose handles hold the send and receive buffers, as those of c10d do."""
 
     def launch(self, send, recv, *arguments):
         super().launch(send, recv, *arguments)
@@ -65,12 +68,12 @@ class Kept(Silent):
 
 
 def storages(what):
-    """Bytes of all memory that the attributes of ``what`` hold, handles left out, each once."""
+    """Return the bytes of the storages that the attributes of ``what`` hold, without those that handles hold."""
     tensors = [x for x in tree_leaves(list(vars(what).values())) if isinstance(x, torch.Tensor)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-# What is sent and what is received lies in memory as it travels, or doesn't: batch first there are two pieces of every part.
+# With the sequence first, a part of the tensor is contiguous, and needs no copy. With the batch first, it has two pieces.
 LAYOUTS = {f"{kind}, {'batch' if first else 'sequence'} first": (kind, first) for kind in "qo" for first in (True, False)}
 
 
@@ -99,7 +102,7 @@ def test_an_exchange_in_flight_holds_what_is_sent_and_what_is_received_and_nothi
     exchange.finish(token)
     assert held == [size] * (
         in_flight.copies_back.flat is None
-    )  # what was sent is given back before memory is taken for the output
+    )  # the send buffer is freed before memory is allocated for the output
 
 
 @pytest.mark.singles
@@ -112,7 +115,7 @@ def test_a_step_peaks_no_higher_than_stock(groups, shared):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_where_attention_is_the_peak_the_next_group_in_flight_comes_on_top(groups):
-    """The send buffer of one group's do, which travels while attention's backward works on the other's; none for one group."""
+    """With two groups, the send buffer of one group's do exists while attention's backward of the other group runs."""
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=2)
     ours, stock = peaks(shape, groups)
     in_flight = (groups > 1) * shape.seq // 2 * shape.width // groups * shape.dtype.itemsize
@@ -142,14 +145,14 @@ CHANGES = [
 
 
 def held(shape, change, make, size=2):
-    """Bytes that the forward leaves on rank 0 for the backward, output included, in units of hidden states."""
+    """Return the bytes that forward leaves on rank 0 for backward, with the output, in units of the hidden states."""
     layer = Layer(shape, 0, size)
     layer.sp_group = Emulated(size, Silent())
     if change:
         change(layer.projections)
     attend = make(layer)
     with communication(size, Silent()):
-        run = lambda: layer.forward(lambda x: attend(x * 1))  # an input of which nobody else holds the memory
+        run = lambda: layer.forward(lambda x: attend(x * 1))  # x * 1: an input that no other code holds
         run()
         return held_bytes(run) / (layer.x.numel() * layer.x.element_size())
 
@@ -158,12 +161,12 @@ def held(shape, change, make, size=2):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__ if change else "all train")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_what_waits_for_the_backward_is_no_more_than_with_stock(groups, change):
-    """Nothing is kept that no weight needs: neither the input nor the output of attention."""
+    """If no weight needs them, neither the input nor the output of attention is saved."""
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=8)
     ours, stock = (
         held(shape, change, make) for make in (lambda layer: layer.ours(head_groups=groups), lambda layer: layer.stock())
     )
-    assert ours <= stock + 0.01, f"{ours:.2f} against {stock:.2f}"  # tokens, a few bytes each
+    assert ours <= stock + 0.01, f"{ours:.2f} against {stock:.2f}"  # 0.01: autograd's tokens
 
 
 # A window of head groups.
@@ -178,7 +181,7 @@ def stock_peak_of_four(shape):
 
 @pytest.mark.parametrize("shape, window, share", [(WINDOWED[0], 1, 0.48), full(WINDOWED[1], 1, 0.60), (WINDOWED[0], 2, 0.57), full(WINDOWED[1], 2, 0.70)])  # fmt: skip
 def test_a_window_of_groups_takes_about_half_of_stocks_peak(shape, window, share):
-    """Hold shares a little above what was seen with eight groups on four ranks: 0.440, 0.570, 0.561 and 0.689."""
+    """The limits are a little above the measured shares, with eight groups on four ranks: 0.440, 0.570, 0.561 and 0.689."""
     assert above(share, shape, window) == []
 
 
@@ -188,7 +191,7 @@ def above(share, shape, window):
 
 
 def again(layer, **config):
-    """Ours, with attention that saves too much to be kept."""
+    """Return our layer, with attention that saves too much for the window, so that it runs again in backward."""
     attend = layer.ours(**config)
     attend.local_attention = lambda q, k, v: layer.local(q * 2, k, v).exp()
     return attend
@@ -201,14 +204,14 @@ def kept(layer, **config):
 @pytest.mark.parametrize("make, log_sum_exps", [(kept, 1), (again, 0)])
 @pytest.mark.parametrize("window", [1, 2])
 def test_with_a_window_input_and_local_o_wait_for_the_backward_and_a_log_sum_exp_where_it_is_kept(window, make, log_sum_exps):
-    """Beside the layer's output."""
+    """Their memory comes besides that of the layer's output."""
     assert beyond(log_sum_exps, window, make) == []
 
 
 def beyond(log_sum_exps=1, window=2, make=kept):
     shape = Shape(seq=1024, heads=8, head_dim=32, kv_heads=8)
     waits = held(shape, None, lambda layer: make(layer, head_groups=4, window=window))
-    # The weight is read for do; a log-sum-exp is one number a head and token. The rest: tokens, a few bytes each.
+    # Three: input, local o and output. A log-sum-exp is one number for each head and token. 0.01: autograd's tokens.
     return [] if 3 <= waits <= 3 + log_sum_exps / shape.head_dim + 0.01 else [f"{waits:.3f}"]
 
 
@@ -230,11 +233,11 @@ def test_what_a_windowed_backward_has_used_is_let_go_though_the_output_lives(win
         with communication(2, Silent()):
             run()
             left.append(held_bytes(run))
-    assert left[1] <= left[0] + 1024, left  # tokens
+    assert left[1] <= left[0] + 1024, left  # 1024: autograd's tokens
 
 
 def test_of_what_attention_saves_no_more_than_may_be_kept_is_held_meanwhile():
-    """Attention that saves its scores, in blocks of queries, is run again: its forward by a window holds those of a block at once."""
+    """Attention that saves its scores runs again in backward. In blocks, its forward holds the scores of one block at a time."""
     shape = Shape(seq=512, heads=2, head_dim=16, kv_heads=2)
 
     def in_blocks(layer):
@@ -255,7 +258,7 @@ def test_of_what_attention_saves_no_more_than_may_be_kept_is_held_meanwhile():
 
 
 def in_force():
-    """Calls, exchanges and transfers that are alive, without a garbage collection."""
+    """Return the calls and exchanges that are alive; does not collect garbage."""
     return [x for x in gc.get_objects() if type(x) in (Call, InFlight)]
 
 
@@ -263,7 +266,7 @@ def in_force():
 @pytest.mark.parametrize("make", [kept, again])
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 def test_nothing_of_a_call_outlives_its_graph(window, make):
-    """Neither behind a backward, or a part of one, nor where it never comes; not by the garbage collector."""
+    """Calls are freed after a whole or partial backward, and if backward never runs; without garbage collection."""
     layer = Layer(Shape(seq=64, heads=8, head_dim=4, kv_heads=4), 0, 2)
     layer.sp_group = Emulated(2, Silent())
     attend = make(layer, head_groups=4, window=window)
@@ -280,19 +283,19 @@ def test_nothing_of_a_call_outlives_its_graph(window, make):
             del y
             assert len(in_force()) == before
             x = layer.x.detach().requires_grad_()
-            torch.autograd.grad(attend(x), x, layer.dy)  # of the input alone
+            torch.autograd.grad(attend(x), x, layer.dy)  # a backward to the input alone
             assert len(in_force()) == before
         finally:
             gc.enable()
 
 
 def recorded(shape, size, way):
-    """Return what the planner's recorder says of a layer."""
+    """Return the planner's record of a layer."""
     numbers = shape.width, shape.heads, shape.kv_heads, shape.head_dim, shape.seq, size, shape.batch, shape.dtype.itemsize
     return record(LayerShape(*numbers), Way(*way))
 
 
-# Of attention on CPU: scores of a block of 256 queries with 512 keys, twice.
+# Buffers of attention on CPU: scores of a block of 256 queries and 512 keys, twice.
 BLOCKS = 2 * 256 * 512 * 4
 WAYS = {
     32: [(0, None), (1, None), (2, None), (8, None), (4, 4), (8, 1), (4, 2), (8, 2)],
@@ -308,8 +311,11 @@ def run_of(groups, window):
     (kv_heads, *way) if way == (8, 1) else full(kv_heads, *way) for kv_heads, ways in WAYS.items() for way in ways
 ])  # fmt: skip
 def test_a_step_peaks_where_the_planner_says(groups, window, kv_heads):
-    """No tensor is forgotten and none is thought of that is not there. What is beyond: attention's blocks, and the rows of weights of
-    heads that lie apart, copied for a product, of q or of o. Both are 6 % at most here."""
+    """The planner counts every tensor of the step, and no other, except for at most 6 %:
+
+    - buffers of attention on CPU;
+    - copies of a weight's slices for a product, of Wq or Wo.
+    """
     shape = Shape(seq=8192, heads=32, head_dim=16, kv_heads=kv_heads)
     measured = peak(shape, run_of(groups, window), size=4)
     rows = shape.width * shape.width // max(groups, 1) * shape.dtype.itemsize
@@ -323,8 +329,8 @@ def test_what_waits_for_the_backward_is_what_the_planner_says(groups, window):
     of = recorded(shape, 2, (groups, window))
     measured = held(shape, None, run_of(groups, window))
     x = shape.seq // 2 * shape.width * shape.dtype.itemsize
-    says = 1 + of.held[of.forwards - 1] / x  # x itself is measured too
-    assert measured == pytest.approx(says, abs=0.01)  # tokens, a few bytes each
+    says = 1 + of.held[of.forwards - 1] / x  # 1: the input itself is measured, too
+    assert measured == pytest.approx(says, abs=0.01)  # 0.01: autograd's tokens
 
 
 # Guards.

@@ -226,7 +226,7 @@ PLANTED = {  # faults that read released buffers; their results are right unless
     "a send buffer read after delivery": Watched(
         "sent, not read again",
         "sent, got = self.layout.sources.sizes, self.layout.targets.sizes\n"
-        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"  # of this rank
+        "self.recv.view(-1).split(got)[self.sp_group.rank].copy_(self.send.view(-1).split(sent)[self.sp_group.rank])\n"
         "del self.send",
         late_delivery,
     ),

@@ -58,7 +58,7 @@ def run(folder, cache, text, *words):
     subprocess.run(build.link([build.compiler(), *SANITIZE], objects, str(library)), check=True)
     built = {"torch": torch.__version__, "torch_cuda": None, "abi": build.ABI, "cuda": None, "architectures": None}
     library.with_suffix(".json").write_text(json.dumps(built))
-    environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python frees not everything at exit
+    environment = {**os.environ, "LD_PRELOAD": loaded_first(), "ASAN_OPTIONS": "detect_leaks=0"}  # Python itself leaks
     command = [sys.executable, "-m", "tests.harness.kernels_on_host", str(library), *words]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return ran.returncode, ran.stdout + ran.stderr

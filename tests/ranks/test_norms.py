@@ -1,4 +1,4 @@
-"""A norm of q and k between projection and exchange: computed in the node of the projections, and again in its backward."""
+"""Tests norms of q and k before the exchange: computed in the autograd node of the projections, and recomputed in its backward."""
 
 import functools
 
@@ -11,7 +11,7 @@ from tests.harness.layers import Shape
 
 
 def known(shape):
-    """A norm of PyTorch's, whose weight is not all ones."""
+    """Return an RMSNorm of PyTorch, which the package knows, with a random weight."""
     norm = torch.nn.RMSNorm(shape.head_dim, dtype=shape.dtype)
     torch.nn.init.uniform_(norm.weight, 0.5, 2)
     return norm
@@ -25,7 +25,7 @@ def layer_norm(shape):
 
 
 class Rms(torch.nn.Module):
-    """One that nobody knows."""
+    """A norm of the user, which the package does not know."""
 
     def __init__(self, shape):
         super().__init__()
@@ -41,7 +41,7 @@ class InPlace(Rms):
 
 
 class View(Rms):
-    """Its weight is a view of another parameter, as FSDP leaves them."""
+    """A norm whose weight is a view of another parameter, as with FSDP."""
 
     def __init__(self, shape):
         super().__init__(shape)
@@ -54,7 +54,7 @@ class View(Rms):
 
 
 class Counting(Rms):
-    """Its buffer moves on with every call."""
+    """A norm with a buffer that changes in every call."""
 
     def __init__(self, shape):
         super().__init__(shape)
@@ -66,7 +66,7 @@ class Counting(Rms):
 
 
 class Keeping(Rms):
-    """It keeps something of each call."""
+    """A norm that stores a tensor of each call as an attribute."""
 
     def forward(self, x):
         self.last = x.pow(2).mean()
@@ -83,14 +83,14 @@ class Nested(torch.nn.Module):
 
 
 def weight_is_hooked(shape):
-    """Its weight's gradient is doubled by a hook."""
+    """Return a known norm, with a hook that doubles the gradient of its weight."""
     norm = known(shape)
     norm.weight.register_hook(lambda gradient: 2 * gradient)
     return norm
 
 
 class Both(torch.nn.Module):
-    """The whole layer on this rank."""
+    """Holds the projections and norms of a layer; computes the reference, and makes the overlapped block."""
 
     def __init__(self, shape, kind):
         super().__init__()
@@ -99,7 +99,7 @@ class Both(torch.nn.Module):
         self.norms = torch.nn.ModuleDict({f"{name}_norm": kind(shape) for name in "qk"})
 
     def expected(self, x, last=False):
-        """Norms come before RoPE, or ``last``."""
+        """Return the output on the whole sequence; norms come before RoPE, or after it if ``last``."""
         reference, layer = layers.reference, self.layer
         q, k, v = (layer[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
         tables = reference.rope_tables(torch.arange(x.shape[1]), self.shape.head_dim, self.shape.dtype)
@@ -122,7 +122,12 @@ def as_it_is(norm):
 
 
 def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=None, last=False):
-    """Return the faults of the output and of every gradient on this rank; ``frozen`` are left without a gradient."""
+    """List the faults of the output and of every gradient on this rank.
+
+    frozen   "norms" or "layer": these parameters need no gradient; with "layer", the input needs none, either
+    wrap     ``wrap(norm)`` replaces each norm of the block
+    twice    whether to run backward twice, and compare the gradients of the second alone
+    """
     shape = Shape(heads=max(4, 2 * groups), kv_heads=max(2, groups), config={"head_groups": groups, "window": window})
     mine, whole = Both(shape, kind), Both(shape, kind)
     for model in (mine, whole):
@@ -136,7 +141,7 @@ def faults(rank, kind, groups, frozen=None, wrap=as_it_is, twice=False, window=N
     attend = mine.block(wrap, last)
     assert (len(attend.split_projections()) == 4) == (kind in KNOWN and wrap is as_it_is)
     got = layers.call_block(shape, attend, rank, local)
-    for again in range(1 + twice):  # gradients of a backward that is thrown away, then of one that isn't
+    for again in range(1 + twice):  # drop the gradients of a first backward
         for parameter in (*mine.parameters(), local):
             parameter.grad = None
         got.backward(layers.my_slice(shape, rank, dy), retain_graph=not again and twice)
@@ -156,7 +161,7 @@ def test_norms_are_those_of_the_whole_sequence(kind, groups, rank):
 @pytest.mark.parametrize("last", [False, True], ids=["before RoPE", "behind RoPE"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_norms_are_computed_again_in_a_window(window, last, rank):
-    for kind in (known, *[layer_norm] * (not last)):  # behind RoPE a bias of k has no gradient but rounding
+    for kind in (known, *[layer_norm] * (not last)):  # after RoPE, the gradient of a bias of k is only rounding
         for frozen in (None, "norms"):
             assert faults(rank, kind, 4, frozen, as_it_is, False, window, last) == []
 
@@ -179,7 +184,7 @@ def test_a_norm_that_is_no_module_is_right_with_projections_called_whole(rank):
 
 
 def test_dropout_before_a_norm_is_the_same_in_backward(rank):
-    """Gradient of a norm's weight under dropout, by autograd and by differences; the same random numbers each time."""
+    """Compares the gradient of a norm's weight by autograd with finite differences, with the same dropout each time."""
     shape = Shape(config={"head_groups": 1})
 
     class Drop(Rms):
@@ -208,7 +213,7 @@ def test_dropout_before_a_norm_is_the_same_in_backward(rank):
 
 
 def test_autocast_is_for_a_norm_in_backward_what_it_was_in_forward(rank):
-    """Note in each call of a norm whether autocast is on, and the dtypes."""
+    """Autocast and dtypes must be the same in all calls of a norm."""
     shape, seen = Shape(dtype=torch.float32), []
     model = Both(shape, Rms)
 
@@ -251,11 +256,11 @@ test_the_suite_notices_without_the_guard = notices(
 )
 
 
-# What a norm learns is saved as autograd saves it.
+# The weights of norms are saved for backward as autograd saves them.
 
 
 class Alone(torch.nn.Module):
-    """A whole layer on one rank, with norms."""
+    """A layer with norms, on one rank."""
 
     def __init__(self, config):
         super().__init__()
@@ -270,7 +275,7 @@ class Alone(torch.nn.Module):
 
 @pytest.fixture(params=[{"head_groups": 2}, {"head_groups": 2, "window": 1}], ids=str)
 def alone(request):
-    """Two layers of the same weights, hidden states and a cotangent."""
+    """Return two layers with equal weights, hidden states and a cotangent."""
     model = Alone(request.param)
     return model, Alone(request.param), *(layers.my_slice(model.shape, 0, t) for t in layers.whole_inputs(model.shape))
 

@@ -1,4 +1,4 @@
-"""Numbers that are none, overflow, dropout, and bits that come again: as with DeepSpeed's own class."""
+"""Tests NaN and Inf, overflow, dropout and reproducible bits, against DeepSpeed's own class."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.harness.ranks import on_ranks
 
 
 class Stock(nn.Module):
-    """The layer of `layers.projections` around DeepSpeed's class."""
+    """A layer with the modules of `layers.projections`, and DeepSpeed's class for attention."""
 
     def __init__(self, shape, layer):
         super().__init__()
@@ -37,7 +37,10 @@ def overlapped(shape, layer):
 
 
 def unlike(got, expected):
-    """Where one is a number, NaN, Inf or -Inf, so must the other be; numbers are alike to 1e-12 of the largest one."""
+    """Describe the difference of two tensors; empty if there is none.
+
+    NaN, Inf and -Inf must stand at the same places; other numbers may differ by 1e-12 of the largest number.
+    """
     kinds = [torch.stack((t.isnan(), t == math.inf, t == -math.inf)) for t in (got, expected)]
     if not torch.equal(*kinds):
         return f"{(kinds[0] != kinds[1]).any(0).sum()} elements are NaN or Inf in one of them only"
@@ -51,7 +54,7 @@ PLACES = [("x", math.nan), ("x", math.inf), ("x", -math.inf), ("dy", math.nan), 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("place,value", PLACES, ids=str)
 def test_a_number_that_is_none_goes_where_it_goes_in_stock(place, value, groups, rank):
-    """It is one element on rank 1, or of a weight."""
+    """The NaN or Inf is one element of the input or cotangent of rank 1, or of a weight."""
     shape, seen = Shape(kv_heads=2, rope=False, bias=True, config={"head_groups": groups}), []
     for build in (Stock, overlapped):
         layer = layers.projections(shape)
@@ -75,7 +78,7 @@ def test_a_number_that_is_none_goes_where_it_goes_in_stock(place, value, groups,
 
 
 class Drop(nn.Module):
-    """Attention that drops what it attends to: v of ones and a cotangent of ones show the mask, twice."""
+    """Attention that returns v after dropout; with ones for v and for the cotangent, output and gradient are the mask."""
 
     def __init__(self, p):
         super().__init__()
@@ -89,7 +92,7 @@ P_DROP, LENGTHS = 0.25, (64, 64)
 
 
 def masks(rank, groups, how):
-    """Return the mask of each head of a rank, [h/P, n], in the output and in the gradient; and in the output of a second call."""
+    """Return the masks [h/P, n] of a rank's heads: in the output, in the gradient, and in the output of a second call."""
     torch.manual_seed(100 + rank)
     case = Case(heads=8, kv_heads=8, lengths=LENGTHS, config={"head_groups": groups})
     attend = dropin.module(case, local=Drop(P_DROP))
@@ -106,12 +109,14 @@ def masks(rank, groups, how):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("how", [None, "reentrant", "non-reentrant"])
 def test_dropout_has_its_rate_in_every_head_and_no_two_heads_share_a_mask(groups, how):
-    """Nor do two calls. Within 5 standard deviations: 8 rates and 36 pairs; a shared mask is off by 30.
+    """Two calls must not share a mask, either.
 
-    n elements of which each is dropped with p: the rate deviates by sqrt(p q / n); two masks agree with p^2 + q^2.
+    Compares rates of dropout, and the shares of elements in which two masks agree, within 5 standard deviations; a shared mask
+    would be off by 30. If each of n elements is dropped with probability p, and q = 1 - p, the rate deviates by sqrt(p q / n). Two
+    masks agree with probability p^2 + q^2.
     """
     outputs, gradients, again = (torch.cat(of_ranks, 1) for of_ranks in zip(*on_ranks(2, masks, groups, how)))
-    assert torch.equal(outputs, gradients)  # the same mask backward, also where it is drawn again
+    assert torch.equal(outputs, gradients)  # backward uses the same mask, even if it draws it again
     assert set(outputs.unique().tolist()) == {0.0, 1 / (1 - P_DROP)}
     dropped = outputs == 0
     n, agree = dropped.shape[1], P_DROP**2 + (1 - P_DROP) ** 2
@@ -123,7 +128,7 @@ def test_dropout_has_its_rate_in_every_head_and_no_two_heads_share_a_mask(groups
 
 
 def finite_gradients(rank, build, shape):
-    """Which parameters have a finite gradient at 28 scales of the output's, in fp16."""
+    """Run backward with 28 scales of the cotangent, in fp16; return for each scale which parameters have a finite gradient."""
     layer, seen = layers.projections(shape), []
     attend = build(shape, layer)
     for step in range(28):
@@ -131,7 +136,7 @@ def finite_gradients(rank, build, shape):
         layer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             y = attend(x.requires_grad_())
-        y.backward((dy * 2.0 ** (18 - step / 4)).clamp(-60000, 60000).half())  # finite itself
+        y.backward((dy * 2.0 ** (18 - step / 4)).clamp(-60000, 60000).half())  # the cotangent itself is finite
         seen.append([bool(p.grad.isfinite().all()) for p in layer.parameters()])
     return seen
 
@@ -145,9 +150,9 @@ def test_gradients_overflow_inside_the_layer_where_stocks_do(groups, rank):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # the last: rows that overlap
+@pytest.mark.parametrize("heads, kv_heads, bias", [(4, 4, True), (4, 1, True), (6, 3, False)])  # last: both ranks need a KV head
 def test_deterministic_mode_gives_the_same_bits_again(heads, kv_heads, bias, groups, dtype, rank):
-    """Uninitialised memory is NaN in this mode, so that it would show."""
+    """In this mode, uninitialised memory is NaN, so reading it would give NaN."""
     shape, runs = Shape(heads=heads, kv_heads=kv_heads, dtype=dtype, bias=bias, config={"head_groups": groups}), []
     torch.use_deterministic_algorithms(True)
     try:

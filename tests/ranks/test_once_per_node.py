@@ -1,6 +1,6 @@
-"""k and v that travel over the network once to each node: as on the whole sequence, fp64, to 1e-12, in every mode.
+"""Tests ``kv_once_per_node`` against the whole sequence, in fp64, to 1e-12: k and v cross the network only once to each node.
 
-Nodes are named by the test, since all ranks run on one host. Each run counts the exchanges in two legs, and fails if there was none.
+All ranks run on one host, so the tests name the nodes. Each run fails if no exchange ran in two legs.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ ONCE = {"kv_once_per_node": True}
 
 @contextlib.contextmanager
 def in_nodes(node):
-    """Let this rank be on ``node``; yields the exchanges in two legs that start meanwhile."""
+    """Let this rank be on ``node`` while the body runs; yield a list that collects the exchanges in two legs."""
     before, start = sp_group.hostname, relayed.Relayed.__init__
     started = []
 
@@ -36,7 +36,7 @@ def in_nodes(node):
 
 
 def faults_in_nodes(rank, of_nodes, function, *args):
-    """Return what ``function(rank, shape, *args)`` finds, for each shape with the nodes of its ranks."""
+    """List the faults that ``function(rank, [shape], *args)`` finds, for each pair (nodes of the ranks, shape)."""
     found = []
     for nodes, shape in of_nodes:
         with in_nodes(nodes[rank]) as started:
@@ -108,7 +108,7 @@ def test_nothing_is_read_before_it_arrived(rank):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("nodes, kv_heads", [((0, 0, 1, 1), 4), ((0, 1, 2, 3), 1)])
 def test_one_leg_is_enough_where_no_ranks_of_a_node_need_the_same_heads(nodes, kv_heads, rank):
-    """Also where each rank is a node of its own: nothing travels that need not."""
+    """Includes nodes of one rank each."""
     with in_nodes(nodes[rank]) as started:
         assert layers.block_faults(rank, Shape(8, kv_heads, 4, 1, (3,) * 4, config=ONCE)) == []
     assert started == []

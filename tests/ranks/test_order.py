@@ -1,4 +1,4 @@
-"""Exchanges start and finish in the order of the schedule."""
+"""Tests that exchanges start and finish in the order of the schedule."""
 
 import functools
 import itertools
@@ -22,13 +22,13 @@ HIDDEN, HEADS, DIM = 20, 4, 8  # no two matrix products of the layer have the sa
 
 
 def drawn(kinds):
-    """(forward, backward) as the schedule has it for what travels with each head group."""
+    """Return the order of exchanges in (forward, backward) by the schedule; ``kinds`` are the tensors sent for each group."""
     made = by_head_groups(kinds)
     return order(made, made.forward), order(made, made.backward)
 
 
 class Products(TorchDispatchMode):
-    """Writes the matrix products that are weight gradients into a log, told by their shape."""
+    """Logs matrix products that are weight gradients; recognises them by their shape."""
 
     def __init__(self, log, rows):
         super().__init__()
@@ -45,7 +45,7 @@ class Products(TorchDispatchMode):
 
 
 def recorded(rank, size, kv_heads, config, compute=False, local=reference.attention, heads=HEADS):
-    """(forward, backward) of a block of its own, with its weight gradients among the exchanges if ``compute``."""
+    """Run a new block; return the logs of exchanges in (forward, backward), with weight gradients if ``compute``."""
     torch.manual_seed(1)
     mover = Recording()
     linear = lambda n, m: torch.nn.Linear(n, m, bias=False)  # noqa: E731
@@ -74,14 +74,14 @@ def recorded(rank, size, kv_heads, config, compute=False, local=reference.attent
 
 
 def on(size, *args):
-    """`recorded` on every rank of an sp group of ``size``."""
+    """Return the results of `recorded` on every rank of an sp group of ``size``."""
     return [recorded(0, 1, *args)] if size == 1 else on_ranks(size, recorded, size, *args)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kinds", [("qkv",), ("qkv",) * 2, ("qkv",) * 4, ("qkv", "q", "qkv", "q")], ids="-".join)
 def test_exchanges_start_and_finish_as_drawn(kinds, size):
-    """Of four KV heads on two ranks in four groups, every other group brings none."""
+    """With four KV heads, two ranks and four groups, every other group needs no new KV head."""
     forward, backward = drawn(kinds)
     assert len(forward) == len(backward) == len(set(forward)) == len(set(backward)) == {1: 8, 2: 12, 4: 20}[len(kinds)]
     heads = size * len(kinds)
@@ -90,14 +90,14 @@ def test_exchanges_start_and_finish_as_drawn(kinds, size):
 
 
 def order_differs(rank, groups):
-    """A line if the order isn't the one drawn."""
+    """Return a list with the order of exchanges if it differs from the schedule; else an empty list."""
     seen = recorded(rank, 2, HEADS, {"head_groups": groups})
     return [] if seen == drawn(("qkv",) * groups) else [str(seen)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_kv_head_shared_by_two_groups_travels_with_the_first_in_both_directions(size):
-    """MQA on one rank, one KV head a rank on two: group 1 has its q only, its dk and dv are summed before they go."""
+    """A rank has one KV head. Group 1 sends only q, and its dk and dv are added to those of group 0 before they are sent."""
     for forward, backward in on(size, size, {"head_groups": 2}):
         assert forward == ">q0 >k0 >v0 >q1 <q0 <k0 <v0 >o0 <q1 >o1 <o0 <o1".split()
         assert backward == ">do1 >do0 <do1 >dq1 <do0 >dv0 >dk0 >dq0 <dq1 <dv0 <dk0 <dq0".split()
@@ -123,7 +123,7 @@ def test_a_drop_in_that_is_switched_off_waits_for_each_exchange_at_once_and_is_r
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_a_window_starts_and_finishes_as_its_schedule_says(wgrad, window, size, groups, kv_heads, local):
-    """With o beside do where local attention's backward reads it."""
+    """If the backward of local attention reads o, o is sent with do."""
     geometry = Geometry(size, 0, (7,) * size, 1, HEADS, kv_heads, groups)
     made = by_window(geometry.kinds, geometry.last_use, window, wgrad, kv_heads * 4 <= HEADS)
     made = without_o(made) if local is reference.attention else made
@@ -134,7 +134,7 @@ def test_a_window_starts_and_finishes_as_its_schedule_says(wgrad, window, size, 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_wgrad_of_the_output_projection_runs_under_the_exchange_of_do(groups, size):
-    """Guard: the backward of the output computes it after it has started the gradients of all groups."""
+    """Guards the backward of the output projection: it computes wgrad after it has started do of all groups."""
     for _, log in on(size, HEADS, {"head_groups": groups}, True):
         assert wgrad_out_of_place(log, groups) == []
 
@@ -152,7 +152,7 @@ def wgrad_of_two_groups_out_of_place(rank):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_wgrads_of_the_projections_run_under_the_exchanges_that_are_left(groups, size):
-    """Every wgrad of Wv and Wk, of Wq too but for the very last, runs while an exchange is in flight."""
+    """Except for the last wgrad of Wq, each wgrad of Wq, Wk and Wv runs while an exchange is in flight."""
     for _, log in on(size, HEADS, {"head_groups": groups}, True):
         wgrads = [i for i, what in enumerate(log) if what == "dW"]
         assert len(wgrads) == 3 * groups
@@ -169,7 +169,7 @@ def test_without_the_switch_the_wgrad_runs_with_its_dgrad(groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_order_is_the_same_for_fused_and_whole_projections(groups, rank):
-    """Starts and finishes in forward as drawn; in backward a module called whole needs all its gradients first."""
+    """In forward, the order is that of the schedule. In backward, a projection that is called whole waits for all its gradients."""
     seen = {}
     for name, change in (("whole", {"projections": False}), ("fused", {})):
         mover = Recording()
@@ -185,7 +185,7 @@ def test_the_order_is_the_same_for_fused_and_whole_projections(groups, rank):
 
 
 def order_of_gradients(rank, family, adapted, windows=(None,)):
-    """Names of a model's parameters in the order in which autograd delivers their gradients, for G = 1, 2, 4."""
+    """Return the names of parameters in the order in which they get their gradients, for G = 1, 2, 4 and each window."""
     orders = []
     for groups, window in itertools.product((1, 2, 4), windows):
         with models.sequence_parallel_model(2, family=family, heads=8, kv_heads=8 if family == "gpt_neox" else 4) as (model, group):
@@ -206,14 +206,14 @@ def order_of_gradients(rank, family, adapted, windows=(None,)):
     "family,adapted", [*((f, False) for f in ("llama", "qwen2", "qwen3", "phi3", "gpt_neox")), ("qwen3", True)]
 )
 def test_parameters_get_their_gradients_in_one_order_for_every_number_of_groups(family, adapted, rank):
-    """ZeRO reduces gradients in the order in which they come, over replicas that may differ in G (see `policy`)."""
+    """ZeRO reduces gradients in this order, over replicas that may run different numbers of groups (see `policy`)."""
     one, two, four = order_of_gradients(rank, family, adapted)
     assert len(one) >= 8 and one == two == four
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_and_so_with_a_window(family, rank):
-    """For every number of groups and every window; not in the order of a layer without one, as the section is alike on all ranks."""
+    """The order is the same for every number of groups and every window; it may differ from the order without a window."""
     one, *others = order_of_gradients(rank, family, False, (1, 2))
     assert len(one) >= 8 and len(one) == len(set(one)), "each once"
     assert all(order == one for order in others)

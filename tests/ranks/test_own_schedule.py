@@ -1,4 +1,4 @@
-"""A schedule of one's own: a layer runs by it, records it and refuses it where it can't be run."""
+"""Tests a user's schedule: a layer runs it, it can be drawn and simulated, and a schedule that can't run is refused."""
 
 import pytest
 

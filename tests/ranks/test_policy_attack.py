@@ -1,7 +1,7 @@
-"""The policy under attack: programs that do, on some ranks only, whatever they like between calls of layers.
+"""Attacks the policy: runs programs that behave differently on some ranks, between the calls of layers.
 
-Each layer call is compared with the reference on the whole sequence, whatever candidate it ran; what ran is compared over
-the ranks. A rank that waits for another one forever is a failure of `on_ranks`, as is an exchange of unequal sizes.
+The results of each call are compared with the reference on the whole sequence, whichever candidate ran. The candidates that ran
+are compared between ranks. If a rank waits forever, or ranks exchange unequal sizes, `on_ranks` fails.
 """
 
 import contextlib
@@ -27,14 +27,15 @@ COSTS = {1: 1.3, 2: 1.2, 4: 1.0}
 
 
 class Planned(Exception):
-    """Raised by local attention, on all ranks alike."""
+    """The error that local attention raises, on all ranks in the same call."""
 
 
 class Model:
-    """A layer of its own policy, on one rank of an sp group, driven step by step and compared with the reference.
+    """A layer with its own policy, on one rank of an sp group; compares each forward and backward with the reference.
 
-    ran      what each forward ran, in order
-    faults   what was not as the reference has it
+    faults      differences from the reference
+    said        messages of the policy
+    in_flight   forwards whose backward has not run
     """
 
     def __init__(self, group, policy=None, heads=8, seed=1):
@@ -48,7 +49,7 @@ class Model:
         self.policy = self.attend.layer.policy
         self.policy.inform = self.policy.warn = self.said.append
         self.sgd = torch.optim.SGD(self.layer.parameters(), lr=0.0)
-        self.beside = False  # replicas, which reduce gradients together
+        self.beside = False  # whether there are other replicas, with which gradients are reduced
 
     def shape(self, batch, length):
         return Shape(heads=self.heads, kv_heads=self.heads, head_dim=4, batch=batch, lengths=(length,) * self.size, rope=False)
@@ -65,7 +66,7 @@ class Model:
         raise Planned
 
     def forward(self, batch=1, length=4, checkpoint=None, needs_gradient=True):
-        """One forward, with or without gradients as the caller has it; what is in flight then is for `backward`."""
+        """Run one forward in the caller's grad mode; put it in flight for `backward` if it has a graph."""
         shape = self.shape(batch, length)
         x, dy = layers.whole_inputs(shape)
         mine, my_dy = (layers.my_slice(shape, self.rank, t).clone() for t in (x, dy))
@@ -81,7 +82,7 @@ class Model:
                 self.in_flight.append((shape, mine, y, my_dy, x, expected, dy))
 
     def backward(self, which=0):
-        """Run backward of the oldest forward in flight, or of another."""
+        """Run the backward of a forward in flight; ``which`` counts from the oldest."""
         if not self.in_flight:
             return
         shape, mine, y, my_dy, x, expected, dy = self.in_flight.pop(which)
@@ -92,7 +93,7 @@ class Model:
                 self.faults += layers.faults(1e-12, dx=(mine.grad, layers.my_slice(shape, self.rank, x.grad)))
 
     def drop(self):
-        """Let go of what is in flight."""
+        """Drop all forwards in flight."""
         self.in_flight.clear()
 
     def step(self):
@@ -111,7 +112,7 @@ class Model:
         return [trial.chosen for trial in self.policy.trials.values()]
 
 
-# What a program does in each of its steps; only ``rank`` may make ranks differ.
+# Programs: functions of one step. Ranks may differ only by ``rank``.
 
 
 def changing_lengths(model, step, rank):
@@ -127,7 +128,7 @@ def evaluation(model, step, rank):
         with torch.no_grad():
             model.forward(length=9)
     model.step()
-    model.forward()  # an evaluation that records a graph, which nobody needs
+    model.forward()  # an evaluation with a graph that is not used
     model.drop()
 
 
@@ -174,7 +175,7 @@ def its_input_needs_no_gradient(model, step, rank):
 
 
 def another_optimizer_before_backward(model, step, rank):
-    """As of a discriminator beside a generator: its optimizer steps while the other's graph is in flight."""
+    """Step another optimizer between forward and backward, as for a discriminator beside a generator."""
     model.forward(checkpoint=False)
     optimizer_step()
     model.backward()
@@ -230,11 +231,11 @@ def test_ranks_that_would_try_different_things_are_told_so_before_they_do(rank):
     assert kind == "RuntimeError" and 'sp_overlap.head_groups "auto": the ranks' in message, message
 
 
-# Beside data parallelism: two replicas of two ranks, which reduce gradients together.
+# With data parallelism: two replicas of two ranks, which reduce gradients together.
 
 
 def beside_replicas(group, heads):
-    """Make a model of a policy of its own, as `enable` does; layers of one's own over one group share one."""
+    """Make a model with its own policy, as `enable` does; without `enable`, layers over one group share a policy."""
     policy = Policy.of(ds_sp_overlap.SpOverlapConfig(), SPGroup(group), torch.distributed.group.WORLD)
     model = Model(group, policy, heads)
     model.beside = True
@@ -248,7 +249,7 @@ def replica_models(rank, *heads):
 
 
 def differing_replicas(rank, steps):
-    """Other lengths, an evaluation of one replica alone, a helper of one rank, exceptions in one replica's forward."""
+    """Train replicas with different lengths, evaluations and exceptions on one replica, and extra optimizer steps on rank 0."""
     replica = rank // 2
     with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
 
@@ -285,7 +286,10 @@ def test_replicas_try_and_choose_alike_whatever_one_of_them_does_beside():
 
 
 def dropped_in_mid_trial(rank):
-    """Return what runs where the second of two models, with a policy of its own, goes before the step of the first one's optimizer."""
+    """Train two models with their own policies, and delete the second one before an optimizer step of the first.
+
+    Only ranks 0 and 3 collect the second model at once. Returns the faults, the candidates that ran, and the choices.
+    """
     gc.disable()
     try:
         with replica_models(rank, 8, 16) as models, scripted(COSTS) as ran:
@@ -318,7 +322,10 @@ def test_beside_replicas_a_model_may_go_in_mid_trial_and_be_collected_on_some_ra
 
 
 def stepping(rank, steps_its_optimizer, late=()):
-    """Return what runs when optimizers step on some ranks only from step 5 on, and on some of these once the others have given up."""
+    """Train replicas whose optimizers step only on the ranks ``steps_its_optimizer`` from step 5 on.
+
+    The ranks ``late`` step only after the other ranks have given up waiting.
+    """
     wait = policies.WAIT_S
     try:
         with replica_models(rank, 8) as (model,), scripted(COSTS) as ran:
@@ -347,7 +354,7 @@ def test_what_one_replica_gives_up_the_late_one_gives_up_too(rank):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stepped, waiting", [((2, 3), (0, 1)), ((0, 1), (2, 3))])
 def test_replicas_whose_optimizers_do_not_step_are_not_waited_for(stepped, waiting, rank):
-    """The other replica gives up for all of them, and says so."""
+    """The replica whose optimizers step gives up for all replicas, and warns."""
     faults, ran, chosen, said = stepping(rank, stepped)
     assert faults == [] and ran[:6] == [2, 1, 2, 4, 1, 2] and len(said) == (rank in stepped)
     if rank in stepped:
@@ -366,13 +373,13 @@ test_the_suite_notices_without_the_guard = notices(
         "stays for its backward",
         "if not self._due or self.over:",
         functools.partial(attacked, program=another_optimizer_before_backward, steps=8),
-        raises=True,  # a checkpoint computes another graph than it saved
+        raises=True,  # the checkpoint recomputes another graph than that of forward
         says="([], ",
     ),
     Watched(
         "also for frozen inputs",
         "if trial.timed and run.inputs[0].requires_grad and torch.is_grad_enabled():",
         functools.partial(attacked, program=its_input_needs_no_gradient, steps=18),
-        says="], [4], [",  # what is kept
+        says="], [4], [",  # 4 is the choice
     ),
 )

@@ -1,4 +1,4 @@
-"""The policy on several ranks: all choose the same, and trying changes nothing. Time is scripted (`harness.policies`)."""
+"""Tests that all ranks choose the same, and that trials don't change results; with scripted time (`harness.policies`)."""
 
 import functools
 import gc
@@ -24,8 +24,10 @@ from tests.harness.transports import Recording
 
 
 def trained_layers(rank, shapes, costs, steps):
-    """Return what each of some layers of one's own ran in each step, by the exchanges it launched; what was asked for; the lines that were
-    said, with the start-up's."""
+    """Train layers without a model; return the groups of each layer and step, the candidates, and the messages.
+
+    Counts the groups by the launched exchanges.
+    """
     group, movers = torch.distributed.group.WORLD, [Recording() for _ in shapes]
     modules = torch.nn.ModuleList(layers.projections(shape) for shape in shapes)
     made = [layers.block(*each, group, mover) for *each, mover in zip(shapes, modules, movers)]
@@ -51,7 +53,7 @@ def choices_differ(rank):
 
 
 def test_what_the_slowest_rank_measured_decides_and_is_said():
-    """Each rank alone would choose otherwise: rank 0 G = 4, rank 1 G = 1. Guard: the largest of the ranks' times."""
+    """Guards the maximum over the ranks' times. By its own times, rank 0 would choose G = 4, and rank 1 G = 1."""
     ((first,), ran, said), ((second,), ran_too, _) = on_ranks(2, trained_layers, [EIGHT], DIFFERING, 20)
     assert first == second == ran == ran_too, "the candidates ran as the exchanges say"
     assert first[0] == 2 and first[1:16] == [1, 2, 4] * 5 and first[16:] == [2] * 4
@@ -77,7 +79,7 @@ def test_layers_of_ones_own_choose_together_and_each_shape_is_told_once(rank):
 
 
 def trained(rank, stage, costs, checkpointing, accumulation=2, **more):
-    """Return how far training with ``auto`` is from stock, and what ran in each step."""
+    """Train with "auto" and with stock; return the differences, the candidates that ran, and the number of hooks."""
 
     def prepare(model):
         if checkpointing is not None:
@@ -140,7 +142,7 @@ def test_models_have_policies_of_their_own_and_disable_drops_their_hooks(rank):
         ("window", {1, 2}),
         ("uneven", {1, 2}),
         ("not registered", {1, 2}),
-        ("beside a window", {2, 4}),  # what holds no more than the first step
+        ("beside a window", {2, 4}),  # candidates that need no more memory than the first step
     ],
 )
 def test_off_is_tried_only_where_stock_computes_the_same(what, expected, rank):
@@ -171,7 +173,7 @@ def test_off_is_tried_only_where_stock_computes_the_same(what, expected, rank):
                 losses.append(loss.item())
         ds_sp_overlap.disable(model)
     assert {candidate for _, candidate in ran} == expected
-    assert max(losses) - min(losses) <= 2e-6  # of a loss of 4 in fp32, a few roundings
+    assert max(losses) - min(losses) <= 2e-6  # a few roundings of a loss of 4 in fp32
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -195,7 +197,7 @@ def test_deepspeeds_own_module_runs_as_it_is_where_it_does_the_same(batch_first,
     assert max((x - outputs[0]).abs().max().item() for x in outputs) < 1e-12
 
 
-# Beside data parallelism: two replicas of two ranks.
+# With data parallelism: two replicas of two ranks.
 
 
 @pytest.mark.ranks(4)
@@ -211,13 +213,13 @@ STEPS = 24
 
 
 def replica_runs(rank, calls, costs, off=False, said=None):
-    """Return what the layers of a replica run in each of `STEPS` steps: {step: [(heads, candidate)]}.
+    """Return the candidates that the layers of a replica run in each of `STEPS` steps: {step: [(heads, candidate)]}.
 
     calls   ``calls(replica, step)`` -> the calls of a step: (heads of the layer, batch, local length)
-    costs   of each replica, by candidate
+    costs   for each replica, {candidate: time}
     off     whether replica 0 could run stock's forward
 
-    After each step replica 0 evaluates alone, on a length of its own, while the other waits for it.
+    After each step, replica 0 evaluates alone, with another length. The other replica waits.
     """
     replica, sp_rank = divmod(rank, 2)
     world, runs, blocks = torch.distributed.group.WORLD, {}, {}
@@ -255,12 +257,12 @@ def per_token(costs):
 
 
 def differing_lengths(replica, step):
-    """Two calls a step; batches and lengths vary, and replicas never have the same."""
+    """Return two calls of a step, with batches and lengths that vary between steps, and always differ between replicas."""
     return [(8, 1 + step % 2, (5, 9, 33)[step % 3] + replica), (8, 1, 12 + 8 * replica)]
 
 
 def replicas_differ(rank, off=False, said=None):
-    """Return what the replicas run differently, where each alone would choose otherwise: replica 0 G = 4, replica 1 G = 1."""
+    """List differences between the replicas' candidates, with times by which replica 0 would choose G = 4, and replica 1 G = 1."""
     costs = [{OFF: 1.0, **per_token(each)} for each in ({1: 1.0, 2: 0.7, 4: 0.6}, {1: 0.6, 2: 0.7, 4: 0.85})]
     runs = replica_runs(rank, differing_lengths, costs, off, said)
     every = [None] * 4
@@ -273,7 +275,7 @@ def replicas_differ(rank, off=False, said=None):
 
 @pytest.mark.ranks(4)
 def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_the_same(rank):
-    """Guards: all that reduce gradients together are told; a shape has no lengths there."""
+    """Guards that all ranks that reduce gradients together choose together, and that shapes have no lengths for this."""
     assert replicas_differ(rank, said=(said := [])) == []
     (line,) = said
     assert line.startswith("sp_overlap: 8 query and 8 KV heads over 2 ranks, float64: G = 1")
@@ -282,13 +284,17 @@ def test_replicas_with_batches_of_their_own_run_the_same_in_every_step_and_keep_
 
 @pytest.mark.ranks(4)
 def test_beside_replicas_stock_is_no_candidate(rank):
-    """Guard: "off" only in one sp group."""
+    """Guards that "off" is a candidate only if there is a single sp group."""
     assert replicas_differ(rank, True) == []
 
 
 def met_later(replica, step):
-    """Layers of 4 heads: replica 1 from step 5 on, replica 0 at the very end; of 16: replica 1, once while things are tried and
-    once when all is over; of 32: replica 0, when all is over."""
+    """Return the calls of a step, with layers that the replicas call in different steps:
+
+    - 4 heads: replica 1 from step 5 on, replica 0 from step 22 on;
+    - 16 heads: replica 1, once during the trials, and once after all choices;
+    - 32 heads: replica 0, after all choices.
+    """
     more = [(4, 1, 6)] * 2 if (replica == 1 and step >= 5) or step >= 22 else []
     more += [(16, 1, 6)] if (replica, step) in ((1, 4), (1, 23)) else [(32, 1, 6)] if (replica, step) == (0, 23) else []
     return [(8, 1, 6), *more]
@@ -306,14 +312,14 @@ def test_a_layer_that_one_replica_meets_later_keeps_the_replicas_together():
 
 
 def trained_beside_replicas(rank, stage, checkpointing):
-    """Return how far training with ``auto`` is from stock, on replicas with lengths and times of their own; and what ran."""
+    """Run `trained` on replicas with different lengths and times."""
     costs = [{1: 1.0, 2: 1.3, 4: 1.45}, {1: 1.45, 2: 1.3, 4: 1.0}][rank // 2]
     return trained(rank, stage, costs, checkpointing, accumulation=2 if stage == 2 else 1, family="qwen3")
 
 
 @pytest.mark.parametrize("stage,checkpointing", [full(1, None), full(2, True), (3, False)])
 def test_training_beside_replicas_stays_what_it_was_while_candidates_change(stage, checkpointing):
-    """Qwen3, whose norms get their gradients in another order with G = 1 than with more."""
+    """Checks Qwen3: with G = 1, its norms get their gradients in another order than with more groups."""
     every = on_ranks(4, trained_beside_replicas, stage, checkpointing)
     for off, ran, _ in every:
         assert off["losses"] <= 1e-5 and off["norms"] <= 1e-4 and off["gradients"] <= 1e-4, off  # 18 steps in fp32

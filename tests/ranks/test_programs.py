@@ -1,6 +1,7 @@
-"""Random programs (`programs`) do on 2 to 4 ranks what they do on the whole sequence, and find what is planted.
+"""Compares random programs (`programs`) on 2 to 4 ranks with the whole sequence; checks that they find planted faults.
 
-60 of them, with ``--all`` 1000. Many more: ``python -m tests.harness.programs --programs 20000``. A program that fails is printed, with the command that runs it again.
+Runs 60 programs, with ``--all`` 1000. For many more: ``python -m tests.harness.programs --programs 20000``. Prints each program
+that fails, with the command that runs it again.
 """
 
 from collections import defaultdict
@@ -23,20 +24,20 @@ def test_random_programs_do_what_they_do_on_the_whole_sequence(size):
     reports, acted = programs.check(seeds)
     assert not reports, "\n\n".join(reports)
     for what in ("compared", "raised", "hooks", "transfers", "rank-major"):
-        assert acted[what] > len(seeds) / 4, f"{what}: {dict(acted)}"  # a program that does nothing is right as well
-    assert size == 2 or acted["two legs"], dict(acted)  # of two ranks, few programs have one KV head
+        assert acted[what] > len(seeds) / 4, f"{what}: {dict(acted)}"  # a program without such features proves little
+    assert size == 2 or acted["two legs"], dict(acted)  # two legs need one KV head, which is rare on two ranks
     assert acted["magnifies"] <= len(seeds) / 30, "the tolerance is loosened for a few programs, not for all"
 
 
 @pytest.mark.parametrize("seed", [294, 751])
 def test_a_program_that_once_failed_is_right(seed):
-    """Of 294 one rank alone raised behind a probe. In 751 check mode compares sums of three replicas, added in another order."""
+    """In 294, one rank alone raised after a probe. In 751, check mode compares sums of three tensors in different orders."""
     reports, _ = programs.check([seed])
     assert not reports, reports
 
 
 def test_whatever_can_differ_between_programs_does():
-    """In every field of a program, of its layers and of its statements."""
+    """Checks every field of programs, layers and statements."""
     values = defaultdict(set)
     for program in map(programs.draw, SEEDS):
         for part in (program, *program.layers, *program.statements):
@@ -67,14 +68,14 @@ WATCHED = [
 
 @pytest.mark.parametrize("watched", WATCHED, ids=str)
 def test_the_programs_notice_without_the_guard(watched, monkeypatch):
-    """The negative control, within the programs of the first test."""
-    monkeypatch.setattr(programs, "BATCH", 5)  # after the first batch with one that notices no other is run
+    """Negative control: programs of the first test must find the removed guard."""
+    monkeypatch.setattr(programs, "BATCH", 5)  # small batches: the check stops after the first batch with a report
     reports, _ = programs.check([seed for seed in SEEDS if programs.ranks_of(seed) == 2], run_without, watched, enough=1)
     assert reports, "nobody noticed"
 
 
 def off_by_a_little(rank, seeds):
-    """Rank 0 hears a gradient that is wrong by 1e-10 in one element."""
+    """Run programs in which rank 0 records a gradient with an error of 1e-10 in one element."""
     note = programs.World.note
 
     def wrong(self, name, what, tokens=True):

@@ -1,6 +1,6 @@
-"""No access to memory and no reuse of it is left to chance between the streams of exchanges, and each guard of that is needed.
+"""Tests that every access to memory, and every reuse, is ordered between the streams of exchanges, and that each guard is needed.
 
-On a stand-in for streams (`races`): rank 0 of two, over a wire that moves nothing.
+Runs rank 0 of two on a stand-in for streams (`races`), with a transport that moves no data.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SHAPE = Shape(seq=12, heads=8, head_dim=4, kv_heads=4, batch=2)
 
 
 def over(wire, size=SIZE):
-    """A sp_group of its own, as every layer has that is made by itself; the streams are shared."""
+    """Return a new sp_group, as every layer has that is made without a model; layers share the streams."""
     sp_group = Emulated(size, wire)
     on_streams(sp_group, wire.races.backend)
     return sp_group
@@ -45,7 +45,7 @@ def block(wire, **config):
 
 
 def read(*tensors):
-    """As an optimizer does."""
+    """Change the tensors in place, as an optimizer does."""
     for tensor in tensors:
         tensor.add_(1)
 
@@ -61,7 +61,7 @@ def buffers_written_by_the_gemm(wire):
 
 
 def several_layers_accumulate(wire, **config):
-    """Two layers, two batches, one step of an optimizer; some gradients of the first are still there when the second is run."""
+    """Run two layers on two batches, and one optimizer step; gradients of the first batch exist while the second runs."""
     made = [block(wire, head_groups=2, **config) for _ in range(2)]
     for _ in range(2):
         x = made[0][0].x.detach().requires_grad_()
@@ -87,7 +87,7 @@ def no_gradient(wire, **config):
 
 
 def drop_in(wire):
-    """Both layouts; what was given and what was received is changed in place as soon as it may be."""
+    """Run the drop-in in both layouts; change its output and gradients in place as soon as this is allowed."""
     local = Attention()
     for batch_dim in (0, 1):
         attend = ds_sp_overlap.DistributedAttention(
@@ -103,7 +103,7 @@ def drop_in(wire):
 
 
 def broken(q, k, v, in_forward):
-    """Attention that raises, in forward or in backward."""
+    """Attend, but raise in forward or in backward."""
     if in_forward:
         raise Deliberate
     return RaisesInBackward.apply(q)
@@ -120,14 +120,14 @@ def abandoned(wire, **config):
 
 
 def run_again(wire, **config):
-    """Attention that is not kept, so that o doesn't travel in backward."""
+    """Run attention that runs again in backward, so that backward does not exchange o."""
     layer, attend = block(wire, head_groups=2, **config)
     attend.local_attention = lambda q, k, v: layer.local(q * 2, k, v).exp()
     read(*layer.step(attend))
 
 
 def once_per_node(wire, **config):
-    """Both ranks are in one node and need the one KV head: its k and v travel in two legs."""
+    """Run two ranks in one node that need the same KV head, so that its k and v are sent in two legs."""
     layer = Layer(dataclasses.replace(SHAPE, kv_heads=1), 0, SIZE)
     layer.sp_group = over(wire)
     attend = layer.ours(head_groups=2, kv_once_per_node=True, **config)
@@ -137,13 +137,13 @@ def once_per_node(wire, **config):
 
 
 def exchange(wire, kind):
-    """One that is packed and unpacked, q, or sent as it lies, o."""
+    """Return an exchange and its layout: of q, which is packed and unpacked, or of o, which is sent without packing."""
     layout = Geometry(SIZE, 0, (3, 3), 2, 4, 4, 1, batch_first=True).exchange(kind, 0, (8,))
     return Exchange(over(wire), layout, "layer", kind), layout
 
 
 def alone(wire):
-    """Nobody but the exchange keeps what it was given; what was received is changed."""
+    """Run exchanges whose input is kept by the exchange alone; change their outputs in place."""
     for kind in "qo":
         made, layout = exchange(wire, kind)
         token = made.start(torch.randn(layout.sources.shapes[0]))
@@ -152,7 +152,7 @@ def alone(wire):
 
 
 def two_legs_alone(wire):
-    """k that travels as it lies and is given up at once, and k that is packed and then changed."""
+    """Send k without packing, and drop it at once; send another k that is packed, and change it at once."""
     geometry = Geometry(4, 0, (3,) * 4, 1, 4, 2, nodes=(0, 0, 1, 1))
     layout, legs = geometry.exchange("k", 0, (8,)), legs_of(geometry, ("k",), 0, (8,))
     for as_it_lies in (True, False):
@@ -167,14 +167,17 @@ def two_legs_alone(wire):
 
 
 def two_legs_by_kernels(wire):
-    """Kernels take flat buffers: also of k that lies as it travelled, and is unpacked again for the compute stream."""
+    """Send k in two legs with kernels, which take flat buffers, so that k is unpacked for the compute stream in any case."""
     legs = legs_of(Geometry(2, 0, (3, 3), 1, 4, 1, nodes=(0, 0)), ("k",), 0, (8,))
     with mock.patch.object(ops, "_TORCH", REFERENCE):
         read(*Relayed(legs, over(wire), "layer k", [torch.randn(3, 1, 1, 8)]).finish())
 
 
 def elsewhere(wire):
-    """Abandoned where another stream is current, as by the garbage collector; its memory belongs to the one that it was started on."""
+    """Drop an exchange in flight while another stream is current, as the garbage collector may.
+
+    Its memory belongs to the stream on which the exchange was started.
+    """
     backend = wire.races.backend
     other = Stream(backend, "other")
     for kind in "qo":
@@ -185,7 +188,7 @@ def elsewhere(wire):
 
 
 def backward_called_elsewhere(wire, **config):
-    """Forward runs on a stream of the caller's own; so do backward's nodes, whichever stream is current where backward is called."""
+    """Run forward on a stream of the caller, and call backward on another; the nodes of backward run on the stream of forward."""
     backend = wire.races.backend
     backend.nodes_run_on = own = Stream(backend, "own")
     layer, attend = block(wire, head_groups=2, **config)
@@ -234,7 +237,7 @@ SCENES = {
 
 
 def faults(scene, asynchronous):
-    gc.freeze()  # nothing older than the scene is searched for cycles: that took most of the time
+    gc.freeze()  # leave older objects out of garbage collection, which took most of the time
     try:
         with watched(asynchronous) as (races, wire):
             scene(wire)
@@ -254,7 +257,7 @@ def test_every_access_and_every_reuse_is_ordered(scene, asynchronous):
 
 
 def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_is_seen(monkeypatch):
-    """A wait that only the caller's thread makes: forward is in order, backward is not."""
+    """Plants a fault: only the caller's thread waits. So forward is ordered, and backward is not."""
     here, before_compute = threading.current_thread(), SideStream.before_compute
 
     def forgetful(side, mark):
@@ -272,7 +275,7 @@ def test_backward_runs_in_the_thread_of_the_device_where_a_wait_that_is_missing_
 
 
 def test_a_stream_that_is_not_asked_for_each_time_is_seen_where_another_one_is_current(monkeypatch):
-    """As if it had been captured at construction."""
+    """Plants a fault: the current stream is always the compute stream, as if it had been asked for only once."""
     monkeypatch.setattr(Backend, "current_stream", lambda self, device: self.compute)
     assert faults(SCENES["a layer, G = 2"], False) == []
     assert faults(SCENES["backward is called elsewhere"], False)
@@ -283,7 +286,7 @@ def test_one_that_sees_nothing_says_so():
         faults(lambda wire: None, False)
 
 
-# Guards: every wait, every reference and every event that this hangs on.
+# Guards: every wait, reference and event that the order depends on.
 
 
 def check(scene, asynchronous=False):

@@ -1,4 +1,4 @@
-"""Bad input is an error on every rank, before anything is exchanged; a fault under way names its exchange."""
+"""Tests that bad input raises on every rank before any exchange, and that errors during an exchange name the exchange."""
 
 import re
 from functools import partial
@@ -22,7 +22,7 @@ from tests.harness.transports import Corrupting, Failing, Recording
 
 
 class Counting(Silent):
-    """Moves nothing, and counts."""
+    """A transport that moves no data, and counts launches."""
 
     def __init__(self):
         self.launched = 0
@@ -36,7 +36,7 @@ TOGETHER = "; give them one batch and sequence, query and key one head dim, key 
 SHAPES = "query [2, 6, 4, 8], key [2, 6, 4, 8], value [2, 6, 4, 8]"
 DIM_IDX = "batch_dim_idx must be 0 (batch first) or 1 (sequence first), got "
 
-REFUSED = {  # what is changed, on which rank or "all", and what is said
+REFUSED = {  # (changes, words of the error); for ``changes`` see the test below
     "mixed dtypes": (
         {"all": {"k": ("float",)}},
         "query is torch.float64, key torch.float32, value torch.float64; give all three one dtype",
@@ -63,7 +63,7 @@ REFUSED = {  # what is changed, on which rank or "all", and what is said
         "sp rank 1: query is torch.float64, key torch.float64, value torch.float32; give all three one dtype",
     ),
     "no batch dimension but another": ({"call": {"batch_dim_idx": 2}}, DIM_IDX + "2"),
-    # As Megatron-DeepSpeed without flash attention gives it (FACTS).
+    # Megatron-DeepSpeed without flash attention passes the mask as batch_dim_idx (FACTS).
     "a mask in its place": ({"call": {"batch_dim_idx": torch.ones(2, 1, 3, 3)}}, DIM_IDX + "a tensor of shape [2, 1, 3, 3]"),
     "a mask of one number": ({"call": {"batch_dim_idx": torch.ones(1)}}, DIM_IDX + "a tensor of shape [1]"),
 }
@@ -71,7 +71,7 @@ REFUSED = {  # what is changed, on which rank or "all", and what is said
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
 def test_dropin_refuses_on_every_rank_before_the_first_exchange(changes, message, rank):
-    """``changes`` are of the inputs on a rank or on all, of the call, and of the module: ``{name: (function, value)}``."""
+    """``changes`` is {a rank or "all": {q, k or v: (method, *its arguments)}, "call": arguments, "module": arguments}."""
     case = Case()
     tensors = dict(zip("qkv", (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case))))
     for name, change in changes.get(rank, changes.get("all", {})).items():
@@ -107,7 +107,7 @@ def test_other_scatter_and_gather_dimensions_are_refused(arguments, got):
     ],
 )
 def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, values, seen, rank):
-    """Each rank's shapes are in order, but they don't fit together. Guard: `SPGroup.agree` compares what ranks are about to exchange."""
+    """Guards `SPGroup.agree`, which compares the ranks before they exchange: each rank's shapes are valid, but they don't match."""
     case, mover = Case(**{"lengths": (6, 6), name: values[rank]}), Counting()
     q, k, v = (dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3])
     said = refusal(dropin.module(case, mover), q, k, v, 0)
@@ -118,13 +118,13 @@ def test_ranks_that_disagree_are_told_so_on_every_rank_with_both_shapes(name, va
 
 
 def test_a_fault_of_another_kind_on_one_rank_is_raised_on_every_rank_too(rank):
-    """No tensor at all: an AttributeError inside, which the other rank must not wait for."""
+    """On rank 1, q is None, which raises an AttributeError inside of the package; rank 0 must not wait for rank 1."""
     q, k, v = (dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3])
     assert_error(refusal(dropin.module(Case(), Counting()), None if rank == 1 else q, k, v, 0), "attention: sp rank 1: ")
 
 
 def test_a_refused_call_changes_nothing(rank):
-    """A good call of the same module equals one of a fresh module."""
+    """A valid call of the module afterwards must equal a call of a new module."""
     case = Case()
     inputs = [dropin.my_slice(case, rank, t) for t in dropin.whole_inputs(case)[:3]]
     module = dropin.module(case)
@@ -200,7 +200,7 @@ def test_a_missing_group_is_refused_where_the_world_is_larger_than_one(kind, say
     if kind == "block":
         attend = layers.block(shape, layers.projections(shape), None, mover)
         got = refusal(attend, layers.my_slice(shape, rank, layers.whole_inputs(shape)[0]))
-    elif kind == "drop-in":  # made before there is a world, as in a script that makes its model first
+    elif kind == "drop-in":  # made before the world, as in a script that makes its model first
         with mock.patch.object(torch.distributed.distributed_c10d._world, "_default_pg", None):
             module = ds_sp_overlap.DistributedAttention(dropin.local_attention(Case()), None, transport=mover)
         got = refusal(module, *(dropin.my_slice(Case(), rank, t) for t in dropin.whole_inputs(Case())[:3]), 0)
@@ -238,7 +238,7 @@ WIDE = "rotary tables are {0} (cos) and {1} (sin) wide for heads of 8"
     ids=str,
 )
 def test_rotary_tables_that_would_not_rotate_the_heads_are_refused(kind, given, message, rank):
-    """In a first call of the block or of the drop-in."""
+    """They are refused in the first call of the block or of the drop-in."""
     shape, case, mover = Shape(rotary=True), Case(), Counting()
     tables = None if given is None else tuple(torch.ones(6, width, dtype=torch.float64) for width in given)
     if kind == "drop-in":
@@ -270,7 +270,7 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_rope_of_another_kind_is_refused_with_what_it_takes(kind, rank):
-    """When the layer is made or first called."""
+    """It is refused when the layer is made, or in its first call."""
     shape, mover, (own, words) = Shape(rotary=False), Counting(), ROPES[kind]
     x = layers.my_slice(shape, rank, layers.whole_inputs(shape)[0])
 
@@ -295,7 +295,7 @@ def test_rotary_tables_that_are_missing_in_a_later_call_are_refused_too(rank):
     assert mover.log == []
 
 
-# Faults under way.
+# Faults during an exchange.
 
 
 def run_block(rank, shape, transport):
@@ -315,7 +315,7 @@ def test_a_collective_that_fails_names_the_layer_and_the_exchange(what, rank):
 @pytest.mark.parametrize("what", ["q0", "qkv1", "o0", "do1", "dqkv1", "dq0"])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, batch_first, rank):
-    """Guard: `Expected.compare`; one element changed by 1e-6 on one rank."""
+    """Guards `Expected.compare`: one element is changed by 1e-6 on one rank."""
     shape = Shape(batch_first=batch_first, config={"check": True})
     said = run_block(rank, shape, Corrupting(what))
     differs = "sp_overlap.check: the overlapped exchange differs from the plain one (sp rank 1: off by "
@@ -324,7 +324,7 @@ def test_check_mode_finds_a_corrupted_exchange_and_names_it_on_every_rank(what, 
 
 
 def test_without_check_mode_nothing_is_gathered(rank):
-    """The negative control: the corruption is there, and only check mode sees it."""
+    """Negative control: without check mode, the same corruption is not seen."""
     assert run_block(rank, Shape(), Corrupting("dqkv1")) is None
 
 
@@ -344,7 +344,7 @@ def test_check_mode_finds_ranks_that_launch_in_another_order(rank):
 
 
 def on_a_destroyed_group(rank, kind):
-    """Return what is said where the process group was destroyed behind a first step."""
+    """Call a layer or model after its process group was destroyed; return the error."""
     group = torch.distributed.new_group([0, 1])
     if kind == "model":
         with models.sequence_parallel_model(2) as (model, _):

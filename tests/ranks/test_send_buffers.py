@@ -1,4 +1,4 @@
-"""Send buffers written by the GEMM that projects, or by the kernel that rotates: the same layer, and fewer passes over memory."""
+"""Tests send buffers that the projection's GEMM or the rotating kernel writes: equal results, and fewer packs and unpacks."""
 
 from collections import Counter
 from unittest import mock
@@ -16,9 +16,9 @@ from tests.harness.moving import always, counted, kinds, moving
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("rotary", [True, False])
 def test_nothing_is_packed_and_o_dq_dk_dv_are_unpacked(rotary, batch_first, rank):
-    """The table of DESIGN 3, with one batch element: o of both groups is unpacked, and dq, dk, dv of the first.
+    """Checks the table of DESIGN 3, with one batch element: o of both groups is unpacked, and dq, dk, dv of the first group.
 
-    This attention's dk isn't contiguous, and is packed.
+    dk is packed, since it isn't contiguous with this attention.
     """
     seen = Counter()
     shape = Shape(heads=4, kv_heads=4, batch=1, batch_first=batch_first, rotary=rotary, rope=rotary, config={"head_groups": 2})
@@ -51,7 +51,7 @@ def test_the_block_equals_the_reference_where_the_kernels_rotate(heads, kv_heads
 
 @pytest.mark.parametrize("name,wrong", [("rotate_pack", "output"), ("unpack_rotate_back", "dx")])
 def test_a_rotation_left_out_is_seen(name, wrong, rank):
-    """The negative control of the test above."""
+    """Negative control of the test above: a kernel that does not rotate must be noticed."""
 
     def straight(source, cos, sin, *parts_and_out):
         (relayout.pack if name == "rotate_pack" else relayout.unpack)(

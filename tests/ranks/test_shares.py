@@ -1,6 +1,6 @@
-"""Ranks that share query heads, each with some of the queries: on 2 to 8 ranks, fp64, 1e-12, against the whole sequence.
+"""Tests ranks that share query heads, each with a part of the queries, against the whole sequence: 2 to 8 ranks, fp64, 1e-12.
 
-`unit/test_layout_of_shares.py` has the exchanges by themselves; random programs (`test_programs.py`) draw shares too.
+`unit/test_layout_of_shares.py` tests the exchanges alone; random programs (`test_programs.py`) draw shares, too.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tests.harness.guards import Watched, notices
 from tests.harness.layers import Shape
 from tests.harness.ranks import assert_error, refusal
 
-# Query heads, KV heads and r, by the number of ranks: more ranks than heads, heads that don't divide, KV heads that parts share.
+# {number of ranks: [(query heads, KV heads, shares)]}: more ranks than heads, heads that don't divide, shared KV heads.
 HEADS = {
     2: [(1, 1, 2), (2, 1, 2), (3, 3, 2), (4, 2, 2)],
     4: [(1, 1, 4), (2, 1, 2), (2, 2, 4), (3, 3, 2), (6, 2, 2), (8, 4, 2)],
@@ -51,7 +51,7 @@ CASES = [
 
 
 def few(size):
-    """Return what `make test` takes of a product on so many ranks, which share two cores."""
+    """Return the function that chooses cases: with many ranks on two cores, `singles`, else `pairs`."""
     return pairs if size <= 4 else singles
 
 
@@ -68,7 +68,7 @@ def test_a_layer_equals_the_reference(size, rank):
 
 @pytest.mark.parametrize("size", HEADS)
 def test_the_drop_in_equals_the_reference(size, rank):
-    """RoPE on arrival, which q needs for its own tokens alone, and an output without a dimension for the heads."""
+    """Includes RoPE after the exchange, which rotates q for the tokens of its share alone, and outputs without a head dimension."""
     cases = [
         Case(*heads, 4, value_dim, 2, lengths, first, rotary_dims=rotary_dims, flat=flat, config=config)
         for ranks, *heads, lengths, first, config in CASES
@@ -86,11 +86,11 @@ def test_auto_shares_where_there_are_more_ranks_than_heads_and_where_heads_do_no
     assert made.call_args.args[1].shares == shares
 
 
-# Attention that is not run again in backward; windows.
+# Attention whose results are saved for backward; windows.
 
 
 class Fused(torch.autograd.Function):
-    """Causal attention whose backward reads q, k, v, o and a log-sum-exp, [b, s, h, d] each, as that of a flash kernel."""
+    """Causal attention with q, k, v [b, s, h, d], whose backward reads q, k, v, o and a log-sum-exp, as a flash kernel does."""
 
     @staticmethod
     def forward(ctx, q, k, v, queries):
@@ -125,7 +125,7 @@ class Fused(torch.autograd.Function):
 
 
 class Flash(nn.Module):
-    """`Fused`, and how often it was called in forward and in backward."""
+    """A module that calls `Fused`, and counts the calls in forward and in backward."""
 
     def __init__(self, batch_first):
         super().__init__()
@@ -145,7 +145,7 @@ def in_a_checkpoint(call, layer, x, dy):
 
 
 def kept(rank, shapes):
-    """Faults, and of attention that is called again in backward."""
+    """List the faults of shapes, and the shapes whose attention ran again in backward."""
     found = []
     for shape in shapes:
         local = Flash(shape.batch_first)
@@ -172,7 +172,7 @@ WINDOWED = [
 
 @pytest.mark.parametrize("size", HEADS)
 def test_few_groups_at_a_time_and_saved_attention_equal_the_reference(size, rank):
-    """Each range of queries is attended once, also where o of all ranges was joined by then."""
+    """Attention must run once for each range of queries, also if saved o of all ranges has been joined."""
     shapes = [shape for ranks, shape in WINDOWED if ranks == size]
     assert kept(rank, (pairs if size == 2 else singles)(shapes)) == []
 
@@ -197,7 +197,7 @@ def test_a_caller_says_which_tokens_each_share_attends_with(rank):
 
 
 def with_slopes(q, k, v, slopes, queries=None):
-    """ALiBi: each head's slope times the distance of a query from a key, which is told by the query's place in the sequence."""
+    """Attend with ALiBi: add each head's slope times the distance of query and key; ``queries`` gives the queries' positions."""
     keys = torch.arange(k.shape[1])
     distance = keys - keys[slice(*(queries or (None,)))][:, None]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + slopes.view(-1, 1, 1) * distance
@@ -212,11 +212,11 @@ def test_slopes_of_alibi_are_counted_from_the_place_of_each_query(rank):
     assert dropin.dropin_faults(rank, case, attend=attend, whole=whole, slopes=ds_sp_overlap.PerHead(slopes)) == []
 
 
-# What can't attend with a share of the queries.
+# Attention that needs all queries.
 
 
 def whole_only(q, k, v, **ignored):
-    """Takes any keyword, and would attend as if q held all queries."""
+    """Attend as if q held all queries; ignores ``queries=``, since it takes any keyword."""
     return reference.attention(q, k, v)
 
 
@@ -270,7 +270,7 @@ def test_what_needs_all_queries_is_refused_by_name_on_all_ranks(index, rank):
 
 
 def test_a_rank_that_can_not_share_is_refused_on_all_ranks(rank):
-    """One rank's attention can, the other's can't."""
+    """The attention of one rank can work with a range of queries, that of the other can't."""
     said = refusal(drop_in_of, reference.attention if rank else whole_only)
     assert_error(said, "sp rank 0: ")
     assert_error(said, "whole_only has no parameter queries=")
@@ -286,7 +286,7 @@ def keys_in_place(q, k, v, queries=None):
 
 
 def test_keys_that_attention_changes_between_ranges_are_refused(rank):
-    """Also by the rank that has a single range."""
+    """The rank with a single range refuses, too."""
     kind, message = refusal(drop_in_of, keys_in_place)
     assert kind == "RuntimeError" and "changes k or v in place" in message and "fewer ranks" in message
 
@@ -296,7 +296,7 @@ def queries_in_place(q, k, v, queries=None):
 
 
 def test_queries_may_be_changed_in_place_in_each_range(rank):
-    """Rank 0 has two ranges."""
+    """Rank 0 has two ranges of queries."""
     case = Case(1, 1, lengths=(4, 4))
     assert dropin.dropin_faults(rank, case, attend=dropin.module(case, local=queries_in_place)) == []
 
@@ -305,7 +305,7 @@ def test_queries_may_be_changed_in_place_in_each_range(rank):
 
 
 def swallowed():
-    """Return the faults of an attention that takes any keyword."""
+    """List a fault if the package believes that `whole_only` uses ``queries=``."""
     return [] if ds_sp_overlap.attention.arguments.takes(whole_only, "queries") is False else ["swallowed"]
 
 

@@ -1,4 +1,4 @@
-"""The timeline: torch.profiler records the steps that were asked for, every exchange of them is in the table, and no layer knows of it."""
+"""Tests the timeline: torch.profiler records the given steps, and the table lists every exchange of these steps."""
 
 import contextlib
 import csv
@@ -23,7 +23,7 @@ from tests.harness.listening import listening
 from tests.harness.ranks import assert_error, on_ranks, refusal
 from tests.harness.whole import training
 
-# And in backward those of their gradients.
+# Exchanges of forward; in backward, those of their gradients.
 EXCHANGES = "q", "k", "v", "o"
 
 
@@ -33,7 +33,7 @@ def table(folder):
 
 
 def trained(rank, section, steps, **more):
-    """Train a model of two layers; the timelines that are open afterwards."""
+    """Train a model of two layers; return the timelines that are still open afterwards."""
     models.train_run(rank, 2, section, steps=steps, accumulation=2, **more)
     return list(timeline._open)
 
@@ -42,7 +42,7 @@ def trained(rank, section, steps, **more):
 def test_every_exchange_of_the_steps_is_in_the_table_of_every_rank(stage, tmp_path):
     folder = tmp_path / "new" / "timeline"
     section = {"head_groups": 1, "timeline": {"path": str(folder), "steps": [1, 2]}}
-    more = {"zero_optimization": {"stage": 3, "sub_group_size": 100}} if stage == 3 else {}  # whose optimizer steps 16 times a step
+    more = {"zero_optimization": {"stage": 3, "sub_group_size": 100}} if stage == 3 else {}  # the optimizer steps 16 times a step
     assert on_ranks(2, functools.partial(trained, stage=stage, more_config=more), section, 5) == [[], []]
     assert {path.name for path in folder.iterdir()} == {"rank0.json.gz", "rank1.json.gz", "exchanges.csv", "timeline.png"}
     of_rank_0 = table(folder)
@@ -84,7 +84,7 @@ def test_what_was_recorded_is_written_when_training_ends_before_the_last_step(tm
 
 
 def layer_of_ones_own(rank, folder, profiled=False):
-    """Return what a layer without a model says, and leaves open, in two steps of which the second is recorded."""
+    """Train a layer without a model for two steps, the second of which is recorded; return messages and open timelines."""
     shape = Shape(config={"head_groups": 2, "window": 1, "timeline": {"path": folder, "steps": [1, 1]}})
     layer, attend, x, dy = layers.mine(rank, shape)
     optimizer = torch.optim.SGD(layer.parameters(), 0.0)
@@ -93,7 +93,7 @@ def layer_of_ones_own(rank, folder, profiled=False):
         for _ in range(2):
             layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
             optimizer.step()
-            optimizer.step()  # no step of its own: nothing was computed for it
+            optimizer.step()  # without a forward before, this counts as no step
     if profiled:
         profile.export_chrome_trace(f"{folder}/own{rank}.json")
     return messages, list(timeline._open)
@@ -157,13 +157,13 @@ def test_profilers_see_ranges_with_the_names_of_the_drawing(window, rank):
         layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy)
     made = (
         by_head_groups(kinds) if window is None else without_o(by_window(kinds, (0, 1), window))
-    )  # of attention that is run again
+    )  # without_o: attention runs again in backward
     program = (*made.forward, *made.backward)
     expected = {f"layer {made.name(step)} {step.op.value}" if step.on_wire else f"layer {made.label(step)}" for step in program}
     some = {"layer Wq1 backward", "layer Wo wgrad", "layer Wo0 dgrad", "layer attention 0", "layer do1 start", "layer dq0 finish"}
     assert some <= expected
     if window is None:
-        expected -= {"layer attention 0 backward", "layer attention 1 backward"}  # autograd has its own
+        expected -= {"layer attention 0 backward", "layer attention 1 backward"}  # autograd gives these ranges its own names
     assert {event.key for event in profile.key_averages() if event.key.startswith("layer ")} == expected
 
 

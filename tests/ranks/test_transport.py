@@ -1,7 +1,7 @@
-"""Which transport is chosen, refused or fallen back to, and that each moves the right bytes.
+"""Tests the choice of the transport, refusals and fallbacks, and that each transport moves the right bytes.
 
-No machine here has several GPUs: NCCL and fast-ulysses are stand-ins of the interfaces that are called, which move
-through gloo. They show choice, refusal and layout, and nothing about the libraries themselves.
+Tests can't use several GPUs. Stand-ins for NCCL and fast-ulysses have the interfaces that the package calls, and move data by gloo.
+So these tests show choice, refusal and layout, but nothing about the libraries themselves.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Options:
 
 
 class Nccl:
-    """Stands in for what of NCCL and symmetric memory is called; notes it down."""
+    """Stands in for the interfaces of NCCL and symmetric memory that the package calls; records the calls."""
 
     def __init__(self, cta_policy=True, version=(2, 28, 9), new_group_error=None, groups_made=lambda: 1, backends="cuda:nccl"):
         self.groups_made, self.backends = groups_made, backends
@@ -84,7 +84,7 @@ class Nccl:
 
 
 class UlyssesGroup:
-    """fast-ulysses's ``all_to_all_4d_async`` as its documentation has it, mode 1, even shards."""
+    """Stands in for ``all_to_all_4d_async`` of fast-ulysses, by its documentation, in mode 1 with even shards."""
 
     calls = []
 
@@ -112,7 +112,7 @@ class UlyssesGroup:
 
 @contextlib.contextmanager
 def fast_ulysses(there=True):
-    """A process with or without fast-ulysses."""
+    """Run the body as if fast-ulysses were installed, or not."""
     module = types.ModuleType("fast_ulysses")
     module.UlyssesGroup, UlyssesGroup.calls = UlyssesGroup, []
     found = mock.patch.object(copy_engines.importlib.util, "find_spec", lambda name: object() if there else None)
@@ -132,7 +132,7 @@ def test_one_rank_needs_no_transport_and_several_use_c10d(name, size, expected):
 
 
 def communicators(rank, name, reversed_ranks=False, error=None, groups_made=lambda: 1, section=None):
-    """Return what is made for two layers of one sp group, and over which groups their exchanges go."""
+    """Prepare two layers of one sp group; return the communicators made, whether each layer uses the sp group, and messages."""
     nccl = Nccl(new_group_error=error, groups_made=groups_made)
     decided = SpOverlapConfig.parse(section or {}).of_sp_group
     sp_groups = [SPGroup(dist.group.WORLD, name, **decided) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_the_section_decides_how_many_blocks_the_communicator_takes(section, set
 
 @pytest.mark.parametrize("hosts,section,blocks", [
     (["a", "a", "a", "a"], {}, 16),
-    (["a", "a", "b", "b"], {}, 4),  # also on ranks with a neighbour in their node
+    (["a", "a", "b", "b"], {}, 4),  # also on ranks that share a node
     (["a", "b", "a", "a"], {"max_ctas": 12}, 12),
     (["a", "b", "a", "b"], {"min_ctas": 6}, 6),
 ], ids=str)  # fmt: skip
@@ -205,7 +205,7 @@ def test_the_import_leaves_alone_what_is_decided_or_read_already(monkeypatch, va
 
 @pytest.mark.parametrize("value", [None, "0"])
 def test_a_start_up_that_came_too_late_for_the_order_says_so_once(value, rank):
-    """Unless the user has set the variable."""
+    """Nothing is said if the user has set the variable."""
     with mock.patch.dict(os.environ, {launch_order.LAUNCH_ORDER: value} if value else {}):
         if not value:
             os.environ.pop(launch_order.LAUNCH_ORDER, None)
@@ -226,7 +226,7 @@ def test_c10d_uses_the_group_as_it_was_given(rank):
     ],
 )
 def test_a_group_that_can_have_no_communicator_is_used_as_it_is_and_it_says_so_once(options, why, rank):
-    """Try a torch that can't make a group by its members alone, and a group whose ranks are not ascending."""
+    """Checks a torch that can't make a group by its members alone, and a group whose ranks are not ascending."""
     made, _, (said,) = communicators(rank, "auto", **options)
     assert made == [] and f"no communicator of our own beside the sp group ({why}); it is used as is" in said
 
@@ -260,7 +260,7 @@ def test_of_a_group_of_two_backends_what_lies_on_a_gpu_goes_over_a_communicator_
 
 
 def test_buffers_are_flat_for_backends_that_may_mind(rank):
-    """Torch's fake process group copies the sent tensor to the received one, so both need one shape."""
+    """For instance, torch's fake process group copies the sent tensor to the received one, so both need one shape."""
     seen, mover = [], C10d()
     group = types.SimpleNamespace(alltoall_base=lambda recv, send, *_: seen.append((recv.dim(), send.dim())))
     for prepare in (False, True):
@@ -341,7 +341,7 @@ def test_on_gloo_copy_engines_are_refused_before_training_with_the_model_unchang
 
 @pytest.mark.parametrize("transport", ["copy_engine", copy_engines.CopyEngine()])
 def test_a_copy_engine_that_is_given_to_the_layer_is_refused_where_ranks_share_heads(transport, rank):
-    """With unequal lengths some ranks would have equal parts, and others not."""
+    """Copy engines move equal parts only; with shares, parts may be equal on some ranks and unequal on others."""
 
     def attend(q, k, v, queries=None):
         return q
@@ -373,7 +373,7 @@ def thrice(call, layer, x, dy):
 
 
 def faults_through(rank, engine, shape):
-    """Faults of a layer whose exchanges an engine moves; what it was asked to move, and what was warned of."""
+    """Run a layer whose exchanges an engine moves; return faults, numbers of exchanges and rendezvous, and warnings."""
     nccl = Nccl()
     with nccl(), fast_ulysses(engine == "FastUlysses"), listening() as messages:
         faults = layers.block_faults(rank, shape, thrice)
@@ -391,7 +391,7 @@ def test_equal_parts_go_through_the_engine_and_arrive_where_they_belong(engine, 
     faults, calls, split, rendezvous, said = faults_through(rank, engine, Shape(config=CONFIG, batch_first=batch_first))
     assert faults == [] and said == []
     assert (calls, split) == (3 * 12 + 2 * (engine == "ZeroCta"), 0)  # two communicators were connected
-    if engine == "ZeroCta":  # a pair of buffers for each exchange that is in flight at once; NCCL named once
+    if engine == "ZeroCta":  # a pair of buffers for each exchange in flight, and one for NCCL itself
         assert rendezvous == 1 + 2 * 4
 
 

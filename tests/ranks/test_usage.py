@@ -1,6 +1,6 @@
-"""Uses in which DeepSpeed's own overlap is wrong or raises, and others a layer must survive: on 2 ranks, fp64, 1e-12.
+"""Tests many uses of a layer, in some of which DeepSpeed's own overlap is wrong or raises: on 2 ranks, fp64, 1e-12.
 
-Each use (`harness.uses`) is run on the overlapped layer and on the reference (`layers.block_faults`).
+Each use (`harness.uses`) runs on the overlapped layer and on the reference (`layers.block_faults`).
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ def faults_of(rank, use, shapes, change=None):
     return [f"{shape}: {fault}" for shape in shapes for fault in layers.block_faults(rank, shape, use, change=change)]
 
 
-# One layer, used in other ways than once forward and once backward.
+# Uses of one layer, other than one forward and one backward.
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
@@ -43,13 +43,13 @@ def test_right_in_every_use(use, rank):
     assert faults_of(rank, use, SHAPES + GROUPS) == []
 
 
-# Parameters that don't train, are shared or are dressed up, and attention that learns: in every use as well.
+# Parameters that are frozen, shared or wrapped, and attention that learns; each in every use.
 
 
 @pytest.mark.parametrize("change", CHANGES + OTHER_CHANGES, ids=lambda change: change.__name__)
 def test_right_in_every_use_with(change, rank):
     uses = USES
-    if change is attention_that_changes_the_query_in_place:  # the kept product itself, in the reference too: halved twice
+    if change is attention_that_changes_the_query_in_place:  # it would change the saved product itself, also in the reference
         uses = [use for use in USES if use is not selective]
     cases = singles((use, shape) for use in uses for shape in SEPARATE)
     for use, shape in [*((layers.backward, shape) for shape in SEPARATE), *cases]:
@@ -57,7 +57,7 @@ def test_right_in_every_use_with(change, rank):
 
 
 def input_changed_in_place(call, layer, x, dy):
-    """As by a residual connection; without the layer nothing would read it any more."""
+    """Change the layer's input in place before backward, as a residual connection may."""
     hidden = x * 1
     y = call(hidden)
     hidden += 1
@@ -81,7 +81,7 @@ def reversed_values(q, k, v):
 
 @pytest.mark.parametrize("rotary", [True, False])
 def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary, rank):
-    """Guard: `Pieces` starts from zero where a part got no gradient."""
+    """Guards `Pieces`: it starts from zero for a part without a gradient."""
     shape = Shape(fused=True, bias=True, rotary=rotary)
     x, dy = layers.whole_inputs(shape)
     mine, whole = layers.projections(shape), layers.projections(shape)
@@ -95,7 +95,7 @@ def test_rows_that_nothing_depends_on_get_a_gradient_of_zero(rotary, rank):
 
 
 class Once(torch.autograd.Function):
-    """Has a gradient the first time only."""
+    """Copies its input; gives it a gradient in the first backward only."""
 
     @staticmethod
     def forward(ctx, x, backwards):
@@ -110,7 +110,7 @@ class Once(torch.autograd.Function):
 
 @pytest.mark.parametrize("rotary", [True, False])
 def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary, rank):
-    """Guard: `Gradient.collect` takes what this backward left."""
+    """Guards `Gradient.collect`: it takes only the gradients of this backward."""
     shape, backwards = Shape(fused=True, rotary=rotary, config={"head_groups": 1}), []
 
     def attention(q, k, v):
@@ -127,7 +127,7 @@ def test_parts_that_this_backward_does_not_reach_get_a_gradient_of_zero(rotary, 
 
 
 def test_gradients_that_nobody_needs_are_not_exchanged(rank):
-    """Exchanges in backward where the query alone trains and nobody asks for the input's gradient."""
+    """Checks the exchanges of backward if the query projection alone trains, and the input needs no gradient."""
     shape, mover = Shape(config={"head_groups": 2}), Recording()
     _, attend, x, dy = layers.mine(rank, shape, mover, change=only_query_trains)
     y = layers.call_block(shape, attend, rank, x)
@@ -138,7 +138,7 @@ def test_gradients_that_nobody_needs_are_not_exchanged(rank):
 
 
 def test_rotary_tables_that_were_changed_before_backward_are_noticed(rank):
-    """Guard: they are saved where autograd watches over them."""
+    """Guards the saving of tables by autograd, which notices changes in place."""
     _, attend, x, dy = layers.mine(rank, Shape())
     cos, sin = (torch.ones(6, 8, dtype=x.dtype) for _ in range(2))
     y = attend(x.requires_grad_(), position_embeddings=(cos, sin))
@@ -147,7 +147,7 @@ def test_rotary_tables_that_were_changed_before_backward_are_noticed(rank):
 
 
 def backward_under_autocast(rank, window=None):
-    """Relative distance of dx from that of a backward without autocast."""
+    """Return the relative difference of dx between a backward under autocast and one without."""
     shape, dx = Shape(dtype=torch.float32, config={"head_groups": 2, "window": window}), []
     for enabled in (False, True):
         _, attend, x, dy = layers.mine(rank, shape)
@@ -160,7 +160,7 @@ def backward_under_autocast(rank, window=None):
 
 def test_backward_may_run_under_autocast_though_forward_did_not(rank):
     assert 0 < backward_under_autocast(rank) < 0.05  # bf16 has 8 bits
-    assert backward_under_autocast(rank, 1) == 0  # all of which is run as forward was
+    assert backward_under_autocast(rank, 1) == 0  # with a window, backward runs under the autocast of forward
 
 
 # The drop-in.
@@ -205,7 +205,7 @@ IN_PLACE = [
 
 @pytest.mark.parametrize("use", [dropin.backward, output_changed_in_place, in_evaluation], ids=lambda use: use.__name__)
 def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use, rank):
-    """Guard: what an exchange hands over is no view, for any layout, batch or length: ranks of one call may differ in these."""
+    """Guards exchanges: they return no views, for any layout, batch or length; the ranks of a call may differ in these."""
     for case in IN_PLACE:
 
         def whole(q, k, v):
@@ -223,7 +223,7 @@ def test_what_a_dropin_receives_and_returns_may_be_changed_in_place(use, rank):
 
 @pytest.mark.parametrize("lengths", [(6, 6), (5, 1)], ids=str)
 def test_keys_that_two_head_groups_read_are_not_changed_in_place_in_silence(lengths, rank):
-    """Guard: `Call.attended` looks whether they were changed."""
+    """Guards `Call.attended`, which checks whether keys were changed."""
     case = Case(heads=8, kv_heads=2, lengths=lengths, config={"head_groups": 2})
     local = lambda q, k, v: layers.reference.attention(q, k.add_(0.1), v)  # noqa: E731
     attend = dropin.module(case, local=local)

@@ -1,8 +1,8 @@
-"""A layer that holds few head groups, and makes q, k and v again in backward (``"window"``): on 2 and 4 ranks, fp64, 1e-12.
+"""Tests ``window``: a layer holds few head groups, and recomputes q, k and v in backward; on 2 and 4 ranks, fp64, 1e-12.
 
-Against the reference on the whole sequence, with two kinds of local attention: one whose backward reads a log-sum-exp beside q, k, v
-and o, and is kept; and one that saves its scores, and is run again. What no reference can repeat (drop-out, what attention learns of
-its own) is held against the same layer without a window.
+Compares with the reference on the whole sequence, with two kinds of local attention. The backward of one reads q, k, v, o and a
+log-sum-exp, so its results are saved. The other saves its scores, so it runs again in backward. Dropout and attention with its own
+parameters, which the reference can't repeat, are compared with the same layer without a window.
 """
 
 import functools
@@ -39,7 +39,7 @@ MORE_HEADS = [(16, 16), (16, 4), (16, 2)]  # for eight groups on two ranks
 
 
 class Counted(nn.Module):
-    """Attention that counts its calls, by whether they were made in backward."""
+    """Attention that counts its calls in forward (False) and in backward (True)."""
 
     def __init__(self, attention, batch_first):
         super().__init__()
@@ -51,7 +51,10 @@ class Counted(nn.Module):
 
 
 def faults_of(rank, shapes, attention, use=layers.backward, change=None, again=None):
-    """Return the faults of shapes, and where attention was run again though it could be kept, or kept though it is too much, if ``again`` says."""
+    """List the faults of shapes, and the shapes whose attention ran a wrong number of times.
+
+    again   how often attention must run again in backward for each group, 0 or 1; None for no check
+    """
     every = []
     for shape in shapes:
         local, groups = Counted(attention, shape.batch_first), shape.config["head_groups"]
@@ -83,7 +86,7 @@ def shapes_of(heads, kv_heads, size):
 @pytest.mark.parametrize("attention, again", [(reference.fused, 0), (reference.attention, 1)], ids=["kept", "run again"])
 @pytest.mark.parametrize("heads, kv_heads", [*HEADS, *MORE_HEADS])
 def test_a_window_equals_the_reference_for_all_heads_groups_and_layouts(heads, kv_heads, attention, again, size, rank):
-    """And attention is run again in backward only if it saves too much."""
+    """Attention must run again in backward only if it saves too much."""
     assert faults_of(rank, singles(shapes_of(heads, kv_heads, size)), attention, layers.backward, None, again) == []
 
 
@@ -99,7 +102,7 @@ SEPARATE = [shape for shape in SHAPES if not shape.fused]
 
 
 def with_both(rank, shapes, use=layers.backward, change=None):
-    """Faults with either attention; one that is kept must not be let go where a graph is retained."""
+    """List the faults with both kinds of attention; saved results must stay if the graph is retained."""
     return [
         fault for attention in (reference.fused, reference.attention) for fault in faults_of(rank, shapes, attention, use, change)
     ]
@@ -137,7 +140,7 @@ class InAnObject:
 
 
 class InAModule(torch.nn.Module):
-    """Holds a tensor as an attribute that is no buffer."""
+    """A module with a tensor as a plain attribute, neither buffer nor parameter."""
 
     def __init__(self, factor):
         super().__init__()
@@ -163,7 +166,7 @@ def only_output_trains(layer):
 
 
 def test_the_output_projection_alone_may_learn(rank):
-    """Backward makes nothing again."""
+    """Backward then recomputes nothing."""
     shape = Shape(bias=True, config={"head_groups": 2, "window": 1})
     assert layers.block_faults(rank, shape, without_gradient_of_the_input, None, 1e-12, only_output_trains) == []
 
@@ -186,7 +189,7 @@ def learned_inside(rank):
 
 
 class Sinks(nn.Module):
-    """A sink for each head, which takes a share of the weights."""
+    """Attention with a sink for each head, which takes a part of the attention weights."""
 
     def forward(self, q, k, v, sinks):
         repeat = q.shape[2] // k.shape[2]
@@ -207,7 +210,7 @@ def an_argument_that_learns(rank):
 
 
 def hooks_on_what_learns(rank):
-    """They are told of the gradient once, and change it once."""
+    """Return attention whose learnt tensors have hooks; each hook must run once."""
     local, _ = learned_inside(rank)
     factor = torch.tensor(1.5, dtype=torch.float64).requires_grad_()
     for x in (local.of_query, local.of_output, factor):
@@ -245,17 +248,17 @@ def constant_output(rank):
 
 
 def kept_on_one_rank(rank):
-    """o must travel to the one that reads it."""
+    """Return attention whose backward reads o on rank 1 alone; o must still be sent."""
     return (reference.fused if rank else reference.attention), {}
 
 
 def value_that_is_query(rank):
-    """One tensor as the gradient of two."""
+    """Return attention whose gradients for q, k and v may be one tensor."""
     return (lambda q, k, v: q + k + v), {}
 
 
 def writes_to_an_argument(rank):
-    """Attention that writes to a tensor it is given, in every call; that is no change of somebody else."""
+    """Return attention that writes to an argument in every call, which must not count as a change by other code."""
 
     def attend(q, k, v, scratch):
         scratch.add_(1)
@@ -286,7 +289,7 @@ OTHERS = [
 
 
 def outcome(rank, shape, other, use=layers.backward, frozen=False):
-    """Output, all gradients, and the random numbers that come next."""
+    """Return the output, all gradients, and the state of the random generator afterwards."""
     local, kwargs = other(rank)
     layer, attend, x, dy = layers.mine(rank, shape, local_attention=local)
     layer.requires_grad_(not frozen)
@@ -331,7 +334,7 @@ def test_attention_alone_may_learn(other, rank):
 
 
 class Dropping(nn.Module):
-    """Attention that drops weights in training, adds a mask, and learns a factor."""
+    """Attention with dropout, an added mask and a learnt factor."""
 
     def __init__(self):
         super().__init__()
@@ -347,7 +350,7 @@ class Dropping(nn.Module):
 
 
 def meanwhile(rank, config, change):
-    """Output and gradients of a layer for which ``change`` is called with its attention and mask between forward and backward."""
+    """Return output and gradients of a layer; call ``change(attention, mask)`` between forward and backward."""
     local, mask = Dropping(), torch.linspace(-3, 3, 144, dtype=torch.float64).reshape(12, 12)
 
     def use(call, layer, x, dy):
@@ -391,7 +394,7 @@ def with_a_new_buffer(local, mask):
 
 @pytest.mark.parametrize("change", [with_another_mask, with_another_buffer, with_another_frozen_parameter, with_a_new_buffer])
 def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again(change, rank):
-    """A layer without a window, as stock, has no need of what was added to the scores in backward."""
+    """A layer without a window is not affected, like stock: its backward does not read the mask."""
     said = refusal(meanwhile, rank, {"head_groups": 4, "window": 1}, change)
     assert_error(said, "changed or replaced between forward and backward", "RuntimeError")
     expected, got = (meanwhile(rank, {"head_groups": 4}, each) for each in (lambda local, mask: None, change))
@@ -402,7 +405,10 @@ def test_what_was_changed_or_replaced_is_not_read_by_attention_that_is_run_again
 
 
 def foreign(rank, later=False):
-    """Local attention of rank 1 learns something that nobody was told of; from its second call on, if ``later``."""
+    """Let local attention use a learnt tensor that is no argument; return the error.
+
+    Only rank 1 uses the tensor. With ``later``, both ranks use it, and it is learnt only from the second call on.
+    """
     hidden = torch.ones((), dtype=torch.float64, requires_grad=not later)
     local = (lambda q, k, v: reference.fused(q * hidden, k, v)) if rank or later else reference.fused
     shape = Shape(config={"head_groups": 2, "window": 1})
@@ -415,7 +421,7 @@ def foreign(rank, later=False):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_what_attention_learns_without_being_given_it_is_refused_on_every_rank(later, rank):
-    """Its gradient would be lost."""
+    """The gradient of this tensor would be lost."""
     assert_error(foreign(rank, later), "layer: local attention learns a tensor of [], which it is not called with")
 
 
@@ -432,14 +438,14 @@ def test_a_schedule_of_ones_own_beside_a_window_is_refused(section):
         make(config=section)
 
 
-# Where there is none.
+# Layers that can't have a window.
 
 
 @pytest.mark.parametrize(
     "what", [None, all_adapted, adapted_query_and_output], ids=lambda what: what.__name__ if what else "tables"
 )
 def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what, rank):
-    """And so do tables that learn."""
+    """Layers with learnt RoPE tables hold all groups, too."""
     shape, mover = Shape(config={"head_groups": 2, "window": 1}), Recording()
     _, attend, x, dy = layers.mine(rank, shape, mover, change=what)
     tables = [t.requires_grad_(what is None) for t in reference.rope_tables(torch.arange(6), 8, shape.dtype)]
@@ -456,7 +462,7 @@ def test_projections_that_cannot_be_split_hold_all_groups_and_it_is_said(what, r
 
 @pytest.mark.parametrize("forward, backward", [(True, False), (False, True), (True, True)])
 def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backward, rank):
-    """Attention is run again in backward, and given what it was given in forward, under autocast in either."""
+    """Attention that runs again in backward must get the same dtypes and autocast as in forward."""
     shape, seen = Shape(dtype=torch.float32, config={"head_groups": 2, "window": 1}), []
 
     def local(q, k, v):
@@ -469,12 +475,12 @@ def test_backward_makes_q_k_and_v_under_the_autocast_of_forward(forward, backwar
     with torch.autocast("cpu", torch.bfloat16, enabled=backward):
         y.backward(dy.to(y.dtype))
     assert len(seen) == 4 and x.grad.dtype == torch.float32
-    dtype = torch.bfloat16 if forward else torch.float32  # of v; what is rotated has that of RoPE's tables
+    dtype = torch.bfloat16 if forward else torch.float32  # the dtype of v; q and k have the dtype of RoPE's tables
     assert len(set(seen)) == 1 and seen[0][2:] == (dtype, forward)
 
 
 def in_fp32(q, k, v):
-    """Keep the scores in fp32, and more of them than a graph may keep: attention runs again in backward."""
+    """Attend with fp32 scores, which are too large to be saved, so that attention runs again in backward."""
     with torch.autocast("cpu", enabled=False):
         scores = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)).softmax(-1)
         return (scores @ v.float().transpose(1, 2)).transpose(1, 2)
@@ -487,7 +493,7 @@ def fused(q, k, v):
 
 @pytest.mark.parametrize("attention, runs_again", [(in_fp32, True), (fused, False)])
 def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_again):
-    """The backward of a window runs under the autocast of forward, that of PyTorch under none."""
+    """A window's backward runs under the autocast of forward; PyTorch's backward runs without autocast."""
     heads = [torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     local = LocalAttention(attention, (), {})
     local.begin(seq_dim=1, where="layer", without=[])
@@ -506,14 +512,14 @@ def test_gradients_of_attention_are_rounded_as_in_its_own_graph(attention, runs_
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_a_hook_on_one_rank_is_refused_on_all_where_it_stands_in_the_way_of_a_window(window, rank):
-    """Otherwise the other ranks wait for exchanges that this rank leaves out of its backward."""
+    """Else the other ranks would wait for exchanges that this rank leaves out of its backward."""
     shape = Shape(config={"head_groups": 2, "window": window})
     layer, attend, x, dy = layers.mine(rank, shape)
-    if rank == 0:  # its output projection can't be computed in parts
+    if rank == 0:  # with the hook, the output projection can't be computed in parts
         layer["o_proj"].register_forward_hook(lambda module, args, y: y)
     said = refusal(lambda: layers.call_block(shape, attend, rank, x.requires_grad_()).backward(dy))
     if window is None:
-        assert said is None  # both exchange the same
+        assert said is None  # both ranks make the same exchanges
     else:
         assert_error(said, "projections in parts for a window")
 
@@ -526,7 +532,7 @@ def against(other):
 
 
 def leaves_a_mode(rank):
-    """Return whether attention that is in evaluation when backward begins trains behind it."""
+    """Return a fault if attention that is in evaluation mode at the begin of backward is in training mode afterwards."""
     seen = []
 
     def change(local, mask):

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -95,9 +96,9 @@ def copies_of(sides: Sides, strides: tuple[Strides, ...] | None = None) -> Copie
     flat = None
     if runs and [sides.elements] == sizes:
         shifts = {run.offset - run.wire_offset for run in runs}
+        dims = chain.from_iterable(run.dims for run in runs)
         # The stride of a dimension of one element does not matter.
-        dims = [dim for run in runs for dim in run.dims if dim[0] > 1]
-        alike = all(stride == in_wire for _, stride, in_wire in dims)
+        alike = all(size == 1 or stride == in_wire for size, stride, in_wire in dims)
         if alike and len(shifts) == 1:  # guard: lies as it travels
             flat = shifts.pop()
     in_order = []

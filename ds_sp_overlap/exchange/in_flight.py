@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..relayout import ops
 from . import check
-from .copies import Copies, copies_of, pack, unpack, unpacked
+from .copies import copies_of, pack, unpack, unpacked
 from .layout import Layout
 from .sp_group import SPGroup
 
@@ -62,13 +62,6 @@ class InFlight:
     # The received tensors; empty until unpacked. A single tensor whose memory has the order of the
     # wire is ``recv`` itself, and is set from the start.
     outs: Sequence[Tensor] = ()
-
-    # The copies by which the sources are packed.
-    copies: Copies
-    # The tensors that are sent; empty once they are packed.
-    sources: Sequence[Tensor]
-    send: Tensor
-    recv: Tensor
 
     def __init__(
         self,

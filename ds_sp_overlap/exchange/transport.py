@@ -194,11 +194,9 @@ class C10d:
         # A user may have replaced torch's function. The user's function may need flat buffers.
         is_replaced = dist.all_to_all_single is not all_to_all_single
         # torch splits along the first dimension, which must then hold the parts.
-        if not is_even or self.flattens or is_replaced:
-            send, recv = send.view(-1), recv.view(-1)
-        else:
-            send = send.view(-1) if send.size(0) % ranks else send
-            recv = recv.view(-1) if recv.size(0) % ranks else recv
+        is_flat = not is_even or self.flattens or is_replaced
+        send = send.view(-1) if is_flat or send.size(0) % ranks else send
+        recv = recv.view(-1) if is_flat or recv.size(0) % ranks else recv
         sizes = recv_sizes or None, send_sizes or None
         if log is not None and log.keeper.enabled:
             work = log.all_to_all(recv, send, *sizes, group, name)

@@ -20,6 +20,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,15 +128,14 @@ def _run(commands: list[list[str]]) -> None:
             order of ``commands``, that failed.
     """
     # Capture stdout and stderr of each command together.
-    options: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    processes = [subprocess.Popen(command, **options) for command in commands]
-    outputs = [process.communicate()[0] for process in processes]
-    for command, process, output in zip(commands, processes, outputs):
-        if process.returncode:
-            raise BuildError(
-                f"{Path(command[0]).name} failed ({process.returncode}):\n"
-                f"{' '.join(command)}\n{output}"
-            )
+    run = partial(subprocess.run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with ThreadPoolExecutor() as pool:
+        for ran in pool.map(run, commands):
+            if ran.returncode:
+                command, code = ran.args, ran.returncode
+                raise BuildError(
+                    f"{Path(command[0]).name} failed ({code}):\n{' '.join(command)}\n{ran.stdout}"
+                )
 
 
 def wanted(cuda: str | None) -> dict[str, str | None]:

@@ -105,8 +105,8 @@ class Run(NamedTuple):
             If ``in_place``, ``dim`` becomes two dimensions: [.., slices, size, ..]. Otherwise
             [slices, other dim, size], for a matrix.
         """
-        shape: tuple[int, ...] = x.shape
-        strides = x.stride()
+        # Parts of a plain tuple cost the host less than parts of a `torch.Size`.
+        shape, strides = tuple(x.shape), x.stride()
         one, step = strides[dim], self.step * strides[dim]
         if in_place:
             wide = shape[:dim] + (self.slices, self.size) + shape[dim + 1 :]

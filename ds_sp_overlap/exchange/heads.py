@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from itertools import product
 
-from .layout import Range, common, joined
+from .layout import Range, common, joined, total
 from .shares import Shares
 
 
@@ -156,7 +156,7 @@ class Heads(Shares):
         counts = []
         for rank in range(self.sp_size):
             queries, keys = self.query_range(rank, 0), self.kv_range(rank, 0)
-            counts.append((queries[1] - queries[0]) / self.shares + keys[1] - keys[0])
+            counts.append(total([queries]) / self.shares + total([keys]))
         return max(counts)
 
     @lru_cache(maxsize=4096)

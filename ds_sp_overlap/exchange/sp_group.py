@@ -215,22 +215,20 @@ class SPGroup:
         Raises:
             ValueError: on all ranks alike, if some rank raised, or if the ranks differ.
         """
-        is_fine = True
-        answer: Any
         try:
-            answer = describe()
+            answer = True, describe()
+        except ValueError as error:
+            answer = False, str(error)
         except Exception as error:
             # Catch all exceptions, since the other ranks wait for this rank in `gather`.
-            is_fine, answer = False, str(error)
-            if not isinstance(error, ValueError):
-                answer = f"{type(error).__name__}: {error}"
-        answers = self.gather((is_fine, answer), where)
+            answer = False, f"{type(error).__name__}: {error}"
+        answers = self.gather(answer, where)
         # All ranks compare the same answers, so either all raise or none.
         alike = all(other == answers[0] for other in answers)
         if not all(fine for fine, _ in answers):  # guard: one rank's fault is everybody's
             # One line is enough if all ranks have the same fault.
             faults = by_rank("" if fine else text or "error" for fine, text in answers)
-            raise ValueError(f"{where}: {answer if alike else faults}")
+            raise ValueError(f"{where}: {answer[1] if alike else faults}")
         if not alike:  # guard: ranks exchange the same
             raise ValueError(
                 f"{where}: the ranks of the sp group are about to exchange different things "

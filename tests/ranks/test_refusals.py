@@ -404,7 +404,7 @@ test_the_suite_notices_without_the_guard = notices(
     Watched("ranks need a group", "if False:", partial(no_group, kind="block", says="no sp group")),
     Watched("only the same group", "if False:", test_a_module_of_another_group_than_the_one_given_is_refused),
     Watched("ranks exchange the same", "if False:", partial(differing, name="batch", values=(2, 3), seen=("batch 2", "batch 3"))),
-    Watched("one rank's fault is everybody's", "if not is_fine:", partial(a_broken_dropin, *REFUSED["a fault of one rank only"])),
+    Watched("one rank's fault is everybody's", "if not answer[0]:", partial(a_broken_dropin, *REFUSED["a fault of one rank only"])),
     Watched(
         "check mode compares", "if False:", partial(run_block, shape=CHECKED, transport=Corrupting("dqkv1")), says="layer dqkv1: "
     ),

@@ -24,13 +24,6 @@ from .steps import listen, listeners
 _open: dict[str, Timeline] = {}
 
 
-@atexit.register
-def _close_all() -> None:
-    """Write the timelines that are unfinished when the process ends."""
-    for timeline in list(_open.values()):
-        timeline.close()
-
-
 class Timeline:
     """Profiles some optimizer steps, writes the trace of this rank into a folder, and stops.
 
@@ -61,6 +54,8 @@ class Timeline:
             ) from None
         self.step, self._nodes = 0, torch._C._autograd._get_sequence_nr()
         listen(self)
+        # Write the trace even if the process ends before the last step.
+        atexit.register(self.close)
         if self.first == 0:
             self._begin()
 

@@ -1,6 +1,6 @@
-"""What a layer asks of its attention function, and what is known of the function that runs: by the object, never by its name.
+"""Tests options that a layer gives its attention function, and the functions themselves, which are known as objects, not by name.
 
-Held against the model on the whole sequence, as in `test_transformers`.
+Compares with the model on the whole sequence, as `test_transformers` does.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ SECTIONS = {"one group": {"head_groups": 1}, "two groups": {"head_groups": 2}, "
 
 
 def of_sections(rank, make, sections=SECTIONS, lengths=ONE, change=lambda model: None):
-    """For each section: the error against the whole sequence, or the kind and the message of what was raised.
+    """Return {name of the section: error against the whole sequence, or `refusal`}.
 
-    ``change`` is done to the model behind `enable`, and to the one on the whole sequence.
+    ``change`` changes the model after `enable`, and also the model on the whole sequence.
     """
     tokens, found = batches(1)[0], {}
     positions = None if lengths is None else packed(lengths)
@@ -49,11 +49,11 @@ def of_sections(rank, make, sections=SECTIONS, lengths=ONE, change=lambda model:
     return found
 
 
-# Options of a layer's own.
+# Options that a layer gives its attention function.
 
 
 class Telling(LlamaAttention):
-    """Llama's attention, which gives its attention function options of its own, by position and by name."""
+    """Llama's attention, with further arguments for its attention function, by position and by name."""
 
     by_position, by_name = (), {}
 
@@ -84,7 +84,7 @@ def turn(model):
 
 
 def test_a_layer_that_tells_its_attention_not_to_be_causal_is_refused_also_where_it_does_so_later(rank):
-    """It was driven with wrong results: by 2.1 with shares, and by 2.1 where documents are packed."""
+    """Earlier versions overlapped such a layer, with wrong results: off by 2.1 with shares, and with packed documents."""
     refused = dict.fromkeys(SECTIONS, "told that its attention is not causal (is_causal=False)")
     for lengths in (ONE, DOCUMENTS):
         assert_small(of_sections(rank, lambda: told(True), lengths=lengths), FP64)
@@ -102,12 +102,12 @@ def test_more_options_by_position_than_there_are_parameters_are_refused_by_name(
     assert_error(said, "is given 11 options by position and takes")
 
 
-# Functions that nobody has declared.
+# Functions without a declaration (`attention_function`).
 
 
 @contextlib.contextmanager
 def registered(name, function, declare=None):
-    """transformers' table with a function under ``name``, declared with these keywords if there are any."""
+    """Register a function with transformers under ``name`` while the body runs; with ``declare``, declare it, too."""
     before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
     ALL_ATTENTION_FUNCTIONS[name] = function
     if declare is not None:
@@ -122,14 +122,14 @@ def registered(name, function, declare=None):
 
 
 def always_causal(module, q, k, v, mask, scaling=None, **_):
-    """Causal whatever the mask and the options say, by the first keys."""
+    """Attend causally, with the first query at the first key; ignore the mask and the options."""
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2).contiguous(), None
 
 
 def of_impostor(rank, with_globals=False):
     impostor = always_causal
-    if with_globals:  # those by which transformers' sdpa is known
+    if with_globals:  # give it the globals of transformers' sdpa
         names = {**vars(sdpa_attention), "torch": torch}
         impostor = types.FunctionType(always_causal.__code__, names, "always_causal", always_causal.__defaults__)
     with registered("sdpa", impostor):
@@ -141,7 +141,7 @@ def of_impostor(rank, with_globals=False):
 
 @pytest.mark.parametrize("with_globals", [False, True])
 def test_a_function_of_the_users_own_under_the_name_of_transformers_is_not_taken_for_it(with_globals, rank):
-    """It was: off by 1.5 with shares, by 1.5 to 2.1 where documents are packed."""
+    """Earlier versions took it for that function: off by 1.5 with shares, by 1.5 to 2.1 with packed documents."""
     report, one, documents = of_impostor(rank, with_globals)
     assert "G = 1" in report and "always_causal runs in one head group" in report
     for results in (one, documents):
@@ -176,7 +176,10 @@ def test_stock_registered_over_another_models_overlap_hides_no_function(rank):
 
 
 def kernel(module, q, k, v, mask, scaling=None, position_ids=None, sliding_window=None, s_aux=None, cu_seq_lens_q=None, **edges):
-    """Causal attention [b, h, n, d] of the last queries, with a window and sinks; documents by edges or by positions."""
+    """Attend causally with q, k, v [b, h, n, d], with a window and sinks; q may hold the last queries alone.
+
+    Documents are given by edges, or by positions.
+    """
     if cu_seq_lens_q is not None:
         tokens, pieces = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)], []
         for of_q, of_k in zip(itertools.pairwise(cu_seq_lens_q), itertools.pairwise(edges["cu_seq_lens_k"]), strict=True):
@@ -220,7 +223,7 @@ def test_a_function_of_the_users_own_attends_as_on_one_device(what, rank):
         model.config._attn_implementation = "my_kernel"
         return model
 
-    # Another object for each, so that what is declared of one is known of that one alone.
+    # A new function object for each case, so that declarations of other cases don't count.
     with registered("my_kernel", functools.wraps(kernel)(lambda *args, **options: kernel(*args, **options)), declare):
         report = " ".join(str(ds_sp_overlap.enable(model := make(), {"head_groups": 2}, dist.group.WORLD)).split())
         ds_sp_overlap.disable(model)

@@ -1,6 +1,6 @@
-"""Beside DeepSpeed's other parallelisms, on 2 x 2 ranks: tensor, pipeline and expert parallelism.
+"""Tests the overlap with DeepSpeed's other parallelisms, on 2 x 2 ranks: tensor, pipeline and expert parallelism.
 
-All but what ZeRO reduces is compared in fp64 with the unsharded model: outputs, and each gradient on each rank.
+Compares outputs, and each gradient on each rank, with the unsharded model; in fp64, except for gradients that ZeRO reduces.
 """
 
 import functools
@@ -39,12 +39,12 @@ from tests.harness.reference import relative_error
 
 TOLERANCE = 1e-12
 DROPS = "drops tokens that only one of them has"
-# ZeRO reduces gradients in fp32, whatever the model's dtype: a rounding of 6e-8 and a sum of two ranks.
+# ZeRO reduces gradients in fp32, also of a model in fp64: a rounding of 6e-8 and a sum of two ranks.
 OF_ZERO = 1e-6
 
 
 def sp_groups(*pairs):
-    """Return the group of this rank among ``pairs``, which all ranks make."""
+    """Make a group for each of ``pairs`` of ranks, on all ranks; return the group with this rank."""
     made = [(pair, torch.distributed.new_group(pair)) for pair in pairs]
     return next(group for pair, group in made if torch.distributed.get_rank() in pair)
 
@@ -53,11 +53,11 @@ def config_of(stage=0, **more):
     return ds_config(stage, optimizer="SGD", gradient_clipping=0.0, **more)
 
 
-# AutoTP: ranks 0 and 1 share the layers and the tokens of one half of the sequence, ranks 2 and 3 those of the other.
+# AutoTP: ranks 0 and 1 are tensor parallel, and hold one half of the sequence; ranks 2 and 3 hold the other half.
 
 
 def slice_like(x, whole, tp_rank):
-    """Return the part of ``whole`` that AutoTP gave to one of two tensor-parallel ranks: ``x`` has its shape."""
+    """Return the part of ``whole`` that AutoTP gave to one of two tensor-parallel ranks; the part has the shape of ``x``."""
     for dim, size in enumerate(x.shape):
         whole = whole.narrow(dim, tp_rank * (whole.shape[dim] - size), size)
     return whole
@@ -71,8 +71,8 @@ WHOLE, FUNCTION = "all eight exchanges", "attention function"
     [
         ({}, 0, False, {}, {}, WHOLE),
         full({"head_groups": 1}, 0, True, {}, {}, WHOLE),
-        full({"head_groups": 2}, 0, False, {"tp_overlap_comm": True}, {}, WHOLE),  # stock fails: view of what is not contiguous
-        full({}, 0, False, {}, {"heads": 3, "kv_heads": 3}, WHOLE),  # 2 and 1 heads a rank: two sp ranks share the one
+        full({"head_groups": 2}, 0, False, {"tp_overlap_comm": True}, {}, WHOLE),  # stock fails: view of a strided tensor
+        full({}, 0, False, {}, {"heads": 3, "kv_heads": 3}, WHOLE),  # AutoTP gives 2 heads and 1; two sp ranks share the 1
         full({"head_groups": 2}, 0, False, {}, {"family": "qwen3"}, WHOLE),  # norms, whose gradients a hook sums
         full({"head_groups": 2}, 0, False, {}, {"family": "olmo", "clip_qkv": 0.5}, FUNCTION),
         *(full({}, stage, False, {}, {}, WHOLE) for stage in (1, 2, 3)),
@@ -98,7 +98,7 @@ def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, st
             labels = inputs.pop("labels")
             logits = engine(**inputs, use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            # DeepSpeed takes the sp ranks for replicas, over which it averages.
+            # DeepSpeed treats the sp ranks as replicas, and averages over them.
             engine.backward(2 * loss)
             found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
             expected.pop("logits")
@@ -113,7 +113,7 @@ def test_beside_autotp_the_heads_are_those_of_a_tensor_parallel_rank(section, st
 
 @pytest.mark.ranks(4)
 def test_what_cannot_be_beside_autotp_is_refused_on_all_ranks(rank):
-    """Sp ranks that are tensor-parallel ranks, and a tensor-parallel rank without heads."""
+    """Checks sp ranks that are also tensor-parallel ranks, and a tensor-parallel rank without heads."""
     config, model, headless = config_of(tensor_parallel={"autotp_size": 2}), tiny(), tiny(kv_heads=1)
     with forgetting():
         mpu = sequence_parallel(model, 2)
@@ -137,7 +137,7 @@ def test_a_delta_net_that_autotp_cut_is_refused(rank):
     assert "linear_attn (Qwen3NextGatedDeltaNet): AutoTP cut its projections" in said[1]
 
 
-# Layers of one's own, for pipelines and experts. Weights are scaled up, so that attention matters.
+# A user's layers, for pipelines and experts. Weights are scaled up, so that a fault in attention changes the results.
 
 SEQ, BATCH, VOCABULARY, EXPERTS = 12, 2, 16, 4
 
@@ -152,13 +152,13 @@ def seeded(seed, make, *args):
     return module
 
 
-# PipelineModule: ranks 0 and 1 hold the first stage, ranks 2 and 3 the second. Its data parallel ranks are the sp ranks.
+# PipelineModule: ranks 0 and 1 hold the first stage, ranks 2 and 3 the second. DeepSpeed's data-parallel ranks are the sp ranks.
 
 MICROBATCHES = 3
 
 
 class Spec(LayerSpec):
-    """Builds a layer with weights of its own seed, on the stage that holds the layer."""
+    """Builds a layer on the stage that holds the layer; ``seed`` decides its weights."""
 
     def __init__(self, seed, make, *args):
         super().__init__(nn.Module)
@@ -172,7 +172,7 @@ class Spec(LayerSpec):
 
 
 class Recording(torch.optim.SGD):
-    """Keeps the gradients that it was given; DeepSpeed empties them afterwards."""
+    """Keeps copies of the gradients of a step, since DeepSpeed clears them afterwards."""
 
     def step(self, closure=None):
         self.given = {p: p.grad.clone() for group in self.param_groups for p in group["params"]}
@@ -194,7 +194,7 @@ def pipeline(kind, group, section, parts, interval):
         [Spec(*layer) for layer in layers_of(kind, group)], num_stages=2, loss_fn=loss_of, partition_method=parts,
         activation_checkpoint_interval=interval,
     )  # fmt: skip
-    # DeepSpeed's default is reentrant, which gives the embedding no gradient, with and without the plugin.
+    # With reentrant checkpoints, DeepSpeed's default, the embedding gets no gradient, also without the package.
     config = config_of(gradient_accumulation_steps=MICROBATCHES, pipeline={"use_reentrant": False}, **section)
     del config["optimizer"]
     optimizer = Recording(model.parameters(), lr=0.0)
@@ -224,13 +224,13 @@ def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, sectio
         engine, optimizer = pipeline(kind, group, {} if section is None else {"sp_overlap": section}, parts, interval)
         bound = {"uniform": (2, 0), "parameters": (1, 1)}[parts][stage]
         assert len(overlapped_layers(engine.module)) == (0 if section is None else bound)
-        engine.pipeline_enable_backward_allreduce = False  # which is in fp32
+        engine.pipeline_enable_backward_allreduce = False  # since it reduces in fp32
         mine = [tuple(x.chunk(2, 1)[sp_rank].contiguous() for x in pair) for pair in zip(tokens, labels)]
         loss = engine.train_batch(iter(mine)).item()
-        assert stage == 0 or abs(loss / expected.item() - 1) < TOLERANCE  # the first stage is sent it in fp32
+        assert stage == 0 or abs(loss / expected.item() - 1) < TOLERANCE  # the first stage gets the loss in fp32
         of_whole, count = dict(whole.named_parameters()), torch.tensor(len(list(engine.module.parameters())))
         for name, parameter in engine.module.named_parameters():
-            gradient = optimizer.given[parameter] / 2  # the mean over the sp ranks
+            gradient = optimizer.given[parameter] / 2  # train_batch averages over the sp ranks
             torch.distributed.all_reduce(gradient, group=group)
             assert relative_error(gradient, of_whole[name].grad) < TOLERANCE, name
         ds_sp_overlap.disable(engine.module)
@@ -240,7 +240,7 @@ def test_stages_of_a_pipeline_give_the_gradients_of_the_whole_model(kind, sectio
 
 
 class OfKnownGroup(PipelineModule):
-    """A pipeline whose grid knows the sp group, also in a stage without attention."""
+    """A pipeline whose mpu gives the sp group, so that a stage without attention knows the group, too."""
 
     def mpu(self):
         grid = super().mpu()
@@ -268,7 +268,7 @@ def refused_pipeline(rank, kind, section, variables=("",) * 4):
 
 @pytest.mark.ranks(4)
 def test_a_pipeline_is_refused_on_the_ranks_of_all_stages(rank):
-    """Only the ranks of the first stage have what is refused."""
+    """Only the ranks of the first stage hold the refused layer."""
     assert_error(refused_pipeline(rank, "stock", {"sp_overlap": {"kernels": "compiled"}}), "(in the pipeline stage of rank 0)")
     assert_error(refused_pipeline(rank, "block", {"sp_overlap": {}}), "no sequence-parallel group")
 
@@ -280,7 +280,7 @@ def test_a_variable_that_did_not_reach_the_other_stage_is_refused_on_the_ranks_o
     assert_error(said, "; rank 2: nothing)")
 
 
-# DeepSpeed's MoE: two replicas of two sp ranks, and two expert groups of two ranks, which are the sp groups or lie across.
+# DeepSpeed's MoE: two replicas of two sp ranks, and two expert groups of two ranks: the sp groups, or across the sp groups.
 
 
 def expert():
@@ -311,14 +311,14 @@ class Whole(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The same with DeepSpeed's MoE, and the experts of one rank of an expert group."""
+    """The model of `Whole` with DeepSpeed's MoE, with the experts of one rank of an expert group."""
 
     def __init__(self, kind, group, ep_rank):
         super().__init__()
         self.attention = nn.ModuleList(seeded(at, Layer, kind, group) for at in range(2))
         self.moe = nn.ModuleList()
         for at in range(2):
-            # As many places as tokens, so that none is dropped.
+            # The capacity is the number of tokens, so that no token is dropped.
             moe = MoE(WIDTH, expert(), EXPERTS, ep_size=2, capacity_factor=EXPERTS, min_capacity=1, use_rts=False).double()
             with torch.no_grad():
                 moe.deepspeed_moe.gate.wg.weight.copy_(gate(at))
@@ -334,17 +334,21 @@ class Mixture(nn.Module):
 
 
 def float_but_double(x):
-    """``Tensor.float``, by which DeepSpeed's gate would leave fp64."""
+    """Replace ``Tensor.float``, with which DeepSpeed's gate casts to fp32; leave fp64 tensors as they are."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def flat_gather(output, given, group=None):
-    """``all_gather_into_tensor`` as of NCCL, which doesn't compare shapes."""
+    """Gather flat tensors, as ``all_gather_into_tensor`` does with NCCL; gloo requires equal shapes."""
     return torch.distributed.all_gather_into_tensor(output.view(-1), given.contiguous().view(-1), group=group)
 
 
 def beside_experts(rank, kind, section, across, by_mpu=False):
-    """Return the error of the output and of each gradient; or what was said where the model was refused."""
+    """Run a model with DeepSpeed's MoE; return the largest error of output and gradients, or the message of a refusal.
+
+    across   whether expert groups lie across the sp groups
+    by_mpu   whether DeepSpeed gets the sp group as an mpu, so that MoE takes sp ranks for tensor-parallel ranks
+    """
     replica, sp_rank = divmod(rank, 2)
     ep_rank = replica if across else sp_rank
     generator = torch.Generator().manual_seed(1)
@@ -409,7 +413,7 @@ def test_exchanges_of_experts_and_of_heads_do_not_meet(kind, section, across, ra
 
 @pytest.mark.ranks(4)
 def test_an_moe_that_takes_sp_ranks_for_tensor_parallel_ranks_is_refused(rank):
-    """Stock (DeepSpeed 0.19.8) is wrong in silence there. Should the error become small, DeepSpeed has mended that."""
+    """Stock (DeepSpeed 0.19.8) gives wrong results here. If this error becomes small, DeepSpeed has fixed it."""
     assert beside_experts(rank, "stock", None, False, True) > 0.1
     assert DROPS in beside_experts(rank, "stock", {}, False, True)
 

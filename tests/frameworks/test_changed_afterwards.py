@@ -1,4 +1,4 @@
-"""What is changed in a model after ``enable``: seen and refused on all ranks, or heard; no rank attends to its own tokens alone."""
+"""Tests changes of a model after ``enable``: each takes effect, or all ranks refuse it; no rank attends to its own tokens alone."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ from tests.harness.whole import on_all_ranks, on_one_rank
 from tests.harness.zoo import PROGRAMS
 from tests.harness.zoo_on_ranks import fill
 
-BITNET = dict(family="bitnet")  # overlapped at its attention function
+BITNET = dict(family="bitnet")  # only its attention function is overlapped
 DELTA_NETS = dict(
     family="qwen3_next", layer_types=["linear_attention", "full_attention"], head_dim=8, num_experts=2, num_experts_per_tok=1,
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, mlp_only_layers=[0, 1],
@@ -43,7 +43,7 @@ def layer_appended(model):
 
 
 class Student(LlamaAttention):
-    """An attention of its own, around the one that it learns from."""
+    """Attention that also holds another attention module, its teacher."""
 
     def __init__(self, teacher):
         super().__init__(teacher.config, teacher.layer_idx)
@@ -78,27 +78,27 @@ def trunk_disabled(model):
 
 
 def another_forward(model):
-    """Give an attention a forward of its own, as a patch of a library does."""
+    """Set ``forward`` on an attention layer, as the patch of a library does."""
     layer = model.model.layers[1].self_attn
     layer.forward = lambda hidden_states, **_: (layer.o_proj(layer.q_proj(hidden_states)), None)
 
 
 def rotary_changed(model):
-    """Let the rotary embedding go by the length of the sequence from now on, as after another config."""
+    """Change the rotary embedding to one that depends on the length of the sequence."""
     config = copy.deepcopy(model.config)
     config.rope_parameters, config.max_position_embeddings = DYNAMIC["rope_parameters"], 8
     vars(model.model.rotary_emb).update(vars(type(model.model.rotary_emb)(config)))
 
 
 def wrapped(model):
-    """Wrap the forwards of all kinds of layers, which changes nothing."""
+    """Wrap the forwards of all overlapped modules, without another effect."""
     for module in model.modules():
         if "forward" in vars(module):
             module.forward = functools.partial(module.forward)
 
 
 class Around(torch.nn.Module):
-    """A module around a layer, which passes on what the layer is given."""
+    """A module around a layer, which passes its arguments on to the layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -112,7 +112,7 @@ class Around(torch.nn.Module):
 
 
 class Skip(torch.nn.Module):
-    """In place of a layer, which was pruned."""
+    """Replaces a layer that was pruned."""
 
     attention_type = "full_attention"
 
@@ -121,7 +121,7 @@ class Skip(torch.nn.Module):
 
 
 def pruned(model):
-    """Prune a layer, and hold a copy of all for an average, which nobody calls."""
+    """Prune a layer, and hold a copy of a layer that is never called, as an average of weights is."""
     model.model.layers[1] = Skip()
     model.average = copy.deepcopy(model.model.layers[0])
 
@@ -167,7 +167,7 @@ CHANGES = {
 
 
 def changed(rank, what):
-    """Return what is said where a model is changed behind its first step."""
+    """Change a model after its first step; return the refusal of the next step."""
     change, options, _ = CHANGES[what]
     model, tokens, group = tiny(**EXACT, **options), batches(1)[0], torch.distributed.group.WORLD
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
@@ -201,7 +201,7 @@ def test_layers_whose_forwards_somebody_wraps_after_enable_stay_overlapped(chang
     ds_sp_overlap.enable(model, {"head_groups": 2}, group)
     outcome(model, tokens, rank, 2, group)
     change(model)
-    assert worst(outcome(model, tokens, rank, 2, group), whole) < (1e-6 if options == DELTA_NETS else FP64)  # its rule is in fp32
+    assert worst(outcome(model, tokens, rank, 2, group), whole) < (1e-6 if options == DELTA_NETS else FP64)  # a rule in fp32
 
 
 def disabled(model):
@@ -211,7 +211,7 @@ def disabled(model):
 @pytest.mark.parametrize("change", [disabled, layer_appended])
 def test_a_layer_that_is_not_overlapped_is_left_to_stock_where_stock_exchanges(change, rank):
     tokens = batches(1)[0]
-    torch.manual_seed(1)  # of a new layer
+    torch.manual_seed(1)  # for the weights of a new layer
     alone = tiny(**EXACT)
     if change is layer_appended:
         change(alone)
@@ -252,14 +252,14 @@ def test_a_mixer_whose_class_is_patched_is_no_known_one():
 
 
 def test_calls_that_a_checkpoint_runs_again_are_neither_compared_nor_counted(rank):
-    """Run four steps, of which the first, and then every other one is due."""
+    """Run four steps; comparisons are due in the first step, and then in every second one."""
     model, tokens, group = tiny(**EXACT).train(), batches(1)[0], torch.distributed.group.WORLD
     model.gradient_checkpointing_enable({"use_reentrant": False})
     ds_sp_overlap.enable(model, {"head_groups": 2, "check": True}, group)
     with mock.patch.object(probe, "EVERY", 2), mock.patch.object(driven, "refuse_difference") as comparison:
         for _ in range(4):
             outcome(model, tokens, rank, 2, group)
-    assert comparison.call_count == 3  # the first, the second and the fourth call
+    assert comparison.call_count == 3  # of the first, second and fourth call
 
 
 def pickled(model):
@@ -276,11 +276,11 @@ def test_a_copy_of_an_overlapped_model_refuses_to_attend_alone_and_can_be_overla
     other = copied(model)
     said = refusal(outcome, other, tokens, rank, 2, group)
     of_part = refusal(copy.deepcopy(model.model.layers[0].self_attn), torch.zeros(1, 2, 32).double(), (None, None))
-    for refused in (of_part, *[said] * (copied is copy.deepcopy)):  # a pickle may come from a process of which nothing is known
+    for refused in (of_part, *[said] * (copied is copy.deepcopy)):  # a pickle may come from another process
         assert_error(refused, "this is a copy of one that is overlapped", "RuntimeError")
     assert worst(outcome(model, tokens, rank, 2, group), whole) < FP64
     for parameter in model.parameters():
-        parameter.data.zero_()  # a copy that drives the original's projections would notice
+        parameter.data.zero_()  # so that a copy that used the original's projections would be wrong
     ds_sp_overlap.enable(other, {"head_groups": 2}, group)
     assert worst(outcome(other, tokens, rank, 2, group), whole) < FP64
     ds_sp_overlap.disable(other)
@@ -319,7 +319,7 @@ def watch_parameters(module):
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, options, path, watch, rank):
-    """Expect no hang: ranks that went on as before would exchange something else than that one, and wait for it."""
+    """The step must not hang: a rank with a hook makes other exchanges than before, so all ranks must."""
     tokens = batches(1)[0]
     whole = outcome(tiny(**EXACT, **options), tokens, 0, 1, None)
     with sequence_parallel_model(2, **EXACT, **options) as (model, group):
@@ -336,7 +336,7 @@ def test_a_hook_that_comes_on_one_rank_alone_has_all_ranks_fall_back(config, opt
 
 
 def misread(rank):
-    """Return the refusal of a layer that is read wrongly: its q is made positive, and the reading lets that through."""
+    """Return the refusal of a layer that takes the absolute value of q, if the reader wrongly ignores this."""
     model, tokens, group = tiny(**EXACT), batches(1)[0], torch.distributed.group.WORLD
     with mock.patch.object(accounting, "MOVES", accounting.MOVES | {"abs"}):
         fill(model, PROGRAMS["abs, of q"])
@@ -345,7 +345,7 @@ def misread(rank):
 
 
 def refused(what):
-    """Return the check and the words of one of `CHANGES`."""
+    """Return the arguments of `Watched` for one of `CHANGES`: its check, and the words of its refusal."""
     return dict(check=functools.partial(changed, what=what), says=CHANGES[what][2])
 
 

@@ -1,4 +1,4 @@
-"""Attention that is kept over the gradient checkpointing of transformers models; refused where there is nowhere to keep it."""
+"""Tests saving attention over gradient checkpointing of transformers models, and its refusal where attention can't be saved."""
 
 import contextlib
 import functools
@@ -37,18 +37,18 @@ NON_REENTRANT = {"use_reentrant": False}
 @dataclass
 class Counts:
     exchanges: int = 0
-    attended: int = 0  # that backward ran attention again
-    offloaded: int = field(default=0, compare=False)  # tensors that went to the host
+    attended: int = 0  # how often backward ran attention again
+    offloaded: int = field(default=0, compare=False)  # tensors copied to the host
 
 
 def counted(kind, name):
-    """Count the calls of a method."""
+    """Return a patch that counts the calls of a method."""
     return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
 
 
 @contextlib.contextmanager
 def counting():
-    """Count what runs in the body."""
+    """Yield `Counts`, which are filled when the body ends."""
     counts, calls = Counts(), ((InFlight, "__init__"), (Attended, "_recompute"), (OffloadedTensor, "__init__"))
     with contextlib.ExitStack() as stack:
         counters = [stack.enter_context(counted(*call)) for call in calls]
@@ -57,7 +57,10 @@ def counting():
 
 
 def exact(rank, implementation, more, section, how):
-    """Assert that a model is right, checkpointed ``how``; its exchanges in forward and backward, and the report."""
+    """Assert that a checkpointed model is right; return its `Counts` in a step, and the report.
+
+    how   checkpointing is enabled "before" or "after" the overlap; "" for no checkpointing
+    """
     tokens = batches(1)[0]
     expected = outcome(tiny(**WIDE, **EXACT, **more).train(), tokens, 0, 1, None)
     with flash_attention():
@@ -104,8 +107,11 @@ def test_a_checkpointed_model_exchanges_no_more_than_one_that_is_not(how, checkp
     "name, more", [("sdpa", dict(family="qwen3")), ("sdpa", dict(family="mistral", sliding_window=5)), (NAME, {})], ids=str
 )
 def test_norms_and_windows_and_flash_attention_are_kept_too(name, more, rank):
-    """Count as many exchanges as without checkpoints. sdpa gets a window as a mask, and the stand-in of flash attention repeats k and v:
-    both attend again in backward, without an exchange."""
+    """Expects the same exchanges as without checkpoints.
+
+    In backward, attention runs again, without an exchange: sdpa gets the window as a mask, and the stand-in for flash attention
+    repeats k and v.
+    """
     (kept, _), (stored, _) = (exact(rank, name, more, KEEP, how) for how in ("before", ""))
     assert kept == stored
 
@@ -132,7 +138,7 @@ def test_training_is_that_without_checkpointing(stage, rank):
 
 
 class Caller(nn.Module):
-    """A layer between projections of its own."""
+    """A user's module that calls a layer between its own projections."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +164,7 @@ def test_the_report_says_which_layers_have_no_window(what, rank):
             assert (lacks in layer.lacks) == (key is not None and "recomputed in backward" not in layer.got), layer
 
 
-# A window alone.
+# A window without saved attention.
 
 
 @pytest.mark.parametrize("how", ["", "before", "after"])
@@ -192,7 +198,7 @@ def test_a_window_alone_goes_with_every_kind_of_checkpoint(way, rank):
         if way == "deepspeed":
             for layer in model.model.layers:
                 layer._gradient_checkpointing_func = deepspeed.checkpointing.non_reentrant_checkpoint
-        to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # not pinned, which takes a GPU
+        to_host = mock.patch.object(modeling_utils, "save_on_cpu", lambda **_: save_on_cpu())  # pinned memory needs a GPU
         with to_host, counting() as counts:
             error = worst(outcome(model, tokens, rank, 2, group), expected)
     kept = way in ("offload", "every second")
@@ -226,7 +232,7 @@ def test_checkpointing_that_attention_cannot_be_kept_over_is_refused_on_all_rank
                 assert_error(said, each)
             assert counted.exchanges == 0
         model.eval()
-        model(**{key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}, use_cache=False)  # nothing is checkpointed
+        model(**{key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}, use_cache=False)  # without checkpoints
         model.train()
         model.gradient_checkpointing_enable(NON_REENTRANT)
         outcome(model, tokens, rank, 2, group)
@@ -278,9 +284,9 @@ def test_a_layer_of_megatron_is_kept_by_a_checkpoint_with_our_context(rank):
 
 
 def on_one_rank(rank, later, kinds):
-    """Return what a rank raises in a forward whose layers each rank checkpoints otherwise, at once or in a second step.
+    """Run a forward in which ranks checkpoint differently, in the first or ``later`` in the second step; return the refusal.
 
-    ``kinds`` are use_reentrant on each rank; None for no checkpoint.
+    kinds   use_reentrant of each rank; None for no checkpoint
     """
     inputs = cut(batches(1)[0], rank, 2)
     del inputs["labels"]
@@ -320,7 +326,7 @@ def test_a_checkpoint_around_a_layer_of_ones_own_on_one_rank_alone_is_refused_on
 
 
 def checkpointed_alone(rank):
-    """Return whether a rank that is checkpointed alone goes on: to no exchange, since the other one would wait for it."""
+    """Return a fault if a rank goes on although only one rank has checkpoints; it must not reach an exchange."""
     with mock.patch.object(Masks, "for_layers", side_effect=NotImplementedError("went on")):
         kind, message = on_one_rank(rank, later=False, kinds=(False, None))
     return [message] if "went on" in message else []

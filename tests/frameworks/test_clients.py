@@ -1,7 +1,7 @@
-"""Trainer, SFTTrainer and Accelerate's loop as users run them: overlapped in one and two head groups and by timing, against stock.
+"""Compares Trainer, SFTTrainer and Accelerate's loop with stock: overlapped with one and two head groups, and with "auto".
 
-Weights are drawn ten times as wide as transformers draws them, so that attention matters. G = 1 computes the very numbers that
-stock does. G = 2, and timing, which tries both in turn, add in another order: a few roundings of 6e-8 over a handful of layers and steps.
+Weights are drawn ten times as large as in transformers, so that a fault in attention changes the loss. One head group gives the
+same numbers as stock. Two head groups, and "auto", which tries both, add in another order: a few roundings of 6e-8.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from tests.harness.models import scaled_values
 from tests.harness.ranks import on_ranks
 
 SECTIONS = {"stock": None, "G = 1": {"head_groups": 1}, "G = 2": {"head_groups": 2}, "auto": {}}
-ROUNDING = 5e-6  # relative, of losses and grad norms
+ROUNDING = 5e-6  # relative tolerance of losses and gradient norms
 
-# Of any two options below all four pairs of values, and of each option both values with every stage (Plackett and Burman's twelve runs).
+# Plackett and Burman's twelve runs: all four pairs of values for any two options, and both values of each option with every stage.
 CROSSED = [
     dict(stage=1),
     dict(stage=1, lora=True, accumulation=2, resume=True, moe=True, checkpointing=False),
@@ -30,7 +30,7 @@ CROSSED = [
     dict(stage=3, lora=True, evaluate=True, resume=True, checkpointing=False),
     dict(stage=3, accumulation=2, evaluate=True, moe=True, checkpointing=True),
 ]
-OFTEN = "Trainer", CROSSED[3]  # in every run of the tests
+OFTEN = "Trainer", CROSSED[3]  # the case that every test run includes
 
 
 def in_all_sections(rank, client, folder, options):
@@ -38,7 +38,7 @@ def in_all_sections(rank, client, folder, options):
 
 
 def assert_like_stock(logs):
-    """``logs`` of one rank, by section."""
+    """Assert that all runs agree with stock; return the distance of two head groups. ``logs`` is {section: `Run`} of one rank."""
     stock = logs.pop("stock")
     assert len(set(stock.losses)) == len(stock.losses) == 4 and min(stock.norms) > 0
     assert logs.pop("G = 1").equals(stock)
@@ -60,7 +60,7 @@ def test_a_trainer_overlapped_logs_what_stock_logs(client, options, tmp_path):
     for logs in on_ranks(2, in_all_sections, client, str(tmp_path), options, timeout_s=600):
         for field in ("evaluate", "resume"):
             assert bool(getattr(logs["stock"], f"{field}d")) == (field in options)
-        # G = 2 adds in another order; where LoRA's output projection is called whole, that depends on the processor's products.
+        # G = 2 adds in another order. With LoRA, the output projection is called whole, and results may be equal.
         assert assert_like_stock(logs) > 0 or "lora" in options
 
 

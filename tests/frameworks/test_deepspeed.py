@@ -1,7 +1,6 @@
-"""Training through DeepSpeed with an ``sp_overlap`` section, against the same training without it.
+"""Compares training through DeepSpeed with an ``sp_overlap`` section with the same training without the section.
 
-Weights are drawn with a standard deviation of 0.2 instead of 0.02, so that attention matters: a fault in it that the
-loss would hide at 0.02 shows here.
+Weights are drawn with a standard deviation of 0.2 instead of 0.02: at 0.02, the loss would hide a fault in attention.
 """
 
 import base64
@@ -49,16 +48,16 @@ from tests.harness.reference import attention, relative_error
 
 WIDE = {"initializer_range": 0.2}
 
-# Head groups and tiles add each output row's products in another order: a few roundings (6e-8 in fp32) over a handful of
-# layers, seen as 1e-6. `test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent` proves that they are tight enough.
+# With head groups and tiles, products are added in another order: a few roundings (6e-8 in fp32) over a few layers; measured:
+# 1e-6. `test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent` proves that the tolerances are tight enough.
 FP32 = {"gradients": 1e-5, "losses": 1e-6, "norms": 2e-6}
 SECTIONS = [{"head_groups": 2}, {"head_groups": 2, "window": 1}, {"head_groups": 2, "window": 2}, {"head_groups": 1, "tiles": 5}]
 SECTIONS = SECTIONS if everything() else SECTIONS[:2] + SECTIONS[3:]
 
 ACCUMULATIONS = (1, 4) if everything() else (2,)
 
-# In bf16 the noise is measured, not guessed: how far stock's gradients are from those of the same weights in fp32. Two
-# head groups round o's projection once more (8 bits), which may add to it, but not half of it again.
+# In bf16, the limit is a multiple of stock's error: the distance of stock's gradients from those of the same weights in fp32. Two
+# head groups round the output of o's projection once more (8 bits), which may add at most half of this error.
 BF16 = 1.5
 
 
@@ -67,7 +66,11 @@ def in_bf16(model):
 
 
 def compared_with_stock_in_bf16(rank, stage, factor=1.0):
-    """Return whether G = 1 is stock bit for bit, the errors of stock's and of G = 2's gradients, and what G = 2 is off by."""
+    """Train in bf16 with stock and with one and two head groups.
+
+    Returns whether one group equals stock bit for bit, the errors of the gradients of stock and of two groups against fp32, and the
+    distance of two groups from stock.
+    """
     train = functools.partial(train_run, rank, 2, stage=stage, accumulation=ACCUMULATIONS[-1], **WIDE)
     exact = train(None, steps=1, prepare=in_bf16)
     stock, one = (train(section, dtype=torch.bfloat16) for section in (None, {"head_groups": 1}))
@@ -78,7 +81,7 @@ def compared_with_stock_in_bf16(rank, stage, factor=1.0):
 
 @pytest.mark.parametrize("stage", [0, full(1), full(2), 3])
 def test_training_in_fp32_equals_stock(stage, rank):
-    """G = 1 computes the very numbers that stock does: gradients, losses, grad norms and parameters of five steps."""
+    """One head group must give exactly the gradients, losses, gradient norms and parameters of stock in five steps."""
     for accumulation in ACCUMULATIONS:
         train = functools.partial(train_run, rank, 2, stage=stage, accumulation=accumulation, **WIDE)
         stock = train(None)
@@ -104,7 +107,7 @@ def test_the_fp32_tolerances_catch_a_fault_of_a_tenth_of_a_percent(rank):
 
 
 def test_the_bf16_tolerance_catches_a_fault(rank):
-    """A fault of 0.1 % is below the rounding of bf16 itself (0.4 %), so a coarser one is planted here."""
+    """Plants a fault above the rounding of bf16 (0.4 %), which would hide a fault of 0.1 %."""
     _, stock, two, _ = compared_with_stock_in_bf16(rank, 1, 1.5)
     assert two > 10 * BF16 * stock
 
@@ -116,7 +119,7 @@ def test_the_bf16_tolerance_catches_a_fault(rank):
 @pytest.mark.parametrize("born_partitioned", [False, True])
 @pytest.mark.parametrize("head_groups, window", [(1, None), (2, None), (1, 1), (2, 1), (2, 2)])
 def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(born_partitioned, head_groups, window, rank):
-    """Look at the status of a weight each time that the package reads it, and at that of all parameters afterwards."""
+    """Checks the status of a weight each time that the package reads it, and the status of all parameters after backward."""
     section = {"head_groups": head_groups, "window": window}
     config = ds_config(3, optimizer="SGD", sp_overlap=section)
     reads, flat, phase = [], plan.flat, ["forward"]
@@ -135,7 +138,7 @@ def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(
     plan.pieces_of.cache_clear()
     with mock.patch.object(plan, "flat", reading):
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_partitioned):
-            model = tiny(pad_token_id=None)  # transformers would zero the padding row of a weight that isn't there
+            model = tiny(pad_token_id=None)  # else transformers would write to the padding row of a partitioned weight
         with engine_of(model, config) as (engine, group):
             for tokens in batches(3):
                 phase[0] = "forward"
@@ -145,7 +148,7 @@ def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(
                 assert {p.ds_status for p in engine.module.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}
                 engine.step()
             available = (ZeroParamStatus.AVAILABLE, True)
-            # two layers, three steps; each projection once, whatever it is cut into
+            # Two layers, three steps, four projections; each weight is read once, even if it is cut into parts.
             assert Counter(reads) == {("forward", *available): 2 * 3 * 4, ("backward", *available): 2 * 3 * 4}
             weight = engine.module.model.layers[0].self_attn.q_proj.weight
             reading([], [("x",)], [])(None, [weight])
@@ -157,7 +160,7 @@ def test_zero3_reads_no_weight_while_it_is_partitioned_and_partitions_all_again(
 
 
 def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way_round(tmp_path, rank):
-    """The same losses to the last bit, whoever saved and whoever loaded, as of the run that was never interrupted."""
+    """Losses must equal those of an uninterrupted run bit for bit, with either side saving or loading."""
 
     def made(section):
         more = {} if section is None else {"sp_overlap": section}
@@ -187,7 +190,7 @@ def test_a_checkpoint_saved_with_the_plugin_resumes_without_it_and_the_other_way
     assert all(curve == losses["None on"] for curve in losses.values()), losses
 
 
-# Where the section is found.
+# Places where the section is found.
 
 
 def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path, rank):
@@ -214,7 +217,7 @@ def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path, 
 
 @pytest.mark.parametrize("section, count", [(None, 0), ({"enabled": False, "head_groups": 2}, 0), ({}, 4)], ids=str)
 def test_without_the_section_or_with_enabled_false_nothing_changes(section, count, rank):
-    """An empty section means the defaults: two layers and the models around them change, which the instrument sees."""
+    """As a control, an empty section means the defaults: the forwards of two layers and of two models around them change."""
     model, initialize, functions = tiny(), deepspeed.initialize, []
     forwards = [module.forward for module in model.modules()]
 
@@ -237,7 +240,7 @@ REFUSED = [
     ({"sequence_parallel_overlap": {}}, NOBODY.format("sequence_parallel_overlap")),
     ({"scheduler": {"sp_overlap": {}}}, NOBODY.format("scheduler.sp_overlap")),
     ({"activation_checkpointing": {"sp_overlaps": {}}}, NOBODY.format("activation_checkpointing.sp_overlaps")),
-    # By DeepSpeed, which knows all keys of this section.
+    # DeepSpeed itself refuses this key, since it knows all keys of zero_optimization.
     ({"zero_optimization": {"stage": 0, "sp_overlap": {}}}, "sp_overlap"),
 ]
 
@@ -265,7 +268,7 @@ def test_keys_of_others_and_keys_that_are_commented_out_are_no_misplaced_section
 
 
 def asked_for(monkeypatch, variable, section=None, command_line=None):
-    """Return what is asked for, and what is said."""
+    """Return the config that the variable, the section and the command line ask for, and the messages."""
     monkeypatch.setenv("DS_SP_OVERLAP", variable)
     monkeypatch.setattr(ds_sp_overlap.integrations.deepspeed.initialize, "from_command_line", command_line or {})
     config = {} if section is None else {"sp_overlap": section}
@@ -274,7 +277,7 @@ def asked_for(monkeypatch, variable, section=None, command_line=None):
 
 
 Config = ds_sp_overlap.SpOverlapConfig
-VARIABLES = {  # the variable, the section, what is asked for
+VARIABLES = {  # (variable, section, expected config)
     "not set": ("", None, None),
     "on": ("1", None, Config()),
     "off": ("0", None, Config(enabled=False)),
@@ -324,7 +327,7 @@ def test_an_environment_variable_that_is_no_section_is_refused(variable, section
 
 
 def by_the_variable(rank, values):
-    """Return what `deepspeed.initialize` says to no section at all and this rank's variable; the layers that are overlapped."""
+    """Call `deepspeed.initialize` without a section, with this rank's variable; return the refusal and the overlapped layers."""
     model = tiny()
     with mock.patch.dict(os.environ, DS_SP_OVERLAP=values[rank]), listening(logging.INFO) as messages, forgetting():
         mpu = sequence_parallel(model, 2)
@@ -364,7 +367,7 @@ def test_a_section_in_accelerates_yaml_is_refused_with_what_works(monkeypatch):
     assert asked_for(monkeypatch, "", None)[0] is None
 
 
-# Nothing off without a word.
+# Warnings if nothing is overlapped.
 
 
 def engine_for_own_model():
@@ -380,7 +383,7 @@ def engine_for(overlapped=False, size=2, config=None, **more):
         pass
 
 
-# What makes an engine, and whether it is said that nothing is overlapped.
+# {case: (function that makes an engine, whether a warning says that nothing is overlapped)}.
 ENGINES = {
     "without a section": (engine_for, True),
     "of a model of one's own, of which DeepSpeed was not told": (engine_for_own_model, True),
@@ -418,7 +421,7 @@ ON = {"head_groups": 1}
 def test_zero3_with_reduce_scatter_in_a_loop_of_ones_own_is_said_once_to_scale_gradients(
     stage, zero, section, caller, is_said, rank
 ):
-    """A module of the name ``caller`` makes the engine."""
+    """``caller`` is the name of the module that makes the engine."""
     config = ds_config(stage, **({} if section is None else {"sp_overlap": section}))
     del config["zero_optimization"]["reduce_scatter"]
     config["zero_optimization"].update(zero)
@@ -457,11 +460,11 @@ def test_a_right_deepspeed_is_accepted_and_wrapped_once(monkeypatch, version):
     assert DeepSpeedEngine.__init__ is before and hasattr(before, "__sp_overlap__")
 
 
-# The sp group out of DeepSpeed's own mesh.
+# The sp group from DeepSpeed's own mesh.
 
 
 def whole_gradients(tokens):
-    """Gradients of a model that sees the whole sequence, in one process without sequence parallelism."""
+    """Return the gradients of a model on the whole sequence, in one process without sequence parallelism."""
     model = tiny(**WIDE)
     mean_loss(model, cut(tokens, 0, 1), None).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -470,10 +473,10 @@ def whole_gradients(tokens):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", [full(0), 2])
 def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage, rank):
-    """The group is found, and the gradients are stock's, bit for bit.
+    """The group must be found, and the gradients must equal those of stock bit for bit.
 
-    With a mesh DeepSpeed (0.19.8) sums them over the replicas, without averaging, and leaves the sum over the sp group
-    to the caller, with the plugin and without. Should ``as_left`` become small, DeepSpeed has mended that: tell docs/configuration.md.
+    With a mesh, DeepSpeed (0.19.8) sums gradients over the replicas, without averaging, and does not sum over the sp group; also
+    without the package. If ``as_left`` becomes small, DeepSpeed has fixed this: then change docs/configuration.md.
     """
     tokens, (replica, sp_rank), found = batches(2), divmod(rank, 2), {}
     first, second = (whole_gradients(microbatch) for microbatch in tokens)
@@ -485,7 +488,7 @@ def test_a_mesh_of_two_replicas_of_two_ranks_needs_no_mpu(stage, rank):
         model = tiny(**WIDE)
         with forgetting():
             if not overlap:
-                sequence_parallel(model, 2)  # its mpu stays here: DeepSpeed has the mesh
+                sequence_parallel(model, 2)  # don't pass its mpu: DeepSpeed gets the mesh
             with listening(logging.WARNING) as messages:
                 engine, *_ = deepspeed.initialize(model=model, config=config)
             warned = [message for message in messages if "does not sum gradients over the sp group (size 2)" in message]
@@ -537,7 +540,10 @@ def test_a_distributed_attention_of_deepspeeds_or_ours_is_overlapped_in_any_mode
 
 
 def initialized(rank, kind, section, **options):
-    """Losses of an own model without an mpu; heads of the last call of its attention; what was said; layers that are overlapped."""
+    """Train a user's model without an mpu.
+
+    Returns the losses, the loss after `disable`, the heads of each call of attention, the messages, and the overlapped layers.
+    """
     heads = []
 
     def attend(q, k, v):
@@ -547,7 +553,7 @@ def initialized(rank, kind, section, **options):
     ds_sp_overlap.attention_function(attend, heads_alike=True)
     torch.manual_seed(3)
     layers = (Layer(kind, torch.distributed.group.WORLD, attend, **options) for _ in range(2))
-    model = torch.nn.Sequential(*layers).float()  # DeepSpeed reduces no gradient in fp64
+    model = torch.nn.Sequential(*layers).float()  # DeepSpeed can't reduce gradients in fp64
     more = {} if section is None else {"sp_overlap": section}
     config = {**ds_config(0, optimizer="SGD", **more), "gradient_clipping": 0.0}
     with listening(logging.WARNING) as messages:
@@ -566,7 +572,7 @@ def initialized(rank, kind, section, **options):
 
 
 def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_without_an_mpu(rank):
-    """Its group is found as that of DeepSpeed's class is; the section holds, unless the layer was made with a config."""
+    """Its group is found like that of DeepSpeed's class. The section applies, unless the layer was made with a config."""
     stock = initialized(rank, "stock", None)
     found = {
         "section": initialized(rank, "drop-in", {"head_groups": 2}),
@@ -579,6 +585,7 @@ def test_our_class_in_place_of_deepspeeds_trains_alike_with_the_section_and_with
             assert abs(loss / expected - 1) < FP32["losses"], case
         assert not messages, case
         assert bound == ([] if case == "no section" else ["0.attend", "1.attend"]), case
-    # Of two heads a rank; beside them one call that shows the shape, and after `disable` the default of the class.
+    # Each rank has two heads, so calls with one head come from two head groups. Other calls are the probe of the shape, and those
+    # after `disable`.
     calls = {case: found[case][2] for case in found}
     assert calls["section"].count(1) > 2 * 2 * 3 and calls["own config"].count(1) == calls["no section"].count(1) == 0

@@ -1,6 +1,6 @@
-"""Gated delta nets beside attention layers, overlapped: against transformers' model on the whole sequence.
+"""Compares models with gated delta nets and attention layers, overlapped, with transformers' model on the whole sequence.
 
-In fp64, also what the models compute in fp32 (`in_double`): norms, decays, the delta rule. What remains are roundings.
+All is in fp64, also norms, decays and the delta rule, which models compute in fp32 (`in_double`). So only roundings differ.
 """
 
 import functools
@@ -49,10 +49,10 @@ CASES = {
         ("olmo_hybrid", dict(**heads(4, 4), linear_allow_neg_eigval=True), [16, 16], [ONE, TWO]),
         ("qwen3_next", heads(4, 2), [100, 70], [TWO]),  # several chunks of the delta rule, cut between ranks
         ("qwen3_5_text", dict(**heads(4, 2), linear_key_head_dim=4, linear_value_head_dim=12), [1, 30], [TWO]),
-        ("olmo_hybrid", heads(5, 5), [30, 2], [ONE, TWO]),  # fewer tokens than taps
+        ("olmo_hybrid", heads(5, 5), [30, 2], [ONE, TWO]),  # a rank has fewer tokens than the convolution has taps
     ],
     4: [
-        ("qwen3_next", heads(8, 2), [8, 8, 8, 8], [ONE, TWO]),  # key heads fewer than ranks
+        ("qwen3_next", heads(8, 2), [8, 8, 8, 8], [ONE, TWO]),  # fewer key heads than ranks
         ("qwen3_5_text", heads(6, 3), [9, 2, 1, 20], [ONE]),
         ("olmo_hybrid", heads(8, 8), [8, 8, 8, 8], [TWO]),
     ],
@@ -60,7 +60,7 @@ CASES = {
 OTHERS = {
     2: [
         ("kimi_linear", {}, [16, 16], [ONE, TWO]),
-        ("kimi_linear", dict(layer_types=["linear_attention"] * 2), [16, 16], [TWO]),  # no attention layer hosts
+        ("kimi_linear", dict(layer_types=["linear_attention"] * 2), [16, 16], [TWO]),  # a model without attention layers
         ("bailing_hybrid", {}, [1, 30], [TWO]),
     ],
     4: [("kimi_linear", {}, [9, 2, 1, 20], [ONE])],
@@ -86,7 +86,7 @@ UNTOLD = (
 
 
 def edges(rank, kinds=("qwen3_next",)):
-    """Return what was said of each way to tell documents beside position_ids, for each kind of layer."""
+    """Return {(kind, way): refusal} for each kind of model, and each way to give documents besides position_ids."""
     said, tokens = {}, whole.tokens_of(32, rows=1)
     two = packed([[20, 12]])
     given = {
@@ -115,7 +115,7 @@ def edges(rank, kinds=("qwen3_next",)):
 
 
 def test_documents_that_position_ids_do_not_tell_are_refused_on_every_rank(rank):
-    """transformers' mixers go by these; they were ignored here, and all tokens mixed."""
+    """transformers' mixers follow these arguments. If the package ignored them, documents would mix."""
     kinds = "qwen3_next", "nemotron_h", "lfm2", "mamba", "minimax"
     assert_refused(
         edges(rank, kinds), dict.fromkeys(itertools.product(kinds, UNTOLD), "tell documents that position_ids don't tell")
@@ -144,12 +144,12 @@ def test_lora_on_every_projection_is_right(kind, rank):
 
 
 def test_in_bf16_rounding_is_that_of_one_rank():
-    """Other roundings of the same size: 1 to 2 % apart where they were compared. The fault is more than ten roundings (0.4 %)."""
+    """Errors of two ranks and of one rank differ by 1 to 2 %. The planted fault is more than ten roundings of bf16 (0.4 %)."""
     whole.assert_rounds_as_one_rank(tiny_model, KINDS, TWO, ("conv1d",), 1.1)
 
 
 def let_run_on(kind):
-    """Error where transformers' own path lets the state run on from document to document."""
+    """Return the error of transformers' own path, which carries the state from one document to the next."""
     with in_double():
         model, tokens = tiny_model(kind), whole.tokens_of(32)
         together = whole.found(model, [whole.share(model, *whole.inputs_of(tokens, [32], 0, packed(ROWS[0])))])
@@ -164,7 +164,7 @@ def test_a_packed_document_begins_with_an_empty_state(kind, rank):
 
 @pytest.mark.parametrize("kind, lengths", [("qwen3_next", [16, 16]), ("qwen3_5_text", [1, 31])])
 def test_padding_leaves_no_trace(kind, lengths, rank):
-    """transformers makes no mask for a rank with one token."""
+    """Includes a rank with one token, for which transformers makes no mask."""
     assert_small(whole.padding(rank, tiny_model, kind, lengths, TWO), FP64)
 
 
@@ -178,7 +178,7 @@ def test_padding_takes_no_document_a_token():
 
 
 def test_z_is_projected_while_the_others_travel_and_its_gradient_while_theirs_do(rank):
-    """The order of the schedule. o is finished whole before the norm, so that do of all groups starts at once."""
+    """The order is that of the schedule. All exchanges of o finish before the norm, so that do of all groups starts together."""
     model, mover = tiny_model("qwen3_5_text"), Recording()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     layer.in_proj_z.register_forward_hook(lambda module, args, z: mover.log.append("z"))
@@ -202,7 +202,7 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(kind,
 
 
 def refused_alone(model, inputs):
-    """Return what a layer says that is called by itself, and the model without positions."""
+    """Call a layer alone, and the model without positions; return both refusals."""
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     return refusal(layer, torch.zeros(2, 16, model.config.hidden_size)), refusal(model, input_ids=inputs["input_ids"])
 
@@ -276,7 +276,7 @@ def test_a_rank_without_tokens_is_refused_on_all_ranks_where_its_own_code_would_
 
 @pytest.mark.parametrize("kind", [*map(full, KINDS[:-1]), KINDS[-1]])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
-    """Each parameter's gradient, those cut by heads too, is reduced as every other's; ZeRO-3 gathers what no module's call asks for."""
+    """Includes parameters that are cut by heads, and parameters that are read outside of a module's call, which ZeRO-3 gathers."""
     stages = [(0, False), (1, False), (3, kind != "qwen3_next")]
     assert_small(whole.trained(rank, kind, stages, TWO), whole.FP32)
 
@@ -302,6 +302,6 @@ test_the_suite_notices_without_the_guard = notices(
     Watched("documents are known", "if False:", misses_edges),
     Watched("rows of their own", "pass", of_cuts),
     Watched("an empty state", "return mix(q, k, v)", of_documents),
-    # A checkpoint runs the layer again outside the model's forward.
+    # A checkpoint runs the layer again outside of the model's forward.
     Watched("recurrent layers are told", "pass", of_checkpoints, raises=True),
 )

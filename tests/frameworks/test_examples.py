@@ -1,6 +1,6 @@
-"""The examples as they stand: each ``run.sh`` trains twice on two CPU ranks and compares.
+"""Runs the examples: each ``run.sh`` trains twice on two CPU ranks, and compares.
 
-Faults are planted into a copy of the package, which the ranks find before the installed one.
+Faults are planted in a copy of the package, which the ranks import instead of the installed package.
 """
 
 import os
@@ -19,8 +19,11 @@ EXAMPLES = ["trainer", "trl", "accelerate", "own_loop", "fsdp2", "megatron"]
 
 
 def run(example, package=ROOT, **more):
-    """Exit status and output of an example's run.sh without arguments; ``package`` is the folder that ds_sp_overlap is found in,
-    and ``more`` goes into the environment."""
+    """Run an example's run.sh without arguments; return the exit status and the output.
+
+    package   the folder that contains ds_sp_overlap
+    more      further environment variables
+    """
     if example == "megatron" and "MEGATRON_DEEPSPEED" not in os.environ:
         pytest.skip("MEGATRON_DEEPSPEED names no checkout of Megatron-DeepSpeed")
     if example == "trl":
@@ -74,11 +77,11 @@ FAULTS = {
         "nothing was overlapped",
     ),
 }
-for file, right, *_ in FAULTS.values():  # when collected: `make test` runs none of these
+for file, right, *_ in FAULTS.values():  # checked when pytest collects, since `make test` runs none of these tests
     assert (ROOT / "ds_sp_overlap" / file).read_text().count(right) == 1, f"{right} does not stand once in {file}"
 
 
-# Each kind of log once: Trainer's state, lines of the script, Megatron's lines. (All ten pairs were seen to fail.)
+# One case for each kind of log: Trainer's state, lines of the script, Megatron's lines. (All ten pairs have been seen to fail.)
 @pytest.mark.parametrize(
     "fault, example",
     [

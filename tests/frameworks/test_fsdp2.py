@@ -1,6 +1,6 @@
-"""FSDP2 (`fully_shard`) around overlapped models, without DeepSpeed's engine: every gradient equals the whole sequence's, on every rank.
+"""Compares overlapped models under FSDP2 (`fully_shard`), without DeepSpeed's engine, with the whole sequence: all gradients.
 
-fp64, large weights (`EXACT`): what remains are roundings (1e-16) in sums of another order, and `EQUAL` is a thousand times that.
+In fp64, with large weights (`EXACT`). Only roundings (1e-16) of sums in another order differ; `EQUAL` is far above them.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ EQUAL, LAYERS, MICROBATCHES = 1e-12, 3, 2
 
 
 def units_of(model, units):
-    """Return what is given to `fully_shard`, inner modules first."""
+    """Return the modules, or lists of modules, to give to `fully_shard`, inner modules first."""
     if units == "pairs":
         first, second, *rest = model.model.layers
         return [[first, second], *rest, model]
@@ -50,7 +50,7 @@ def shard(model, units, **options):
 
 
 def share(model, inputs):
-    """This rank's part of the sum of all tokens' losses."""
+    """Return the sum of the losses of this rank's tokens."""
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1).to(inputs.get("dtype", logits.dtype)), inputs["labels"].flatten(), reduction="sum")
 
@@ -76,11 +76,12 @@ def gradients(model, size, scale):
 
 
 class Case(NamedTuple):
-    """
-    order    which of `enable` and `fully_shard` comes first
-    units    see `units_of`
-    way      a section, and the gradient checkpointing that it comes with
-    policy   what is told to FSDP; "alone": nothing is sharded
+    """Describes a model under FSDP2.
+
+    order    the first call: "enable" or "fully_shard"
+    units    the sharded units, see `units_of`
+    way      a key of `WAYS`: the section, and whether layers are checkpointed
+    policy   a key of `POLICIES`: options of FSDP; or "alone" for no FSDP
     """
 
     order: str
@@ -112,7 +113,7 @@ CASES = [
 
 @contextlib.contextmanager
 def overlapped_and_sharded(case, group, model=None):
-    """A model, and the report, of a case."""
+    """Yield the model of a case, and the report of `enable`."""
     model, (section, checkpointed) = model or tiny(**EXACT, layers=LAYERS), WAYS[case.way]
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -128,7 +129,7 @@ def overlapped_and_sharded(case, group, model=None):
 
 @contextlib.contextmanager
 def recorded():
-    """Yield what FSDP gathers (``G layers.0``) and reduces (``R layers.0``), between what is sent (``>q0``) and awaited (``<q0``)."""
+    """Yield a log of FSDP's gathers (``G layers.0``) and reductions (``R layers.0``), and of exchanges (``>q0``, ``<q0``)."""
     log = []
 
     def noting(letter, function):
@@ -151,7 +152,7 @@ def recorded():
 
 
 def assert_right(rank, case, size=2):
-    """Assert that the gradients of two steps are right, that layers are overlapped, and how often FSDP gathers."""
+    """Assert that the gradients of two steps are right, that layers are overlapped, and that FSDP gathers no more often."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
     replica, rank = divmod(rank, size)
@@ -167,7 +168,7 @@ def assert_right(rank, case, size=2):
             assert worst(gradients(model, size, world), expected) < EQUAL
     assert case.way != "window" or "in tiles: LlamaMLP (3), LlamaRMSNorm (7)" in str(report)
     assert all(layer.lacks == "" and layer.got.endswith("q_proj, k_proj, v_proj, o_proj under them") for layer in report.layers)
-    # Every unit is gathered as often as without the overlap: once in forward and once in backward, the root stays.
+    # Every unit is gathered as often as without the overlap: once in forward and once in backward, and the root only once.
     if case.policy == "plain" and case.units in ("root", "layers"):
         layers = [f"G layers.{at}" for at in range(LAYERS)] if case.units == "layers" else []
         assert [entry for entry in log if entry[0] == "G"] == ["G embed_tokens.weight", *layers, *layers[::-1]]
@@ -192,13 +193,13 @@ def test_on_a_mesh_of_replicas_and_sp_ranks_every_gradient_equals_the_whole_sequ
     assert_right(rank, case)
 
 
-# Where exchanges stand beside FSDP's collectives.
+# The order of exchanges and FSDP's collectives.
 
 
 @pytest.mark.parametrize("first", ["enable", full("fully_shard")])
 @pytest.mark.parametrize("way", ["layer", full("window")])
 def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_them(way, first, rank):
-    """Compare the log of a second step without FSDP with that of one with it."""
+    """Compares the logs of a second step with and without FSDP."""
     logs = []
     for policy in ("alone", "plain"):
         with overlapped_and_sharded(Case(first, "layers", way, policy), dist.group.WORLD) as (model, _):
@@ -211,12 +212,12 @@ def test_exchanges_stay_where_they_are_drawn_and_weights_are_gathered_beside_the
     assert sum(entry.startswith("G layers") for entry in log) == 2 * LAYERS
 
 
-# What a model may do between two layers, and with them.
+# Changes of a model between two layers, and of its layers.
 
 
 @contextlib.contextmanager
 def scaled(model):
-    """Layer 2 isn't given what layer 1 returns."""
+    """Scale the output of layer 1 before layer 2 gets it."""
     handle = model.model.layers[1].register_forward_hook(lambda module, given, output: output * 1.5)
     yield
     handle.remove()
@@ -237,7 +238,7 @@ def frozen(model):
 
 
 def at_its_own_pace(model):
-    """Nothing is gathered ahead in backward."""
+    """Let FSDP prefetch no weights in backward."""
     for layer in model.model.layers:
         if isinstance(layer, FSDPModule):
             layer.set_modules_to_backward_prefetch([layer])
@@ -311,7 +312,7 @@ def test_weights_that_two_layers_share_and_units_that_are_made_later_are_gathere
 
 
 def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_plain_model(tmp_path, rank):
-    """1e-5: clipping adds 1e-6 to the norm, which is far above 1."""
+    """The tolerance is 1e-5, since clipping adds 1e-6 to the norm, which is far above 1."""
     expected, tokens = whole_gradients(1, 1), tokens_of(0)[0]
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     model = tiny(**EXACT, layers=LAYERS)
@@ -319,7 +320,7 @@ def test_a_clipped_step_is_the_whole_sequences_and_checkpoints_are_those_of_the_
     with overlapped_and_sharded(Case("fully_shard", "layers", "layer", "plain"), dist.group.WORLD) as (model, _):
         for unit in units_of(model, "layers"):
             unit.set_gradient_divide_factor(1)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            unit.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
         share(model, cut(tokens, rank, 2)).backward()
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -1,6 +1,6 @@
-"""Latent attention (DeepSeek's MLA), whose latents travel: against transformers' model on the whole sequence.
+"""Compares latent attention (DeepSeek's MLA), overlapped by exchanging latents, with transformers' model on the whole sequence.
 
-In fp64, also what the models compute in fp32 (`in_double`). What remains are roundings.
+All is in fp64, also parts that models compute in fp32 (`in_double`). So only roundings differ.
 """
 
 import functools
@@ -30,10 +30,10 @@ KINDS = (
     "deepseek_v2",
     "minicpm3",
     "longcat_flash",
-)  # forwards unlike one another; youtu, glm4_moe_lite as the first
+)  # all have different forwards; youtu and glm4_moe_lite have that of the first
 ONE, TWO = {"head_groups": 1, "on_unsupported": "error"}, {"head_groups": 2, "on_unsupported": "error"}
 CHECKED = TWO | {"check": True}
-LATENT, ROTATED, K, V = 24, 8, 16, 8  # of `tiny_config`: r, d_rot, d and d_v
+LATENT, ROTATED, K, V = 24, 8, 16, 8  # sizes of `tiny_config`: latent, rotated part of a head, head dim, head dim of v
 
 
 def heads(count, **more):
@@ -45,7 +45,7 @@ def attention_of(model):
 
 
 def enabled(model):
-    """Overlaps ``model``, whose latents travel then."""
+    """Overlap ``model``; assert that its latents are exchanged; return it."""
     report = ds_sp_overlap.enable(model, TWO, dist.group.WORLD)
     assert all(layer.got.startswith("latent attention, ") for layer in report.layers), report
     return model
@@ -58,7 +58,7 @@ CASES = {
     2: [(kind, heads(4), [16, 16], [ONE, CHECKED]) for kind in KINDS]
     + [
         ("deepseek_v3", heads(4, q_lora_rank=None, rope_interleave=False), [16, 16], [CHECKED]),
-        # A rank has more heads than the other.
+        # Five heads: one rank has more than the other.
         ("deepseek_v3", heads(5, qk_nope_head_dim=20, v_head_dim=12, hidden_size=40), [30, 2], [ONE, CHECKED]),
         ("deepseek_v2", heads(6, hidden_size=48), [1, 31], [{"head_groups": 3}]),
     ],
@@ -96,7 +96,7 @@ def test_a_checkpoint_runs_a_layer_again_with_the_documents_of_its_forward(reent
     assert_small(whole.checkpointed(rank, tiny_model, "youtu", reentrant, TWO), FP64)
 
 
-# What travels.
+# The exchanged tensors.
 
 
 class Sizes(Recording):
@@ -110,7 +110,7 @@ class Sizes(Recording):
 
 
 def test_a_latent_travels_once_and_k_and_v_of_heads_never(rank):
-    """Count the numbers that this rank receives in each exchange."""
+    """Counts the elements that this rank receives in each exchange."""
     model, mover = tiny_model("deepseek_v3"), Sizes()
     made, tokens = by_head_groups(("qkv", "q")), 2 * 32
     given = lambda x, positions: (model.model.rotary_emb(x, positions), None)
@@ -127,7 +127,7 @@ def test_latents_pay_while_a_rank_has_more_heads_numbers(size, pay):
     assert latents_pay(size, 128, 512, 64, 128 + 64 + 128) == pay  # DeepSeek-V3
 
 
-# Where they don't travel, and what is left.
+# Models whose latents are not exchanged.
 
 
 def test_a_layer_whose_latents_are_no_smaller_or_whose_projection_is_replaced_stays_at_its_attention_function(rank):
@@ -171,7 +171,7 @@ def test_a_class_that_is_patched_afterwards_is_refused(name, rank):
     with in_double():
         model = enabled(tiny_model("deepseek_v3"))
         kind, (mine, _) = type(attention_of(model)), whole.inputs_of(whole.tokens_of(32), [16, 16], rank)
-        own, other = getattr(kind, name), attention_of(tiny_model("deepseek_v3"))  # nothing is put in the other's place
+        own, other = getattr(kind, name), attention_of(tiny_model("deepseek_v3"))  # a layer that must not be affected
         assert is_latent(other)
         with mock.patch.object(kind, name, lambda self, *args, **kwargs: [2 * x for x in own(self, *args, **kwargs)]):
             said = refusal(model, **mine, use_cache=False)
@@ -227,7 +227,7 @@ class Renamed(DeepseekV3Attention):
 
 
 def attend(*args):
-    """Stands for an attention function."""
+    """Stand for an attention function."""
 
 
 def known(kind, **own):
@@ -247,7 +247,10 @@ def test_a_layer_is_known_by_its_code():
 
 
 def gathered_in_its_call(rank):
-    """Error where the weight of the projection is there in its own call alone, as ZeRO-3 has it; each of two is called once."""
+    """Return the error if a projection's weight exists only during its own call, as with ZeRO-3.
+
+    Asserts that each of the two projections is called once.
+    """
     calls = []
 
     def hook(projection):
@@ -279,7 +282,7 @@ def test_the_projection_is_called_once_and_its_weight_used_in_that_call_alone(ra
 
 
 def test_training_under_zero_is_that_of_the_whole_sequence(rank):
-    """The projection's gradient, cut by heads, is reduced as every other's."""
+    """Includes the gradient of the projection that is cut by heads."""
     assert_small(whole.trained(rank, "youtu", [(0, False), (3, False), (3, True)], TWO), whole.FP32)
 
 

@@ -1,6 +1,6 @@
-"""The table of loss recipes in docs/loss_and_gradients.md: which gives the whole sequence's gradient, under which ZeRO setting.
+"""Tests the table of docs/loss_and_gradients.md: which loss gives the gradient of the whole sequence with which ZeRO setting.
 
-It is DeepSpeed's behaviour, not the plugin's, and the plugin must not change it: each case runs with the overlap on.
+This is behaviour of DeepSpeed, which the package must not change: each case runs with the overlap on.
 """
 
 import deepspeed
@@ -17,7 +17,7 @@ RANKS = 2
 
 
 def local_share(total, count, group):
-    """Sum of this rank's token losses over the token count of all ranks."""
+    """Return the sum of this rank's token losses, divided by the number of tokens of all ranks."""
     torch.distributed.all_reduce(count, group=group)
     return total / count
 
@@ -33,7 +33,7 @@ RECIPES = {"local share": local_share, "gathered mean": gathered_mean}
 
 
 def gradient(rank, size, recipe, stage, reduce_scatter, told=True):
-    """Gradient of one MLP weight after one backward, by DeepSpeed, which was ``told`` of the sp group or not."""
+    """Return the gradient of one MLP weight after one backward by DeepSpeed; ``told``: whether DeepSpeed knows the sp group."""
     model = models.tiny("llama")
     mpu = models.sequence_parallel(model, size) if size > 1 else None
     config = models.ds_config(stage)
@@ -71,7 +71,7 @@ def gradient(rank, size, recipe, stage, reduce_scatter, told=True):
 def test_the_gradient_is_this_multiple_of_the_whole_sequences(recipe, stage, reduce_scatter, told, factor):
     whole = on_ranks(RANKS, gradient, 1, None, 0, True)[0]
     for found in on_ranks(RANKS, gradient, RANKS, recipe, stage, reduce_scatter, told):
-        # fp32 sums in another order; a wrong factor is off by at least a half
+        # The tolerance is for fp32 sums in another order; a wrong factor is off by at least a half.
         torch.testing.assert_close(found, factor * whole, rtol=0, atol=1e-5 * whole.abs().max().item())
 
 

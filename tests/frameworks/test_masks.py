@@ -1,6 +1,6 @@
-"""What only the whole sequence tells: padding, windows, chunks, the length that RoPE goes by; and what is refused.
+"""Tests features that depend on the whole sequence: padding, windows, chunks, and RoPE that depends on the length; and refusals.
 
-Held against the model on the whole sequence, as in `test_transformers`.
+Compares with the model on the whole sequence, as `test_transformers` does.
 """
 
 import functools
@@ -42,8 +42,8 @@ LLAMA4 = dict(
     family="llama4_text", head_dim=8, intermediate_size_mlp=48, moe_layers=[], attention_chunk_size=12, no_rope_layers=[1, 0],
     floor_scale=4, layer_types=["chunked_attention", "full_attention"],
 )  # fmt: skip
-IN_FP32 = {"llama4_text": 1e-6}  # its RoPE is in fp32 whatever the model is in: roundings of 6e-8 go by the length and by the CPU
-FIRST = 20  # tokens that a longer RoPE begins behind: more than a rank's 16, fewer than all 32
+IN_FP32 = {"llama4_text": 1e-6}  # its RoPE is always in fp32; its rounding (6e-8) depends on the length and on the CPU
+FIRST = 20  # the length from which RoPE is scaled: above the 16 tokens of a rank, below the 32 of the whole sequence
 LONGROPE = dict(
     family="phi3", original_max_position_embeddings=FIRST,
     rope_parameters=dict(rope_type="longrope", rope_theta=1e4, factor=4.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
@@ -57,7 +57,7 @@ RIGHT = functools.partial(assert_right_where_stock_is_wrong, limits=IN_FP32)
 
 @since_transformers("5.1")
 def test_windows_and_chunks_that_only_the_mask_knows_are_those_of_the_whole_sequence():
-    """Chunks of 12 and a scale by position in Llama 4, whose layers are not handed position_ids at all."""
+    """Includes Llama 4, with chunks of 12 tokens and a scale by position; its layers don't get position_ids."""
     RIGHT([WINDOW, {**WINDOW, "sliding_window": 20}, LLAMA4])
 
 
@@ -70,7 +70,7 @@ def test_rope_that_goes_by_length_goes_by_that_of_the_whole_sequence():
 
 
 def mask_of(*rows):
-    """[b, s] of ones where a row counts; a row is (first, stop)."""
+    """Return a mask [b, s] with ones for the real tokens; a row is (first real token, end of the real tokens)."""
     at = torch.arange(SEQ)
     return torch.stack([((at >= first) & (at < stop)).long() for first, stop in rows])
 
@@ -85,7 +85,7 @@ PADDING = {
 
 
 def padding(rank, cases):
-    """Return for each case the errors of stock and of ours."""
+    """Return {case: errors of stock and of the overlap}; a case is (family, key of `PADDING`, whether positions skip padding)."""
     errors = {}
     for family, which, counted in cases:
         mask = PADDING[which]
@@ -95,7 +95,7 @@ def padding(rank, cases):
 
 
 def test_tokens_that_count_see_no_padding(rank):
-    """Positions from the first token that counts, and from the first in the row."""
+    """Checks positions that count from the first real token, and positions that count from the first token of the row."""
     cases = singles(itertools.product(("llama", "bitnet"), PADDING, (True, False)))
     for (family, which, counted), (stock, ours) in padding(rank, cases).items():
         assert ours < FP64, (family, which, counted)
@@ -117,7 +117,7 @@ def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank(rank):
         ds_sp_overlap.enable(model)
         inputs = cut(batches(1)[0], rank, 2)
         del inputs["labels"]
-        hole = torch.ones(BATCH, SEQ).index_fill(1, torch.tensor([7]), 0).chunk(2, 1)[rank]  # on one rank
+        hole = torch.ones(BATCH, SEQ).index_fill(1, torch.tensor([7]), 0).chunk(2, 1)[rank]  # on rank 0 alone
         given = {
             "hole": hole,
             "4-D": torch.ones(BATCH, 1, 16, 16, dtype=torch.bool),
@@ -135,7 +135,7 @@ def test_a_mask_that_says_more_than_padding_is_refused_on_every_rank(rank):
 
 
 def test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused(rank):
-    """transformers would attend across the documents and to padding; documents were kept apart here, which was off by 1.5."""
+    """With no mask, transformers attends across documents and to padding. The package does not, so results would be off by 1.5."""
     counted = PADDING["both sides"].cumsum(1).sub(1).clamp_min(0)
     tokens, group = batches(1)[0], torch.distributed.group.WORLD
 
@@ -171,7 +171,7 @@ def test_a_mask_function_that_says_more_than_windows_and_chunks_is_refused_by_na
             masks.read(function, 8)
 
 
-# What no exchange covers.
+# Layers without an exchange.
 
 
 def refused_at_enable(rank, families):
@@ -181,7 +181,7 @@ def refused_at_enable(rank, families):
         switch = options.pop("switch", None)
         try:
             model = tiny(**options)
-        except ValueError:  # it has no sdpa
+        except ValueError:  # the model has no sdpa
             model = tiny(**options, implementation="eager")
         model.config._attn_implementation = switch or model.config._attn_implementation
         said[name] = refusal(ds_sp_overlap.enable, model, {"on_unsupported": "warn"}, torch.distributed.group.WORLD)
@@ -208,7 +208,7 @@ def test_layers_that_nobody_exchanges_are_refused_by_name_whatever_on_unsupporte
 
 
 def test_a_model_of_which_nobody_can_tell_whether_it_takes_tokens_is_refused(rank):
-    """Its layers would be taken for those of a model of images, each of whose ranks attends alone."""
+    """Else its layers would be taken for those of an image model, in which each rank attends alone."""
     forward = LlamaModel.forward
     with mock.patch.object(LlamaModel, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs)):
         with sequence_parallel_model(2) as (model, _):
@@ -222,7 +222,11 @@ LAYOUTS = [[[32], [32]], [[10, 22], [3, 13, 16]], [[5, 27], [32]]]
 
 
 def steps_of_their_own(rank, how, options):
-    """Gradient errors of two forwards whose losses are summed, under checkpointing; position_ids come as ``how`` says."""
+    """Return the gradient errors of two checkpointed forwards with different documents, and one backward of the summed losses.
+
+    how   "new tensors": new position_ids in each forward; "one buffer": both forwards use the same memory; "one rank's buffer":
+          only rank 1 does
+    """
     steps, buffer = batches(2), torch.empty(BATCH, 16, dtype=torch.long)
     alone = tiny(**EXACT, **options)
     expected = None
@@ -274,7 +278,7 @@ def test_placeholders_that_nobody_holds_are_let_go_whatever_the_attention_implem
 
 
 def test_llama_4s_factors_by_position_are_exchanged_without_a_rounding_of_their_own():
-    """A factor that is rounded is off in all numbers of a token alike; those of q itself are off at random."""
+    """Rounding of a factor changes all elements of a token alike; rounding of q changes its elements at random."""
     layer = SimpleNamespace(attn_temperature_tuning=True, use_rope=False, floor_scale=4, attn_scale=0.1)
     sequence = SimpleNamespace(lengths=[64, 64])
 
@@ -286,15 +290,16 @@ def test_llama_4s_factors_by_position_are_exchanged_without_a_rounding_of_their_
     want = q.bfloat16().float() * factors(here + 64)
     got = _scaled_by_position(layer, of_layer, sequence, rank=1).float()
     off = ((got - want) * want).sum((0, 2, 3)) / (want**2).sum((0, 2, 3))
-    # Each number was rounded twice, by up to 2^-9 each: far less in the mean of 16384 numbers. A rounded factor stays: 2^-7 here.
+    # Each element was rounded twice, by up to 2^-9 each; in the mean of 16384 elements, this is far less. A rounded factor would
+    # stay in the mean: 2^-7 here.
     assert off.abs().max() < 2**-11
 
 
 def assert_right_inside_another(rank, options):
-    """Run two models under one ``enable``, each with documents of its own, one inside the other's forward."""
+    """Run one model inside of another model's forward, with different documents and one ``enable``; assert that both are right."""
     group = torch.distributed.group.WORLD
     (one_tokens, other_tokens), (one_rows, other_rows) = batches(2), ([[10, 22], [32]], [[32], [5, 27]])
-    if "rope_parameters" in options:  # which goes by the length of the row, not by that of a document
+    if "rope_parameters" in options:  # this RoPE depends on the length of the row, not of a document
         one_rows = other_rows = [[32], [32]]
     expected = [
         document_by_document(tiny(**EXACT, **options, seed=seed), tokens, rows)
@@ -307,7 +312,7 @@ def assert_right_inside_another(rank, options):
     def run_the_other(*_):
         found.append(outcome(other, other_tokens, rank, 2, group, packed(other_rows)))
 
-    # In front of the trunk, whose own forward then needs what the outer one gathered.
+    # Before the inner model of ``one``, whose forward then needs the positions that ``one`` has gathered.
     one.model.register_forward_pre_hook(run_the_other)
     with mock.patch.object(Positions, "gather", autospec=True, side_effect=Positions.gather) as gathers:
         found.append(outcome(one, one_tokens, rank, 2, group, packed(one_rows)))
@@ -341,13 +346,13 @@ MANY = {
     "options", [{}, dict(family="mistral", sliding_window=2), full(dict(family="bitnet", kv_heads=1))], ids=str
 )
 def test_many_short_documents_are_right_and_take_few_calls(options, rank):
-    """Two layers of two head groups; a row of 32 tokens has up to 8 long documents, and lengths of 2 and up to 4 beside."""
+    """Two layers have two head groups each. A row of 32 tokens has up to 8 long documents, and further ones of 2 to 4 tokens."""
     tokens, attention = batches(1)[0], "scaled_dot_product_attention"
     for name, lengths in MANY.items():
         alone = document_by_document(tiny(**EXACT, **options), tokens, lengths)
         with sequence_parallel_model(2, **EXACT, **options) as (model, group):
             ds_sp_overlap.enable(model, {"head_groups": 2})
-            outcome(model, tokens, rank, 2, group, packed(lengths))  # the first call tries attention out
+            outcome(model, tokens, rank, 2, group, packed(lengths))  # the first call makes more calls of attention
             functional = torch.nn.functional
             with mock.patch.object(functional, attention, wraps=getattr(functional, attention)) as sdpa:
                 assert worst(outcome(model, tokens, rank, 2, group, packed(lengths)), alone) < FP64, name
@@ -377,7 +382,7 @@ WATCHED = [
         test_a_layer_that_gives_attention_no_mask_where_one_was_made_is_refused,
     ),
     Watched("not another model", "has_gathered = outer is not None", functools.partial(assert_right_inside_another, options={})),
-    # A checkpoint computes another graph than it saved.
+    # The checkpoint then recomputes another graph than that of forward.
     Watched(
         "of its own forward", LAST_PLACEHOLDER, functools.partial(steps_of_their_own, how="new tensors", options={}), raises=True
     ),

@@ -1,6 +1,6 @@
-"""Megatron-DeepSpeed's attention layer, by a stand-in for its contract (`megatron_layers`): fp64, 1e-12, gloo ranks.
+"""Tests Megatron-DeepSpeed's attention layer, with a stand-in that has the same contract (`megatron_layers`): fp64, 1e-12.
 
-Its real pretrain_gpt.py is trained in test_megatron_training.py, where a checkout is given.
+test_megatron_training.py trains the real pretrain_gpt.py, if a checkout is given.
 """
 
 import collections
@@ -47,7 +47,7 @@ def test_every_attention_with_any_count_of_heads(size, rank):
     assert megatron_layers.faults_of_all(rank, GROUPED if size == 4 else GROUPED + OTHERS) == []
 
 
-# Forks of Megatron that nearly look the same.
+# Forks of Megatron with small differences.
 
 
 class Clamped(ParallelAttention):
@@ -87,7 +87,7 @@ def forked_exchange(layer):
     layer.dist_attn.__class__ = ClampedExchange
 
 
-# What changes a layer between two of its calls.
+# Changes of a layer between two of its calls.
 
 
 def replace_by_copy(name, layer):
@@ -103,7 +103,7 @@ def patch_dist_attn(layer):
     layer.dist_attn.forward = lambda *args, **more: 2 * forward(*args, **more)
 
 
-LATER = [  # and how the refusal names it
+LATER = [  # (change, its name in the refusal)
     (functools.partial(replace_by_copy, "query_key_value"), "query_key_value"),
     (functools.partial(replace_by_copy, "dense"), "dense"),
     (hook_dist_attn, "dist_attn"),
@@ -135,7 +135,7 @@ def test_what_changes_after_enable_is_refused_by_name(change, name, rank):
 
 
 def mine(rank, shape=Shape(), change=None):
-    """A layer, changed, and this rank's part of what it is called with."""
+    """Return a layer, changed by ``change``, and its arguments on this rank."""
     model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
     if change is not None:
         change(model.self_attention)
@@ -150,19 +150,19 @@ def test_in_every_use(use, rank):
     assert megatron_layers.faults_of_all(rank, [Shape(), Shape("core", 8, 2)], use) == []
 
 
-# What HEAD itself can do and can't: the stand-in is honest about both.
+# The stand-in without the package: it is right where HEAD of Megatron-DeepSpeed is.
 
 
 def test_the_stand_in_alone_is_right_where_head_is(rank):
     assert megatron_layers.layer_faults(rank, Shape("flash"), overlap=False) == []
 
 
-# What it does to the model.
+# Effects on the model.
 
 
 @pytest.mark.parametrize("size, kv_heads", [(2, 2), (2, 1), (4, 4), (4, 2)])
 def test_kv_heads_travel_before_they_are_repeated(size, kv_heads, rank):
-    """Count the bytes of q, k and v that leave this rank for the others and itself."""
+    """Counts the bytes of q, k, v and o that this rank sends to all ranks, with its own part."""
     shape, sent, launch = Shape("flash v1", 8, kv_heads), collections.Counter(), C10d.launch
 
     def counting(self, send, *args):
@@ -172,7 +172,7 @@ def test_kv_heads_travel_before_they_are_repeated(size, kv_heads, rank):
     with mock.patch.object(C10d, "launch", counting):
         assert megatron_layers.layer_faults(rank, shape) == []
     one = shape.seq // size * shape.batch * shape.head_dim * 8  # bytes of one head on one rank
-    kv = max(kv_heads, size)  # a head that several ranks need travels to each
+    kv = max(kv_heads, size)  # a head is sent to each rank that needs it
     assert sent == {f"{d}{kind}": heads * one for d in ("", "d") for kind, heads in zip("qkvo", (8, kv, kv, 8))}
 
 
@@ -190,7 +190,7 @@ def test_only_forward_is_rebound_and_the_layer_is_listed_once(rank):
 
 
 class Hidden(nn.Linear):
-    """A projection of somebody else's."""
+    """A projection of another library."""
 
 
 def cross_attention(attention):
@@ -227,7 +227,7 @@ def adapted(attention):
 
 
 def forked(attention):
-    """A class of the same name, whose forward is a fork's."""
+    """Give ``dense`` a class of the same name with another forward, as in a fork."""
 
     class RowParallelLinear(megatron_layers.RowParallelLinear):
         def forward(self, input_):
@@ -252,7 +252,7 @@ RUNNING = [
     (hook_dist_attn, "dist_attn has a hook of its own", EXCHANGES),
     (forked_exchange, "dist_attn (ClampedExchange): its forward is not DeepSpeed's", []),
 ]
-STOPPED = [  # what the stand-in can't run
+STOPPED = [  # changes with which the stand-in can't run
     (cross_attention, "cross attention", []),
     (somebody_elses_projection, "its projections are not Megatron's", EXCHANGES),
     (another_version, UNKNOWN, EXCHANGES),
@@ -271,7 +271,7 @@ def test_what_is_not_driven_says_why(changes, reason, bound, rank):
 
 
 def unlike_itself(rank, changes, shape=Shape(config={"head_groups": 2})):
-    """Return how far a layer that was changed is off, once overlapped."""
+    """Return the largest relative difference between a changed layer with the overlap and without."""
     outputs = []
     for ours in (True, False):
         model, (x, dy, mask, tables) = megatron_layers.layer(shape, torch.distributed.group.WORLD), megatron_layers.inputs(shape)
@@ -290,7 +290,7 @@ def test_what_is_not_driven_whole_is_right(changes, rank):
     assert_small(unlike_itself(rank, changes), 1e-12)
 
 
-# How it is called.
+# Calls of the layer.
 
 
 def test_the_layer_is_called_once(rank):
@@ -339,7 +339,7 @@ def test_query_heads_that_ranks_would_share_are_refused_by_name(rank):
     ],
 )
 def test_refused_on_every_rank(attention, changes, message, only, rank):
-    """``changes`` are of the arguments of one call, on rank ``only`` or on every one."""
+    """``changes`` are changed arguments of a call, on the rank ``only``, or on every rank if it is None."""
     model, (x, mask, tables) = mine(rank, Shape(attention))
     arguments = {"attention_mask": mask, "rotary_pos_emb": tables, **(changes if only in (None, rank) else {})}
     ds_sp_overlap.enable(model)
@@ -348,7 +348,7 @@ def test_refused_on_every_rank(attention, changes, message, only, rank):
 
 
 def test_a_sequence_that_is_shorter_than_its_tables(rank):
-    """Tables in the list that HEAD gives where a curriculum shortens the sequence."""
+    """The tables are a list, as HEAD of Megatron-DeepSpeed passes them if a curriculum shortens the sequence."""
     shape = Shape()
     x, dy, mask, tables = megatron_layers.inputs(shape)
     model = megatron_layers.layer(shape, torch.distributed.group.WORLD)
@@ -358,7 +358,7 @@ def test_a_sequence_that_is_shorter_than_its_tables(rank):
     assert (model(x[:8].chunk(2)[rank], mask, list(tables)) - expected.chunk(2)[rank]).abs().max() < 1e-12
 
 
-# The ways in.
+# Ways to enable the overlap.
 
 
 def test_flags_of_pull_request_415_stand_for_the_section():
@@ -370,7 +370,7 @@ def test_flags_of_pull_request_415_stand_for_the_section():
 
 
 def in_a_new_process(code):
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns on stdout that it found none
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns on stdout that it found no accelerator
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     return done.stdout.strip().splitlines()[-1:], done.stderr
 
@@ -408,7 +408,7 @@ def test_core_attention_is_left_as_it_was(rank):
 
 
 class Alibi(nn.Module):
-    """Attention that adds a slope for each head of its rank, made for as many heads as it is called with."""
+    """Attention that adds a slope for each head; it must be called with all heads of its rank."""
 
     def __init__(self, heads):
         super().__init__()
@@ -455,6 +455,6 @@ test_the_suite_notices_without_the_guard = notices(
     Watched("a fork's exchange stays its own", "return False", unlike(forked_exchange)),
     Watched("known by its source", "if False:", unlike(functools.partial(of_class, Clamped))),
     Watched("what a decorator does is in no digest", "pass", unlike(functools.partial(of_class, Decorated))),
-    # Each call looks again.
+    # Each call checks the layer again.
     Watched("a call of dist_attn that is hooked is made", "pass", unlike(hook_dist_attn), raises=True),
 )

@@ -1,4 +1,4 @@
-"""The mistakes that new users make, and README's table of messages: what is said is what the table has, on every rank."""
+"""Makes the mistakes of README's table of messages; tests that every rank says the message of the table."""
 
 import functools
 import logging
@@ -30,7 +30,7 @@ SECTION = {"head_groups": 1}
 
 
 def made(rank, stage=0, **more):
-    """Make an engine for a model with stock Ulysses, as a loop of one's own does; leave nothing behind."""
+    """Make an engine for a model with stock Ulysses, as a hand-written loop does; clean up afterwards."""
     config = ds_config(stage, **more)
     if stage == 3:
         del config["zero_optimization"]["reduce_scatter"]
@@ -39,7 +39,7 @@ def made(rank, stage=0, **more):
 
 
 def forward(rank, overlap=True, positions=True, local=False, **options):
-    """Run a model forward that is overlapped, or has stock Ulysses alone."""
+    """Run the forward of a model, overlapped or with stock Ulysses alone."""
     with sequence_parallel_model(2, **options) as (model, _):
         if overlap:
             ds_sp_overlap.enable(model, SECTION)
@@ -110,7 +110,7 @@ MISTAKES = {
     "'UlyssesSPDataLoaderAdapter'": resume,
     "sequence parallel group is already": two_models,
 }
-ELSEWHERE = {  # frameworks/test_masks.py, training/test_faults.py, frameworks/test_deepspeed.py
+ELSEWHERE = {  # messages tested in frameworks/test_masks.py, training/test_faults.py and frameworks/test_deepspeed.py
     "mixes tokens", "failed on sp rank", "DeepSpeed does not sum gradients", "the ranks ask for different",
 }  # fmt: skip
 
@@ -121,7 +121,7 @@ def table():
 
 
 def said(rank, mistake):
-    """Return what one rank raises, or warns of."""
+    """Make a mistake; return the error message on this rank, or the warnings if there is no error."""
     with listening(logging.WARNING) as messages:
         error = refusal(MISTAKES[mistake], rank)
     return "\n".join(messages if error is None else [error[1]])
@@ -134,16 +134,20 @@ def test_each_message_of_the_readme_is_provoked():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_with_the_message_of_the_readme(mistake):
-    """Should one of DeepSpeed's (0.19.8) no longer come, it has mended that: tell README and docs/loss_and_gradients.md."""
+    """If a message of DeepSpeed (0.19.8) no longer comes, DeepSpeed has changed: change README and docs/loss_and_gradients.md."""
     (message,) = (message for message in table() if message.startswith(mistake))
     heard = on_ranks(2, said, mistake)
-    warned = mistake in ('has no "sp_overlap" section', "ZeRO-3 with reduce_scatter")  # rank 0 says these for all
+    warned = mistake in ('has no "sp_overlap" section', "ZeRO-3 with reduce_scatter")  # rank 0 warns for all ranks
     for text in heard[: 1 if warned else 2]:
         assert all(piece.strip() in text for piece in message.split("...")), text
 
 
 def by_a_trainer(rank, caller, trainer):
-    """Return what is raised, or said, where a method of a trainer makes an engine that accumulates two batches."""
+    """Make an engine that accumulates two batches, as if a trainer's method made it; return the error, or the warnings.
+
+    caller    the name of the module with the method
+    trainer   the name of the trainer's class
+    """
     kind = type(trainer, (), {"__module__": "trl.trainer"})
     names = {"self": kind(), "__name__": caller, "make": lambda: made(rank, accumulation=2, sp_overlap=SECTION)}
     with listening(logging.WARNING) as messages:
@@ -171,7 +175,7 @@ assert config._param_dict["sp_overlap"] and "ds_sp_overlap" not in sys.modules
 
 
 def test_an_import_that_is_missing_is_told_by_nothing_but_the_missing_line():
-    """Stock DeepSpeed (0.19.8) takes a section that it does not know without a word. Should it refuse one day: tell README."""
+    """Stock DeepSpeed (0.19.8) accepts an unknown section without a message. If it refuses one day, change README."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_THE_IMPORT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "sp_overlap" not in done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""Mixers that work on each rank's own tokens, or by channels, overlapped: against transformers' model on the whole sequence, in fp64 (`in_double`).
+"""Compares mixers that keep each rank's own tokens, or are cut by channels, with transformers' model on the whole sequence.
 
-Documents and padding: against each document alone.
+In fp64 (`in_double`). Packed documents and padding are compared with each document run alone.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ STRICT = {"on_unsupported": "error"}
 SHORT = ("lfm2", "lfm2_moe", "lfm3", "zaya")
 STATES = ("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "mamba2", "minimax", "recurrent_gemma")
 CHANNELS = ("mamba", "falcon_mamba", "jamba", "zamba")
-# PEFT takes no out_proj of Nemotron-H.
+# PEFT does not adapt out_proj of Nemotron-H.
 ADAPTED = {"mamba": "in_proj,x_proj", "nemotron_h": "q_proj,k_proj,v_proj,o_proj,in_proj", "lfm2": "in_proj,out_proj"}
 
 
 def model_of(kind, **options):
-    """A tiny model whose states live for many tokens, and whose steps are clamped on both sides."""
+    """Make a tiny model whose states last for many tokens, and whose time steps are clamped on both sides."""
     model = tiny_model(kind, **options)
     for module in model.modules():
         if hasattr(module, "A_log"):
@@ -47,7 +47,7 @@ def model_of(kind, **options):
         elif hasattr(module, "recurrent_param"):
             module.recurrent_param.data.sub_(3)
         elif kind == "granitemoehybrid" and hasattr(module, "k_proj"):
-            module.k_proj.bias.requires_grad_(False)  # whose gradient is 0
+            module.k_proj.bias.requires_grad_(False)  # its gradient is 0
     return model
 
 
@@ -61,7 +61,7 @@ def is_mixer(module):
 SAYS = "tokens before|states"
 
 
-FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
+FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer heads than ranks
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ FEW_HEADS = dict(mamba_num_heads=2, n_groups=1)  # fewer than ranks
         full(SHORT[1:], [16, 16], {}, {}),
         (STATES[1:], [1, 30], {}, {}),
         (("lfm2", "nemotron_h", "minimax"), [9, 2, 21], {}, {"head_groups": 1}),
-        (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # fewer tokens than taps, on two ranks one after another
+        (("lfm2", "nemotron_h"), [20, 1, 1, 10], {}, {}),  # two adjacent ranks have fewer tokens than the convolution has taps
         (("nemotron_h",), [9, 2, 1, 20], FEW_HEADS, {}),
         (CHANNELS, [1, 30], {}, {"check": True}),
         (("mamba",), [9, 2, 21], {}, {"head_groups": 3}),
@@ -86,9 +86,9 @@ def test_loss_and_every_gradient_equal_the_whole_sequences(kinds, lengths, optio
 
 ROWS = [
     [[10, 6, 16], [10, 6, 16]],
-    [[2, 29, 1], [32]],  # one over all ranks
+    [[2, 29, 1], [32]],  # one document spans all ranks
     [[1, 1, 1, 29], [3, 1, 1, 27]],
-    [[1, 2, 1, 1, 2, 1, 1, 2, 4, 1, 16], [16, 16]],  # a last piece that shares a call
+    [[1, 2, 1, 1, 2, 1, 1, 2, 4, 1, 16], [16, 16]],  # the last short piece is scanned in one call with others
 ]
 
 
@@ -121,13 +121,13 @@ def detached(y, state):
 
 
 def forgetful(y, state):
-    """As of a kernel whose backward ignores the gradient of the state."""
+    """Return the results of a kernel whose backward ignores the gradient of the state."""
     return y, state.detach() + 0 * state
 
 
 @contextlib.contextmanager
 def kernel(kind, result):
-    """Let ``result`` change what the kernel of a model returns with a final state."""
+    """Let a model's kernel return ``result(y, state)`` instead of y and the final state."""
     file = sys.modules[type(next(filter(is_mixer, model_of(kind).modules()))).__module__]
     scan = file.mamba2_chunk_scan
 
@@ -171,7 +171,7 @@ def test_too_few_heads_and_ranks_with_other_kernels_are_refused_on_all_ranks(ran
     assert said is not None and said[0] == "ValueError" and words in said[1], said
 
 
-# What learns, and in which precision.
+# Frozen parameters, adapters and precision.
 
 
 LEARNING = {
@@ -192,7 +192,7 @@ def test_adapters_learn(kind, rank):
 
 
 def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
-    """The fault is ten roundings of bf16 (0.4 %) and more."""
+    """The planted fault is at least ten roundings of bf16 (0.4 %)."""
     kinds, taps = ("nemotron_h", "lfm2", "recurrent_gemma", "jamba"), ("conv.weight", "conv1d.weight")
     whole.assert_rounds_as_one_rank(model_of, kinds, {}, taps, 1.2, (False, True))
 
@@ -201,7 +201,10 @@ def test_in_bf16_and_under_autocast_rounding_is_that_of_one_rank():
 
 
 def order_of(rank, kind, section, names):
-    """Exchanges and projections of a layer in their order, forward and backward; ``names`` by the rows of a weight."""
+    """Return the order of a layer's exchanges and projections, in forward and in backward.
+
+    names   {name of a projection: function of the layer that returns the projection's number of rows}
+    """
     model, mover = model_of(kind), Recording()
     layer = next(module for module in model.modules() if hasattr(module, "A_log"))
     linear, names = torch.nn.functional.linear, {of(layer): name for name, of in names.items()}
@@ -228,7 +231,7 @@ def test_dt_is_projected_under_the_tokens_before_and_z_under_the_states(rank):
 
 
 def test_z_is_projected_while_channels_travel(rank):
-    made = by_head_groups(("qkv", "q"))  # B and C are those of all channels
+    made = by_head_groups(("qkv", "q"))  # all channels share B and C, so the second group sends none
     rows = rows_of(("in", "intermediate_size"), ("latent", "x_proj.out_features"))
     forward, backward = order_of(rank, "mamba", {"head_groups": 2}, rows)
     expected = order(made, made.forward)
@@ -295,7 +298,7 @@ def test_code_that_is_not_known_is_refused_by_name(rank):
 
 @pytest.mark.parametrize("kind", ["nemotron_h", full("lfm2"), full("recurrent_gemma"), full("zaya"), full("jamba")])
 def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
-    stages = [(0, False), (1, False), (2, False), (3, True)][: 3 if kind == "zaya" else 4]  # its experts differ: the third raises
+    stages = [(0, False), (1, False), (2, False), (3, True)][: 3 if kind == "zaya" else 4]  # experts differ: stage 3 raises
     assert_small(whole.trained(rank, kind, stages, {}), whole.FP32)
 
 
@@ -303,7 +306,7 @@ def test_training_under_zero_is_that_of_the_whole_sequence(kind, rank):
 @pytest.mark.parametrize("kind", ["nemotron_h", "lfm2", "recurrent_gemma"])
 @pytest.mark.ranks(4)
 def test_thirty_steps_of_four_ranks_stay_as_near_to_one_as_weights_one_rounding_off(kind, rank):
-    """Mamba 2 amplifies rounding: at ten times the rate both are 0.9 % apart."""
+    """Mamba 2 amplifies rounding: at ten times the learning rate, both runs would be 0.9 % apart from one rank."""
     steps = 30
 
     def nudged(model):
@@ -343,7 +346,7 @@ def of_states(rank):
 
 
 class Twice(Mamba2):
-    """A fault: D is added once more."""
+    """Plants a fault: D is added twice."""
 
     def scan(self, x, dt):
         y, state = super().scan(x, dt)
@@ -362,5 +365,5 @@ test_the_suite_notices_without_the_guard = notices(
     Watched("the step that the scan takes", "pass", of_states),
     Watched("a document that begins lacks nothing", "if False:", of_documents, ranks=3),
     Watched("a state stays in its document", "if False:", of_documents, ranks=3),
-    Watched("mixers find their sequence", "if False:", of_checkpoints, raises=True),  # as of recurrent layers
+    Watched("mixers find their sequence", "if False:", of_checkpoints, raises=True),  # as recurrent layers do
 )

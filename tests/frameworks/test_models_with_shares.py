@@ -1,4 +1,4 @@
-"""transformers models on more ranks than heads, where ranks share query heads: against the model on the whole sequence.
+"""Compares transformers models on more ranks than heads, where ranks share query heads, with the whole sequence.
 
 In fp64, on 2, 4 and 8 ranks: logits and every gradient on every rank.
 """
@@ -38,7 +38,7 @@ from tests.harness.ranks import assert_error, assert_refused, assert_small, refu
 from tests.harness.reference import relative_error
 from tests.harness.whole import against_whole
 
-FP64 = 1e-12  # roundings of 1e-16 over two layers, seen below 1e-14
+FP64 = 1e-12  # measured: below 1e-14, from roundings of 1e-16 over two layers
 GPT_OSS = dict(family="gpt_oss", num_local_experts=2, num_experts_per_tok=1, sliding_window=5)
 MODELS = {
     "llama": dict(heads=2, kv_heads=1),
@@ -64,7 +64,7 @@ CHECKPOINTING = {"no checkpoints": None, "reentrant": True, "not reentrant": Fal
 
 
 def made(checkpointing=None, **options):
-    """A model in fp64, and whether it attends by flash attention."""
+    """Make a model in fp64; gpt_oss uses flash attention."""
     is_flash = options.get("family") == "gpt_oss"
     model = tiny(**EXACT, head_dim=8, implementation="eager" if is_flash else "sdpa", **options)
     if is_flash:
@@ -75,8 +75,8 @@ def made(checkpointing=None, **options):
     return model
 
 
-CASES = [case for case in itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING) if case[2:] != ("kept", "reentrant")]  # refused
-PARTS = [(4, singles(CASES)[part::4]) for part in range(4)]  # each part takes its ranks less than a minute
+CASES = [case for case in itertools.product(MODELS, ROWS, SECTIONS, CHECKPOINTING) if case[2:] != ("kept", "reentrant")]
+PARTS = [(4, singles(CASES)[part::4]) for part in range(4)]  # a part takes less than a minute
 PARTS += [full(2, CASES[part::24]) for part in range(0, 24, 3)] + [full(8, CASES[part::51]) for part in range(0, 51, 17)]
 
 
@@ -109,14 +109,17 @@ OTHERS = [
 
 @pytest.mark.ranks(4)
 def test_latents_travel_expanded_and_delta_nets_with_heads_enough_stand_beside_shares(rank):
-    assert_small(against_whole(rank, tiny_model, OTHERS, ""), 1e-10)  # many more sums, of the delta rule
+    assert_small(against_whole(rank, tiny_model, OTHERS, ""), 1e-10)  # the delta rule adds many more roundings
 
 
 # Training with DeepSpeed.
 
 
 def trained(rank, size, stage, checkpointing, section, options):
-    """Errors of the gradients and of the loss of the first step. More ranks than ``size`` are replicas, whose gradients are averaged."""
+    """Train; return the error of the gradients and of the loss in the first step.
+
+    Every ``size`` ranks are a replica; gradients are averaged over replicas.
+    """
 
     def prepare(model):
         if CHECKPOINTING[checkpointing] is not None:
@@ -141,7 +144,7 @@ def trained(rank, size, stage, checkpointing, section, options):
 )
 @pytest.mark.ranks(4)
 def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing, rank):
-    """fp32: 1e-6 are roundings of sums in another order; a mistake gives more than 1e-3. Stock is registered with two heads."""
+    """In fp32: sums in another order differ by 1e-6, and a mistake gives more than 1e-3. Stock is registered with two heads."""
     assert_small(trained(rank, 4, stage, checkpointing, {"head_groups": 1}, dict(heads=2, kv_heads=1)), 1e-5)
 
 
@@ -149,12 +152,12 @@ def test_training_has_the_gradients_of_the_whole_sequence(stage, checkpointing, 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.ranks(4)
 def test_replicas_choose_together_and_average(stage, rank):
-    """Two replicas of two ranks with one head; the second has sequences twice as long."""
+    """Checks two replicas of two ranks, with one head; the sequences of the second replica are twice as long."""
     options = dict(heads=1, kv_heads=1, hidden_size=16, head_dim=8)
     assert_small(trained(rank, 2, stage, "no checkpoints", {}, options), 1e-5)
 
 
-# Where stock refuses the heads.
+# Numbers of heads that stock refuses.
 
 
 REFUSED = {
@@ -178,7 +181,7 @@ def test_stock_is_registered_for_heads_that_it_refuses_and_says_so_where_nothing
     for kind, message in (before, after):
         assert kind == "ValueError" and REFUSED[size, heads, kv_heads] in message and 'add "sp_overlap": {}' in message
     with sequence_parallel_model(size, implementation="flex_attention", **options) as (model, group):
-        kind, message = refusal(ds_sp_overlap.enable, model, {}, group)  # DeepSpeed's exchanges would stay
+        kind, message = refusal(ds_sp_overlap.enable, model, {}, group)  # here, DeepSpeed's exchanges would remain
     del ALL_ATTENTION_FUNCTIONS["flex_attention"]
     assert kind == "ValueError" and f"(LlamaAttention): {REFUSED[size, heads, kv_heads]}" in message
 
@@ -257,7 +260,7 @@ def test_layers_that_cant_share_heads_are_refused_by_name_on_every_rank(rank):
 
 
 def test_ranks_share_heads_under_autocast_with_weights_in_fp32(rank):
-    """q and k are fp32 there, since their tables are, and v is bf16. Compare one rank and two that share heads with fp32."""
+    """q and k are fp32, as RoPE's tables are, and v is bf16. Compares the errors of one rank, and of two that share heads."""
     tokens, group, errors = batches(1)[0], torch.distributed.group.WORLD, []
     whole = outcome(tiny(initializer_range=0.2), tokens, 0, 1, None)
     for size in (1, 2):

@@ -1,4 +1,4 @@
-"""The functions of docs/recipes.md on two ranks, in fp64, against the same on the whole sequence in one process."""
+"""Compares the functions of docs/recipes.md on two ranks, in fp64, with the same functions on the whole sequence."""
 
 import logging
 
@@ -28,7 +28,7 @@ from tests.harness.reference import relative_error
 
 
 def recipes(size):
-    """Return the names that the page defines; with one rank nothing is summed."""
+    """Run the code of the page; return the names that it defines. With ``size`` 1, its sums over ranks do nothing."""
     names = {}
     for block in read(ROOT / "docs" / "recipes.md").blocks:
         if "test_recipes" in block.said[1] and block.section != "QLoRA":
@@ -39,7 +39,7 @@ def recipes(size):
 
 
 def sliced(tokens, which, size):
-    """A batch whose prompts have no labels, before it is cut."""
+    """Return a rank's slice of a batch; labels of prompts are removed before the batch is cut."""
     batch = cut(tokens, 0, 1)
     batch["labels"][:, :9] = -100
     return {key: value.chunk(size, 1)[which] for key, value in batch.items()}
@@ -79,7 +79,7 @@ def images(names, which, size, group):
     pixels, weight = torch.randn(32, 1176, dtype=torch.float64), torch.randn(2, 32, 64, dtype=torch.float64)
     # The first axis counts tokens, the others place images.
     positions = torch.arange(32).expand(3, 2, 32) + torch.randint(0, 9, (3, 2, 32)) * torch.tensor([0, 1, 1])[:, None, None]
-    positions[0, :, 8:12] = 8  # an image stands at one place
+    positions[0, :, 8:12] = 8  # all tokens of an image have one position on the first axis
     embeddings = names["embed"](model, tokens, pixels, torch.tensor([[1, 4, 4]] * 2))
     logits = names["logits_of_slice"](model, embeddings, positions, which, size)
     return model, names["whole"]((logits * weight.chunk(size, 1)[which]).sum(), group)
@@ -103,7 +103,7 @@ def custom(names, which, size, group):
 
 
 RECIPES = {"dpo": dpo, "reward": reward, "images": images, "tiles": tiles, "custom": custom}
-# Positions of images and norms are in fp32, alike on both sides but for the order of sums.
+# Image positions and norms are in fp32 on both sides, with sums in different orders.
 TOLERANCE = {"images": 1e-5}
 
 
@@ -125,7 +125,7 @@ def test_a_recipe_gives_the_loss_and_the_gradients_of_the_whole_sequence(which, 
 
 
 def quantised(folder, storage):
-    """Return the model that the page's recipe makes of a tiny one, with adapters that are not zero; computed in fp32."""
+    """Run the QLoRA recipe of the page on a tiny model; return the model, with nonzero adapters, computing in fp32."""
     (block,) = (block for block in read(ROOT / "docs" / "recipes.md").blocks if block.section == "QLoRA")
     text = block.text.replace("Qwen/Qwen3-0.6B", str(folder)).replace("quantization_config", "dtype='float32', quantization_config")
     options = f'bnb_4bit_quant_storage="{storage}", bnb_4bit_compute_dtype="float32"'
@@ -139,7 +139,7 @@ def quantised(folder, storage):
 
 
 def with_four_bits(rank, folder, storage, stage):
-    """Return the worst error of a gradient, and what the start-up reports."""
+    """Return the largest error of a gradient, and the report of the start-up."""
     tokens = batches(1)[0]
     right = outcome(quantised(folder, storage), tokens, 0, 1, None)
     right.pop("logits")

@@ -1,6 +1,6 @@
-"""Hold what README and docs say of DeepSpeed (0.19.8) itself, where no other test holds it; the plugin takes no part.
+"""Tests statements of README and docs about DeepSpeed (0.19.8) itself that no other test checks; the package is not used.
 
-Should one of these fail, DeepSpeed has changed: tell the page that says so.
+If a test fails, DeepSpeed has changed: then change the page that makes the statement.
 """
 
 from unittest import mock

@@ -1,7 +1,7 @@
-"""Every type of causal language model that transformers knows, also with odd configs: overlapped and right, or refused; see docs/sweep.md.
+"""Tests every type of causal language model in transformers, also with odd configs: it must be right with the overlap, or refused.
 
-Eleven in every run, a quarter of them by ``pytest --all``; all by ``pytest --all -m sweep tests/frameworks/test_sweep.py``, which writes
-docs/sweep.md and docs/sweep.csv.
+Every run tests eleven types, and ``pytest --all`` a quarter of all types. ``pytest --all -m sweep tests/frameworks/test_sweep.py``
+tests all types, and writes docs/sweep.md and docs/sweep.csv.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from tests.harness.sweep_page import rows_of, write
 EVERY_RUN = {
     "falcon": "refused",
     "doge": "refused",
-    "gpt_oss": "refused",  # as it has no sdpa; see test_transformers.py for flash attention
+    "gpt_oss": "refused",  # since it has no sdpa; test_transformers.py tests it with flash attention
     "jamba": "whole and selective scan",
     "qwen3_next": "attention function and delta rule",
     "bitnet": "attention function",
@@ -34,7 +34,8 @@ EVERY_RUN = {
     "olmo2": "whole",
     "phi3": "whole",
 }
-ODD = {  # what is overlapped with configs with which lines of a forward act that did nothing
+# {type: [(field, value, parts that are overlapped)]}: with these values, lines of a forward take effect that had none by default.
+ODD = {
     "olmo": [("clip_qkv", 8.0, "attention function")],
     "dbrx": [("attn_config.clip_qkv", 4.0, "attention function")],
     "llama4_text": [("floor_scale", 2, "whole and attention function"), ("attn_temperature_tuning", False, "whole")],
@@ -73,10 +74,10 @@ def test_a_clamp_that_is_let_through_is_seen():
 
 @pytest.fixture
 def record(tmp_path_factory, worker_id):
-    """Keeps a verdict for the page, which is written when those of all types are there, from whatever worker."""
+    """Return a function that stores a verdict; the worker that stores the last verdict of all types writes the page."""
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
-        folder = folder.parent  # the one that pytest-xdist's workers share
+        folder = folder.parent  # the folder that all workers of pytest-xdist share
 
     def keep(found, of, kind):
         unfinished = folder / f"{kind}.{of}.unfinished"

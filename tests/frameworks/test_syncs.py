@@ -1,6 +1,6 @@
-"""The host waits for the device once in a step, where it learns positions, and in no layer.
+"""Tests that the host waits for the device once in a step, when it reads positions, and in no layer.
 
-On CPU nothing waits, so operations that would are counted by name: see `tests.harness.syncs`.
+On a CPU there is no device to wait for, so operations that would wait on a GPU are found by name: see `tests.harness.syncs`.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, batches, cut, outcome, packed, tiny
 from tests.harness.syncs import waits
 
-READ = ("cpu", "positions.py:_every")  # what all ranks said, in one piece
-SENT = ("lift_fresh", "documents.py:to_device")  # from pinned memory: see below
-EARLIER = ("tolist", "calls.py:is_alike")  # once in 32 calls, of what was asked 32 calls before and copied to the host since
+READ = ("cpu", "positions.py:_every")  # reads the positions of all ranks, in one tensor
+SENT = ("lift_fresh", "documents.py:to_device")  # does not wait, since the memory is pinned: see below
+EARLIER = ("tolist", "calls.py:is_alike")  # once in 32 calls; reads a result that was copied to the host 32 calls before
 
 # The instrument.
 
@@ -76,14 +76,14 @@ ROWS = {
     "packed in two rows": [[[10, 22], [3, 13, 1, 15]], [[32], [1, 1, 30]], [[16, 16], [12, 20]], [[5, 27], [32]]],
     "shorter": [[[32]], [[7, 9]], [[16]], [[32]]],
 }
-IRREGULAR = dict(heads=6, kv_heads=3)  # a rank's three query heads attend to two KV heads, one of them to its own alone
-SHARED = dict(heads=5, kv_heads=1)  # by both ranks, unless a flash attention of somebody else attends
+IRREGULAR = dict(heads=6, kv_heads=3)  # a rank's three query heads use two KV heads
+SHARED = dict(heads=5, kv_heads=1)  # both ranks share the heads, except with a third-party flash attention
 MODELS = [IRREGULAR, dict(family="bitnet", **IRREGULAR), dict(family="mistral", sliding_window=5), SHARED]
 
 
 @contextlib.contextmanager
 def overlapped(attention, head_groups, window=None, **options):
-    """A model that is overlapped over all ranks, and the calls of flash attention."""
+    """Yield a model that is overlapped over all ranks, and the list of calls of flash attention."""
     with flash.flash_attention() as calls:
         model = tiny(**options)
         model.config._attn_implementation = attention
@@ -95,7 +95,7 @@ def overlapped(attention, head_groups, window=None, **options):
 
 
 def steps(rank, attention, head_groups, rows, masked=False, plant=None, **options):
-    """Return the waits of each training step, and the calls of flash attention in it."""
+    """Train; return the waits of each step, and the calls of flash attention in each step."""
     seen, called = [], []
     with overlapped(attention, head_groups, **options) as (model, calls):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,7 +119,7 @@ def steps(rank, attention, head_groups, rows, masked=False, plant=None, **option
 
 
 def of_layers(rank, **options):
-    """Every wait behind the first step but the one for positions; for guards."""
+    """Return the waits of all steps after the first, except one wait for positions in each step; for guards."""
     later = steps(rank, **options)[0][1:]
     return [wait for step in later for wait in [*set(step) - {SENT, READ, EARLIER}, *[READ] * (step.count(READ) - 1)]]
 
@@ -128,7 +128,7 @@ def of_layers(rank, **options):
 @pytest.mark.parametrize("head_groups, window", [full(1, None), (2, None), full(2, 1), (2, 2)])
 @pytest.mark.parametrize("attention", ["sdpa", flash.NAME])
 def test_the_host_waits_once_a_step_and_in_no_layer(attention, head_groups, window, rank):
-    """Behind the first step, which compares the ranks and makes what is kept."""
+    """Checks the steps after the first, which compares the ranks and fills caches."""
     cases = [(rows, IRREGULAR, False) for rows in ROWS]
     cases += [("packed in two rows", options, masked) for options in MODELS for masked in (False, True)][1:]
     for case in cases:
@@ -158,7 +158,7 @@ def test_a_step_that_is_longer_than_all_before_takes_one_more(rank):
 
 
 def test_what_the_host_knows_is_sent_in_one_copy_that_nobody_waits_for():
-    """The host waits for a copy from memory that is not pinned."""
+    """The memory must be pinned, since the host waits for a copy from other memory."""
     arrays = [np.arange(6).reshape(2, 3), np.arange(0), np.arange(2)]
     assert all(np.array_equal(sent.numpy(), array) for sent, array in zip(to_device(arrays, torch.device("cpu")), arrays))
     with mock.patch("torch.from_numpy") as host:
@@ -173,7 +173,7 @@ def test_what_the_host_knows_is_sent_in_one_copy_that_nobody_waits_for():
 
 
 def test_flash_attention_is_told_documents_by_edges_and_by_nothing_where_there_are_none(rank):
-    """int32 edges of all rows one after the other, and a Python int; two layers of two head groups."""
+    """Expects int32 edges over all rows, and the longest length as a Python int, in two layers with two head groups."""
     rows = [[[32]], [[32], [32]], [[10, 6, 16]], [[10, 22], [32]]]
     _, (one, two, packed_row, packed_rows) = steps(rank, flash.NAME, 2, rows)
     assert one == two == [None] * 4

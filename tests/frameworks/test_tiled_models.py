@@ -1,4 +1,7 @@
-"""Models whose norms and MLPs run in tiles (``"tiles"``): equal to the whole sequence in fp64, trained alike, and said in the report. Under FSDP2: test_fsdp2.py."""
+"""Tests models whose norms and MLPs run in tiles (``"tiles"``), against the whole sequence in fp64; training; and the report.
+
+test_fsdp2.py tests tiles under FSDP2.
+"""
 
 import contextlib
 import functools
@@ -13,7 +16,7 @@ from ds_sp_overlap.integrations import tiles
 from tests.harness.cases import full
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, train_run, worst
 
-SECTION = {"head_groups": 2, "tiles": 5}  # of the 16 tokens of a rank
+SECTION = {"head_groups": 2, "tiles": 5}  # a rank has 16 tokens
 GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 MODELS = {
     "llama": {},
@@ -30,7 +33,7 @@ IN_FP32 = ("gemma3_text", "olmo2")
 
 @contextlib.contextmanager
 def counting():
-    """Yield the modules that ran in tiles, by the names of their classes."""
+    """Yield a list that collects the class name of each module that runs in tiles."""
     ran, run = [], tiles.run_in_tiles
     tiles.run_in_tiles = lambda module, x, tokens: ran.append(type(module).__name__) or run(module, x, tokens)
     try:
@@ -41,7 +44,7 @@ def counting():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_every_gradient_equal_the_whole_sequences(name, rank):
-    """Norms that compute in fp32, whatever they are given, round a tile otherwise than the whole."""
+    """The tolerance is larger for norms that compute in fp32, since they round a tile differently than the whole."""
     options, tokens = {**EXACT, **MODELS[name]}, batches(1)[0]
     expected = outcome(tiny(**options), tokens, 0, 1, None)
     for reentrant in (None, False, True) if name in ("llama", "gpt2") else (False,):
@@ -121,5 +124,5 @@ def auto_of(m, inner, tokens):
 
 
 def test_auto_keeps_temporaries_of_a_tile_below_half_of_the_input():
-    assert auto_of(8, 32, 2800) == [100, 58]  # 14 and 3 * 8 times a tile are half of 2800
+    assert auto_of(8, 32, 2800) == [100, 58]  # 14 * 100 and 3 * 8 * 58 are about half of 2800
     assert auto_of(8, 32, 3) == [1, 1] and auto_of(8, 32, 0) == [1, 1]

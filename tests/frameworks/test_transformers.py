@@ -1,8 +1,8 @@
-"""transformers models under `UlyssesSPAttentionHF`, overlapped: against the model on the whole sequence, and stock.
+"""Compares transformers models under `UlyssesSPAttentionHF`, overlapped, with the model on the whole sequence, and with stock.
 
-The models are in fp64: what remains are roundings (1e-16) over two layers and sums in another order, seen below 1e-14.
-RoPE's tables and the mean square in a norm are in fp32, token by token, alike on both sides. So FP64 leaves room for
-four more digits; `test_the_tolerance_catches_a_fault` proves that it is tight enough.
+The models are in fp64. Roundings (1e-16) of sums in another order, over two layers, give differences below 1e-14. RoPE's tables and
+the mean square of a norm are in fp32, but equal on both sides. The tolerance `FP64` is far above these differences;
+`test_the_tolerance_catches_a_fault` proves that it is tight enough.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ BIASES = [dict(attention_bias=True), dict(family="qwen3", attention_bias=True)]
 
 @pytest.mark.parametrize("size, cases", [(2, FAMILY + HEADS + BIASES), (4, FAMILY[:1] + FEW_KV_HEADS[:: 1 if everything() else 2])])
 def test_logits_and_every_gradient_equal_the_whole_sequences_and_stocks(size, cases, rank):
-    """Sizes 2 and 4, so that there are KV heads fewer than ranks; one and two head groups where there are two heads."""
+    """With size 4, there are fewer KV heads than ranks. Two head groups need two heads on a rank; else only one is tested."""
     for options in cases:
         assert max(errors_of(rank, options, BOTH[: options.get("heads", 4) // size], size)) < FP64, options
 
@@ -84,11 +84,11 @@ WINDOWS = [
 
 
 def test_a_sliding_window_is_that_of_the_whole_sequence_where_stock_has_none():
-    """Windows shorter and longer than a local sequence of 16; the second of two layers only for qwen."""
+    """Checks windows shorter and longer than a local sequence of 16; in qwen, only the second of two layers has a window."""
     assert_right_where_stock_is_wrong(WINDOWS)
 
 
-# The model is the same before and after.
+# The model before `enable` and after `disable`.
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "bitnet"])
@@ -108,7 +108,7 @@ def test_enabling_adds_nothing_to_the_state_dict_and_disabling_restores_every_fo
         report = ds_sp_overlap.enable(model)
         assert unchanged() and found()[0] == before[0] and found() != before
         assert len(overlapped_layers(model)) == len(report.layers) == 2
-        ds_sp_overlap.enable(model, {"head_groups": 1})  # twice is once
+        ds_sp_overlap.enable(model, {"head_groups": 1})  # a second call replaces the first
         assert len(overlapped_layers(model)) == 2
         ds_sp_overlap.disable(model)
         ds_sp_overlap.disable(model)
@@ -140,11 +140,11 @@ def test_accelerates_context_parallelism_is_refused_by_name(rank):
         assert kind == "ValueError" and "Accelerate's context parallelism (cp_size)" in message and overlapped_layers(model) == []
 
 
-# What is handed down to attention besides.
+# Further arguments that reach attention.
 
 
 def test_labels_that_trainer_hands_down_are_not_taken_for_something_per_head(rank):
-    """Trainer passes them as [b, s/P], with b the query heads of a rank: q still travels in two exchanges."""
+    """Trainer passes labels [b, s/P]. Here b is also the number of query heads of a rank; q must still be sent in two exchanges."""
     assert BATCH == 4 // 2, "batch and query heads of a rank are the same number"
     inputs, launched, launch = cut(batches(1)[0], rank, 2), [], C10d.launch
 
@@ -169,7 +169,7 @@ def test_accelerates_deepspeed_backend_runs_overlapped_and_trains_like_stock(ran
 
 @pytest.mark.parametrize("value", ["auto", None])
 def test_accelerate_passes_auto_and_null_on(value, rank):
-    """Accelerate fills in every "auto" of the config, and stops at one it doesn't know."""
+    """Accelerate fills in every "auto" of the config, and would raise for an "auto" that it doesn't know."""
     losses = train_with_accelerate(rank, dict.fromkeys(ds_sp_overlap.SpOverlapConfig.model_fields, value), steps=1)
     assert len(losses) == 1
 
@@ -187,7 +187,10 @@ def with_frozen(targets):
 
 
 def reported(rank, prepare, **options):
-    """Assert that a model behind ``prepare`` is right under stock, with one and with two head groups; return what the reports say of layers."""
+    """Assert that the model ``prepare(model)`` is right under stock, and with one and two head groups.
+
+    Returns what the reports say about layers: pairs (overlapped parts, reasons why not more).
+    """
     errors = errors_of(rank, options, BOTH, prepare=prepare, reports=(reports := []))
     assert_small(errors, FP64)
     return {(layer.got.replace("G = 1", "G = 2"), layer.lacks) for report in reports for layer in report.layers}
@@ -200,7 +203,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_called_whole(targets, rank):
     ((got, lacks),) = reported(rank, lambda model: adapted(model, *targets))
     assert got.startswith("all eight exchanges, G = 2")
-    inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # one of them called whole, all are
+    inputs = [name for name in ALL[:3] if set(ALL[:3]) & set(targets)]  # if one is called whole, all three are
     whole = inputs + [name for name in targets if name == "o_proj"]
     assert lacks == "called whole: " + ", ".join(f"{name} ({'LoRA' if name in targets else 'Linear'})" for name in whole)
     for name in ALL:
@@ -209,7 +212,7 @@ def test_lora_on_any_projection_equals_stock_and_the_report_says_which_are_calle
 
 @pytest.mark.parametrize("targets", [("k_proj", "v_proj"), ("o_proj",), full(ALL), ("embed", "layers.0")], ids=",".join)
 def test_frozen_projections_equal_stock(targets, rank):
-    """The last one leaves the first layer nothing to compute a gradient for."""
+    """In the last case, the first layer computes no gradient at all."""
     assert {lacks for _, lacks in reported(rank, with_frozen(targets))} == {""}
 
 
@@ -225,7 +228,7 @@ def test_prompts_that_are_learned_are_refused_by_the_name_of_the_method(kind, na
     assert error == "ValueError" and f"PEFT's {name} puts virtual tokens" in message, message
 
 
-# Layers that are not known by what their forward computes; roundings.
+# Layers whose forward the package does not know; roundings.
 
 
 STRANGERS = [dict(family="bitnet"), dict(family="cohere", use_qk_norm=True), dict(family="stablelm", qk_layernorm=True)]
@@ -275,7 +278,7 @@ FLASH = [
 
 @pytest.mark.parametrize("size, kv_heads", [(2, 4), full(4, 2)])
 def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads, rank):
-    """Eight query heads; the gradient of each sink comes from the one rank that has its head."""
+    """With eight query heads, each sink gets its gradient on the rank that has the sink's head."""
     tokens, group = batches(1)[0], torch.distributed.group.WORLD
 
     def made(**options):
@@ -292,7 +295,7 @@ def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads, ra
                     report = ds_sp_overlap.enable(model, {"head_groups": head_groups}, group)
                 assert ("attention function" in " ".join(str(report).split())) == unknown
                 error = worst(outcome(model, tokens, rank, size, group), whole)
-                assert error < 1e-6, (options, unknown, head_groups)  # both rotate or norm in fp32
+                assert error < 1e-6, (options, unknown, head_groups)  # both families rotate or normalise in fp32
                 ds_sp_overlap.disable(model)
 
 
@@ -303,7 +306,7 @@ def test_sinks_and_capped_scores_are_those_of_the_ranks_heads(size, kv_heads, ra
 @pytest.mark.parametrize("family", ["llama", "bitnet"])
 @pytest.mark.parametrize("disable_in_eval", [False, True])
 def test_evaluation_is_parallel_unless_stock_was_told_to_leave_it_alone(disable_in_eval, family, rank):
-    """With ``disable_in_eval`` each rank runs its own batch in eval mode, here its slice."""
+    """With ``disable_in_eval``, each rank runs its own batch in eval mode; in this test, the batch is the rank's slice."""
     tokens, stock = batches(1)[0], {"disable_in_eval": disable_in_eval}
     inputs = {key: x for key, x in cut(tokens, rank, 2).items() if key != "labels"}
     whole = tiny(family=family, **EXACT)(input_ids=tokens, use_cache=False).logits.chunk(2, 1)[rank].detach()
@@ -331,8 +334,8 @@ def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_no
         assert said[0] == "RuntimeError" and "generation with a KV cache does not work" in said[1]
         assert "ds_sp_overlap.disable(model, stock_too=True)" in said[1]
         takes = inspect.signature(type(model.model).forward).parameters
-        for old_or_new in {"past_key_values", *CACHES[:1]} & takes.keys():  # from 5.24 on, of the one inside
-            for used in (filled, ((torch.zeros(1),),)):  # or a tuple, of which nobody knows how long it is
+        for old_or_new in {"past_key_values", *CACHES[:1]} & takes.keys():  # the argument's name in the inner model, since 5.24
+            for used in (filled, ((torch.zeros(1),),)):  # a cache, or a tuple of unknown length
                 again = refusal(model.model, **inputs, **{old_or_new: used})
                 assert again[1].split(": ", 1)[1] == said[1].split(": ", 1)[1], old_or_new
         empty = DynamicCache(config=model.config)
@@ -346,7 +349,7 @@ def test_decoding_from_a_filled_cache_is_refused_and_a_cache_that_is_empty_is_no
 
 @pytest.mark.parametrize("family", ["llama", "cohere"])
 def test_disable_with_stock_too_leaves_a_model_that_generates(family, rank):
-    """After `disable` alone stock's function stays, which is right for training without the overlap, and can't generate."""
+    """After `disable` without ``stock_too``, stock's attention function stays: it can train, but it can't generate."""
     tokens = batches(1)[0]
     prompt = dict(input_ids=tokens[:1, :8], attention_mask=torch.ones(1, 8, dtype=torch.long), max_new_tokens=4, do_sample=False)
     expected = tiny(family=family, **EXACT).generate(**prompt)
@@ -365,7 +368,7 @@ def test_disable_with_stock_too_leaves_a_model_that_generates(family, rank):
         ds_sp_overlap.disable(other)
 
 
-# Positions that are missing or local.
+# Missing positions, and positions that count local tokens.
 
 
 NEEDED = "sequence parallelism needs position_ids in every forward: those of the whole sequence, cut over the ranks like input_ids"
@@ -407,7 +410,7 @@ def test_missing_and_misshapen_position_ids_are_refused_on_every_rank(rank):
 
 @pytest.mark.parametrize("section", [{}, {"documents": "per_rank"}], ids=str)
 def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_may_begin_so(section, rank):
-    """Documents that end with every rank by chance, behind a forward in which they did not, are no reason to stop."""
+    """If documents end with every rank by chance, after a forward in which they did not, nothing is refused."""
     with sequence_parallel_model(2) as (model, _):
         ds_sp_overlap.enable(model, section)
         ids = cut(batches(1)[0], rank, 2)["input_ids"]
@@ -421,7 +424,7 @@ def test_position_ids_that_count_each_ranks_tokens_are_refused_unless_documents_
         assert_error(first, 'set sp_overlap.documents to "per_rank"')
 
 
-# Nothing to do, and bad input.
+# Models without attention, and bad input.
 
 
 def test_sp_size_one_is_a_no_op_that_is_said_once(rank):
@@ -435,7 +438,7 @@ def test_sp_size_one_is_a_no_op_that_is_said_once(rank):
 
 
 class Peculiar(torch.nn.Module):
-    """An MLP: no attention in it."""
+    """A model without attention."""
 
     def __init__(self):
         super().__init__()
@@ -469,7 +472,7 @@ def test_bad_input_is_a_clear_error_on_every_rank_and_changes_nothing(rank):
 
 
 def test_the_way_of_a_query_to_the_wire_is_short_and_the_one_that_the_package_describes(rank):
-    """Look at the modules of the package that are on the stack at the first exchange, outermost first."""
+    """Compares the package's modules on the stack at the first exchange, outermost first, with the package's docstring."""
     package, ways, launch = Path(ds_sp_overlap.__file__).parent, [], C10d.launch
 
     def recorded(self, *args):
@@ -482,9 +485,9 @@ def test_the_way_of_a_query_to_the_wire_is_short_and_the_one_that_the_package_de
         ds_sp_overlap.enable(model, {"head_groups": 1})
         inputs = cut(batches(1)[0], rank, 2)
         model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
-    rebound = max(at for at, module in enumerate(ways[0]) if module == "integrations.rebinding")  # of models around the layer too
+    rebound = max(at for at, module in enumerate(ways[0]) if module == "integrations.rebinding")  # models are rebound, too
     way = ways[0][rebound:]
     described = ds_sp_overlap.__doc__.split("The way of a query")[1].split("\n\n")[0]
     assert way == re.findall(r"``([a-z]+\.[a-z_.]+)``", described)
-    way.remove("attention.self_attention")  # which `attention.layer` calls back
+    way.remove("attention.self_attention")  # `attention.layer` calls it again
     assert len(way) == len(set(way)) <= 10, "it enters no other file twice"

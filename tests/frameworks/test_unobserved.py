@@ -1,7 +1,7 @@
-"""What the package tries out, and what the ranks compare, is seen by nobody: the second forward looks like the first.
+"""Tests that a user's code doesn't see the trials of the package, nor the comparisons of ranks: all forwards look alike.
 
-Whatever a user puts around a model is put there: hooks on modules, on all modules, on parameters and on saved tensors, modes of
-dispatch and of functions, selective checkpoints, norms of weights and observers that remember what they saw.
+The user's code is: hooks on modules, on all modules, on parameters and on saved tensors; modes of dispatch and of functions;
+selective checkpoints; norms of weights; and layers that record their calls.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from tests.harness.guards import Watched, notices
 from tests.harness.models import EXACT, FP64, batches, outcome, sequence_parallel_model, tiny, worst
 from tests.harness.ranks import assert_small
 
-# Weights large enough to matter, and products of one shape alone, which one can take for another.
+# Weights are large, and many products have the same shape, so that a selective checkpoint could confuse them.
 LLAMA = dict(dtype=torch.float64, initializer_range=0.3, kv_heads=4, intermediate_size=32)
 SECTIONS = [{"head_groups": 1}, {"head_groups": 2, "check": True}]
 
 
 class Operations(TorchDispatchMode):
-    """Appends to ``seen`` each operation that selective checkpoints count."""
+    """Appends to ``seen`` the name of each operation that selective checkpoints count."""
 
     def __init__(self, seen):
         super().__init__()
@@ -48,7 +48,7 @@ class Operations(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Appends to ``seen`` each function of torch."""
+    """Appends to ``seen`` the name of each function of torch that is called."""
 
     def __init__(self, seen):
         super().__init__()
@@ -61,7 +61,7 @@ class Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def observed(model):
-    """Yield, for each kind of observer, what it sees while the body runs."""
+    """Yield {kind of observer: list that collects what it sees while the body runs}."""
     seen = {kind: [] for kind in ("operations", "functions", "saved", "hooks", "every module", "parameters")}
 
     def note(kind, *words):
@@ -72,7 +72,7 @@ def observed(model):
         return x
 
     def within(forward, *args, **kwargs):
-        """Run a layer in modes. Around the model they would see the ranks exchange positions, of whose number they learn first."""
+        """Run a layer in modes. Around the whole model, the modes would see the exchange of positions, which differs at first."""
         with Operations(seen["operations"]), Functions(seen["functions"]):
             return forward(*args, **kwargs)
 
@@ -153,7 +153,7 @@ PLACES = ("q_proj", "o_proj", "q_norm", "")  # "" is the attention layer
 
 
 def counting(place, own, calls):
-    """A forward that writes outside of its call."""
+    """Return a forward of the user that also records each call in ``calls``."""
 
     def of_projection(self, x):
         calls.append(place)
@@ -196,7 +196,10 @@ def saves(operations, context, operation, *args, **kwargs):
 
 
 def selected(rank, section, operations, steps=12):
-    """Return the worst error of some steps in a checkpoint that saves the results of ``operations``; ranks compare their calls in the eighth."""
+    """Run some steps in a checkpoint that saves the results of ``operations``; return the largest error.
+
+    In the eighth step, ranks compare their calls.
+    """
     tokens, errors = batches(1)[0], []
     policy = functools.partial(saves, [getattr(torch.ops.aten, name).default for name in operations])
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -217,7 +220,7 @@ def test_selective_checkpoints_give_the_gradients_of_the_whole_sequence(section,
 
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 def test_a_checkpoint_runs_in_backward_what_it_ran_in_forward(section, rank):
-    """For each layer and step, the operations of a checkpointed layer that forward and recomputation do not share."""
+    """Forward and recomputation of a checkpointed layer must run the same operations, in each step."""
     tokens, seen = batches(1)[0], []
 
     def contexts():

@@ -1,4 +1,4 @@
-"""Every block of README and docs that can run here does, as a reader would run it: see `tests.harness.pages`."""
+"""Runs every code block of README and docs that can run here, as a reader would: see `tests.harness.pages`."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from tests.harness.models import tiny, train_run
 from tests.harness.pages import PAGES, ROOT, read
 from tests.harness.ranks import on_ranks
 
-MODEL = "Qwen/Qwen3-0.6B"  # transformers takes a folder of that name for the model
+MODEL = "Qwen/Qwen3-0.6B"  # transformers loads the model from a local folder of this name
 STARTS_WITH = """
 import os
 if "RANK" in os.environ:
@@ -32,7 +32,7 @@ def runs(block):
 
 
 def walks():
-    """Page, section, and its blocks up to the last that runs."""
+    """Yield for each section its page, its name, and its blocks up to the last one that runs."""
     for path in PAGES:
         for section, blocks in groupby(read(path).blocks, lambda block: block.section):
             blocks = list(blocks)

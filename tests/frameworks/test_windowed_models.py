@@ -1,4 +1,4 @@
-"""Models whose layers hold few head groups (``"window"``): equal to the whole sequence in fp64. Under ZeRO: test_deepspeed.py."""
+"""Compares models with a window of head groups (``"window"``) with the whole sequence in fp64; for ZeRO, see test_deepspeed.py."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def checkpointed(model):
     return model.train()
 
 
-HOW = {  # what is done to a model and its batch
+HOW = {  # options of the model and its batch
     "plain": {},
     "packed": dict(lengths=[[10, 22], [3, 13, 1, 15]]),
     "padded": dict(mask=(torch.arange(SEQ) < torch.tensor([[SEQ], [SEQ - 5]])).long()),

@@ -1,4 +1,4 @@
-"""Forwards that nearly are known ones, in a model on two ranks: what stock Ulysses makes of them, or refused on both; see `tests.harness.zoo`."""
+"""Tests programs of `tests.harness.zoo` in a model on two ranks: they must give the results of stock Ulysses, or be refused."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_some_programs_are_what_stock_makes_of_them_or_refused_on_both_ranks():
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_every_program_is_what_stock_makes_of_it_or_refused_on_both_ranks(mode):
-    """Each in one of the modes."""
+    """Runs each program in one of the modes."""
     chosen = names()[list(MODES).index(mode) :: len(MODES)]
     for first in range(0, len(chosen), 20):
         all_fine(chosen[first : first + 20], mode)

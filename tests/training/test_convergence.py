@@ -1,4 +1,4 @@
-"""The runs of the convergence benchmark train what they say. Its verdict: `unit/test_verdict.py`."""
+"""Tests the runs of the convergence benchmark: each must train as its name says. `unit/test_verdict.py` tests the verdict."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.harness.ranks import on_ranks
 
 def test_batches_read_the_text_without_gaps_and_start_over():
     args = run.arguments(["--seq", "4", "--batch", "2"])
-    corpus = np.arange(42, dtype=np.uint8)  # ten rows of 4, and a rest that is never read
+    corpus = np.arange(42, dtype=np.uint8)  # ten rows of 4; the rest is not read
     read = [training.batch(corpus, step, args, group, 2) for step in range(3) for group in range(2)]
     assert np.concatenate(read).ravel().tolist() == [*range(40), *range(8)]
 

@@ -1,7 +1,7 @@
-"""A rank dies, raises, hangs, or is another one than the others think: what becomes of them, with real processes.
+"""Tests, with real processes (`faulty_training`), what happens if a rank dies, raises, hangs, or differs from the others.
 
-Every rank that can ends within the timeout of the process group, by an error that names the layer and the exchange, and leaves
-nothing behind. `faulty_training` has the processes.
+All other ranks must end within the timeout of the process group, with an error that names the layer and the exchange, and without
+child processes.
 """
 
 import os
@@ -24,7 +24,7 @@ TWO = {"head_groups": 2}
 
 
 def fails(outcome, names, sp_rank, size=2, what="the exchange"):
-    """Return whether a rank ended as it is to: in time, with nothing left, by the failure of ``what`` under one of the names."""
+    """Assert that a rank ended in time, without child processes, by a failure of ``what`` that is named with one of ``names``."""
     assert outcome is not None, "it did not end"
     assert outcome.status == 1 and not outcome.left, outcome
     assert outcome.after_s < TIMEOUT_S + MARGIN_S
@@ -37,7 +37,7 @@ def fails(outcome, names, sp_rank, size=2, what="the exchange"):
     return True
 
 
-# Each with the exchanges that may be under way when it happens: what was launched before has had a second to arrive.
+# {name: (fault, exchanges that may be in flight when it acts)}. Exchanges launched earlier have had a second to arrive.
 STRUCK = {
     "killed in forward": (Fault("killed", "k0", more={"config": TWO}), "q0 k0"),
     "killed in backward": (Fault("killed", "dk0", step=2, more={"config": TWO}), "dqkv1 dv0 dk0"),
@@ -54,7 +54,7 @@ LAST = {
     "raises": lambda outcome: outcome.status == 1 and outcome.error == ("ArithmeticError", "planted"),
     "stuck": lambda outcome: outcome is None,
 }
-# What the last rank has different from the others.
+# {name: arguments that differ on the last rank}.
 OTHERS = {
     "head groups": {"config": {"head_groups": 1}},
     "head groups by timing": {"config": {}},
@@ -71,7 +71,7 @@ if not everything():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Run all of them at the same time, since they wait for one another's timeouts."""
+    """Run all trainings at the same time, since each takes as long as a timeout."""
     others = {**OTHERS, "order": {"order": (1, 0)}, "number": {"count": 3}}
     others = {name: Fault(other=other, more={"config": TWO}) for name, other in others.items()}
     return run(tmp_path_factory.mktemp("faults"), {**{name: fault for name, (fault, _) in STRUCK.items()}, **others})
@@ -115,7 +115,7 @@ def test_a_rank_with_more_layers_ends_all_by_the_layer_that_they_do_not_share(ou
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """Train a model through deepspeed.initialize, with checkpoints; one that was killed is resumed."""
+    """Train models through deepspeed.initialize, with checkpoints; then resume the training whose rank was killed."""
     folder = tmp_path_factory.mktemp("trainings")
     checkpoints = {"folder": str(folder / "checkpoints")}
     found = run(folder / "first", {
@@ -141,12 +141,12 @@ def test_a_training_that_was_killed_goes_on_from_its_last_checkpoint_to_the_same
 
 
 def curve(rank, stage, backward):
-    """Return losses and parameters of a training with exceptions in two of its steps; with none where ``backward`` is None."""
+    """Train with an exception in two of the steps; return losses and parameters. ``backward`` None: without exceptions."""
     model, losses = models.tiny(initializer_range=0.2), []
     with models.engine_of(model, models.ds_config(stage, sp_overlap={"head_groups": 2})) as (engine, group):
         for at, tokens in enumerate(models.batches(STEPS).unflatten(0, (STEPS, 1))):
             if backward is not None and at in (1, 2):
-                with attention_raises(at, backward):  # each in a layer of its own
+                with attention_raises(at, backward):  # in another layer each time
                     models.step(engine, tokens, rank, 2, group)
                 engine.zero_grad()
             losses.append(models.step(engine, tokens, rank, 2, group))
@@ -185,7 +185,7 @@ def test_a_link_that_is_cut_in_an_exchange_ends_both_ranks_by_its_name(tmp_path,
     cuts = []
 
     def cut(job):
-        """Takes the link of the last rank away in the middle of an exchange, which takes a second."""
+        """Cut the link of the last rank in the middle of an exchange, which takes a second."""
         if not cuts and job.met():
             wire.limit(2)
             job.go()
@@ -194,7 +194,7 @@ def test_a_link_that_is_cut_in_an_exchange_ends_both_ranks_by_its_name(tmp_path,
 
     long = {"config": TWO, "head_dim": 128, "tokens": 256}
     first, last = run(tmp_path, {"cut": Fault("waits", "o0", more=long)}, wire.spaces, cut)["cut"]
-    # qkv1 may still be under way to a rank that is behind, and is waited for first; o0 may have arrived at one that is ahead.
+    # A slower rank may still wait for qkv1, and a faster rank may already have received o0.
     names = ["layers.1 qkv1", "layers.1 o0", "layers.1 o1"]
     assert fails(first, names, 0) and fails(last, names, 1)
     assert cuts

@@ -1,4 +1,4 @@
-"""Nothing grows over a training: the short form of ``python -m tests.harness.long_run --steps 2000``."""
+"""Tests that no resource grows during training; a short form of ``python -m tests.harness.long_run --steps 2000``."""
 
 import pytest
 
@@ -11,7 +11,7 @@ STEPS = 60
 def test_nothing_grows_through_exceptions_evaluations_a_timeline_and_the_choice_of_groups(tmp_path):
     for samples, happened in on_ranks(2, long_run.train, str(tmp_path), STEPS):
         assert len(samples) > 5 and happened == {"exceptions": STEPS // 10, "evaluations": STEPS // 5}
-        grown = [sort for sort in long_run.what_grows(samples) if sort != "memory"]  # of which so few steps tell nothing
+        grown = [sort for sort in long_run.what_grows(samples) if sort != "memory"]  # too few steps to judge memory
         assert not grown, long_run.growth(samples)
     assert (tmp_path / "exchanges.csv").stat().st_size
 

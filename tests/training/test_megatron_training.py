@@ -1,13 +1,17 @@
-"""Megatron-DeepSpeed's own pretrain_gpt.py, unedited, with the overlap and without: CPU, gloo, 2 and 4 ranks.
+"""Trains with Megatron-DeepSpeed's own pretrain_gpt.py, unchanged, with the overlap and without: CPU, gloo, 2 and 4 ranks.
 
     MEGATRON_DEEPSPEED=/path/to/Megatron-DeepSpeed pytest -m megatron
 
 Needs six, regex, einops, pillow, pybind11, make and a C++ compiler: Megatron compiles its index builder in its checkout.
 
-What "the same" means (fp32, initialised with a deviation of 0.2, without which the loss hardly notices attention). Over all
-steps, relative: loss and gradient norm 1e-5. At the end, a parameter's distance to its norm: 1e-4. And each parameter's
-gradient in the first step, where rounding has not grown yet: 5e-6. Measured: at most 2.1e-6, 1.2e-5 and 1.4e-6; with v off by
-one part in 10^5 the last is 1.4e-5 to 1.6e-5, and the others stay within their limits.
+In fp32, two runs are the same if these relative differences stay within their limits:
+
+    loss and gradient norm of all steps     1e-5    measured: at most 2.1e-6
+    parameters at the end                   1e-4    measured: at most 1.2e-5
+    gradients of the first step             5e-6    measured: at most 1.4e-6; the first step, since training amplifies rounding
+
+If v is off by one part in 10^5, the gradients differ by 1.4e-5 to 1.6e-5; the other differences stay within their limits. Weights
+are initialised with a deviation of 0.2, so that attention affects the loss.
 """
 
 import os
@@ -23,9 +27,9 @@ pytestmark = [
     pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_DEEPSPEED does not name a checkout of Megatron-DeepSpeed"),
 ]
 LIMITS = {"loss": 1e-5, "norm": 1e-5, "gradients": 5e-6, "parameters": 1e-4}
-# bf16 rounds to 4e-3. Measured over 6 steps: 3.6e-4 and 1.4e-3; the overlap rounds once where stock rounds twice.
+# bf16 rounds to 4e-3, and the overlap rounds once where stock rounds twice. Measured over 6 steps: loss 3.6e-4, norm 1.4e-3.
 IN_BF16 = {"loss": 2e-3, "norm": 1e-2, "gradients": 1, "parameters": 1}
-EXCHANGES = {1: 8, 2: 12}  # of a layer, by head groups: q, k and v of the second travel together, and so do their gradients
+EXCHANGES = {1: 8, 2: 12}  # {head groups: exchanges of a layer}; the second group sends q, k, v together, and also dq, dk, dv
 TWO, ROPE, FEW = {"head_groups": 2}, ("--use-rotary-position-embeddings",), ("--num-key-value-heads", "2")
 LLAMA = (*"--disable-bias-linear --normalization rmsnorm --swiglu --untie-embeddings-and-output-weights".split(), *ROPE)
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -34,7 +38,7 @@ WHOLE = dict(ranks=1, sp=1, planted=("reference",))  # one rank
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Make each run of `megatron_runs.train` once."""
+    """Return a function that trains by `megatron_runs.train`, and caches each run."""
     made = {}
 
     def train(**options):
@@ -47,13 +51,13 @@ def run(tmp_path_factory):
 
 
 def excess(one, other, limits=LIMITS):
-    """Return what differs by more than its limit."""
+    """Return the differences between two runs that exceed their limit."""
     found = megatron_runs.apart(one, other)
     print(", ".join(f"{what} {far:.1e}" for what, far in found.items()))
     return {what: far for what, far in found.items() if not far <= limits[what]}
 
 
-# Of each case: the options of the overlapped run and, where they are others, those of the run that it is held against.
+# {case: (options of the overlapped run, options of the other run that differ from these)}.
 CASES = {
     "sp size 2": (dict(steps=50), {}),
     "sp size 4, RoPE": (dict(steps=50, ranks=4, sp=4, more=ROPE), {}),
@@ -74,10 +78,10 @@ CASES = {
     "flash v1": (dict(flash="--use-flash-attn-v1"), {}),
     "builder": (dict(flash="--use-flash-attn-builder"), {}),
     "experts": (dict(more=("--num-experts", "2", "--topk", "1")), {}),
-    # Attention is called once, as by stock. More groups draw other numbers.
+    # With one head group, attention is called once, as by stock; more groups would draw other random numbers.
     "dropout": (dict(section={"head_groups": 1}, more=DROPOUT), {}),
     "bf16": (dict(dtype="bf16"), {}),
-    # Where HEAD fails: against another attention of its own that does the same.
+    # With these, HEAD of Megatron-DeepSpeed fails. Compare with another of its attentions, which computes the same.
     "core attention": (dict(flash=None), dict(flash="--use-flash-attn-v2")),
     "Triton's attention, RoPE": (dict(flash="--use-flash-attn-triton", more=ROPE), dict(flash="--use-flash-attn-v2")),
     "grouped queries": (dict(section={}, more=FEW), WHOLE),
@@ -96,7 +100,7 @@ def test_trains_as_stock_does(run, case):
     if case.startswith("sp size"):
         assert (
             got.exchanges["async"] == 50 * 2 * EXCHANGES[2] and expected.exchanges["sync"] == 50 * 2 * EXCHANGES[1]
-        )  # of two layers
+        )  # 50 steps, 2 layers
         assert "all eight exchanges" in got.output and "query_key_value, dense under them" in got.output
 
 
@@ -106,13 +110,13 @@ def test_the_comparison_catches_a_planted_error(run, more):
 
 
 def test_launched_without_the_section_nothing_changes(run):
-    off = run()  # by `run`, whose bridge HEAD needs; and stock with a stand-in for that
+    off = run()  # by `ds_sp_overlap run`, which provides a module that HEAD needs; stock gets a stand-in for this module
     assert off.losses == run(way="stock").losses and "async" not in off.exchanges and "layers overlapped" not in off.output
 
 
 @pytest.mark.parametrize("first, then", [(None, TWO), (TWO, None)], ids=["to", "from"])
 def test_checkpoints_are_interchangeable(run, tmp_path, first, then):
-    """Ten steps, and ten more that begin with the other's checkpoint, against ten more that go on as they began."""
+    """Train ten steps. Continue for ten steps from this checkpoint, with the other variant and with the same; compare both."""
     folder = str(tmp_path / "checkpoint")
 
     def train(section, *more):
@@ -126,7 +130,7 @@ def test_checkpoints_are_interchangeable(run, tmp_path, first, then):
     assert len(changed.losses) == 10 and excess(changed, same) == {}
 
 
-FAILS = [  # as docs/megatron.md says
+FAILS = [  # failures that docs/megatron.md lists
     ("not enough values to unpack (expected 4, got 3)", dict(flash="--use-flash-attn-triton")),
     ("Boolean value of Tensor with more than one value is ambiguous", dict(flash=None)),
     ("AssertionError", dict(more=FEW)),

@@ -66,13 +66,12 @@ def geometry_of(
     if tokens.lengths is not None:
         seq_lens = tuple(map(int, tokens.lengths))
     # Cached, so that the signature of the attention is read once a layer and not in every call.
-    chosen = layer.shares_and_groups.get(all_heads)
-    if chosen is None:
+    if all_heads not in layer.shares_and_groups:
         shares = shares_of(layer.config, sp_group, heads, kv_heads, attend)
         parts = max(1, sp_group.size // shares)
         groups = layer.config.groups_for(heads, parts, layer.windowed)
-        chosen = layer.shares_and_groups[all_heads] = shares, groups
-    shares, groups = chosen
+        layer.shares_and_groups[all_heads] = shares, groups
+    shares, groups = layer.shares_and_groups[all_heads]
     for argument in extra:
         if isinstance(argument, PerHead):
             argument.check(heads)

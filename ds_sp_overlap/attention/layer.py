@@ -115,7 +115,7 @@ class LayerRuntime:
             "sp_overlap.kv_once_per_node": config.kv_once_per_node,
             'sp_overlap.transport "copy_engine"': isinstance(sp_group.transport, CopyEngine),
         }
-        self._no_graph = ", ".join(key for key, is_given in no_graph.items() if is_given)
+        self._no_graph = ", ".join(filter(no_graph.get, no_graph))
 
     def __deepcopy__(self, memo: dict) -> LayerRuntime:
         # A process group can't be copied, so the copy uses the same group. The copy joins the

@@ -146,32 +146,23 @@ class MixerLayer:
         mixer = self.mixer
         projected = of_heads = Projected(mixer.sources(splits), x)
         given = {} if positions is None else {"positions": positions}
+        if mixer.convolve is not None or mixer.by_states:
+            y = projected("x")
         if mixer.convolve is not None:
-            y = self._convolved(call, projected, pieces, given)
+            # The projections of ``beside`` hide the exchange of tokens.
+            beside = partial(projected.give, given, mixer.beside)
+            reach = mixer.reach()
+            before = _tail(call, "x", y, lengths=pieces.lengths, reach=reach, meanwhile=beside)
+            y = torch.cat([before, y], 1)
+            y = in_documents(pieces.window, mixer.convolve, y)[:, -x.shape[1] :]
             if mixer.by_heads:
                 of_heads = Projected(mixer.inputs(**given), y)
-        elif mixer.by_states:
-            y = projected("x")
         late = partial(projected.give, given, mixer.late)
         if mixer.by_states:
             y = self._by_states(call, [y] + list(given.values()), pieces, late)
         elif mixer.by_heads:
             y = mix_by_heads(call, mixer, of_heads, pieces.whole, late)
         return mixer.merge(y, **given)
-
-    def _convolved(
-        self, call: Call, projected: Projected, pieces: Pieces, given: dict[str, Tensor]
-    ) -> Tensor:
-        """Convolve x; put the results of ``beside`` into ``given``.
-
-        The projections of ``beside`` hide the exchange of tokens.
-        """
-        mixer, y = self.mixer, projected("x")
-        assert mixer.convolve is not None
-        beside = partial(projected.give, given, mixer.beside)
-        before = _tail(call, "x", y, lengths=pieces.lengths, reach=mixer.reach(), meanwhile=beside)
-        window = torch.cat([before, y], 1)
-        return in_documents(pieces.window, mixer.convolve, window)[:, -y.shape[1] :]
 
     def _by_states(
         self,

@@ -90,8 +90,7 @@ class Trial:
     """
 
     def __init__(self, shape: Shape, warmup_steps: int):
-        self.shape, self.warmup_steps = shape, warmup_steps
-        candidates = shape.candidates
+        self.shape, self.warmup_steps, candidates = shape, warmup_steps, shape.candidates
         # The candidates that are not pruned yet.
         self.left = list(candidates)
         # The index of the step in the current round; the numbers of finished rounds and steps.

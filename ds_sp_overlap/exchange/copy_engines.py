@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..warn import warn_once
+from .layout import all_equal
 from .transport import C10d, Handle, Sizes, backend_of, communicator
 
 OLDEST_NCCL = (2, 28)
@@ -181,7 +182,7 @@ class CopyEngine:
     def launch(
         self, send: Tensor, recv: Tensor, send_sizes: Sizes, recv_sizes: Sizes, *rest: Any
     ) -> Handle:
-        if len({*send_sizes, *recv_sizes}) == 1 and self.engine.takes(send_sizes[0], send):
+        if all_equal(send_sizes, recv_sizes) and self.engine.takes(send_sizes[0], send):
             return self.engine.launch(send, recv)
         warn_once(
             "sp_overlap: copy engines can't move parts that are not equal or not aligned; such "

@@ -32,7 +32,10 @@ class _Node(Node):
         ctx.save_for_backward(*made[count:])  # guard: unchanged
         if variant.undifferentiable:
             ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
-        return made[:count]
+        if piece.gives[0] == "y":
+            return made[:count]
+        # Autograd would make a view of an input that is returned, which costs the host more.
+        return call.empty.detach(), *made[1:count]
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -48,7 +51,9 @@ class _Node(Node):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
-        # Autograd runs the piece before, although the token gets no gradient.
+        if results[0] is None:
+            # Instead of zeros that autograd would make for the token of the piece before.
+            results = call.empty, *results[1:]
         return None, None, None, *results
 
 

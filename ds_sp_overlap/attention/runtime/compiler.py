@@ -107,8 +107,10 @@ class Compiler:
             start: Callable = operations.start
             if step.beside:
                 beside: Name = ("beside", step.group)
-                heads = (*self.tokens, -1, self._head_dim(step.parts[0]))
-                self.add(partial(operations.reshape, heads), [("merged", step.group)], [beside])
+                ranges = self.geometry.heads_of("q", step.group)
+                heads = sum(stop - start for start, stop in ranges)
+                shape = (*self.tokens, heads, self._head_dim(step.parts[0]))
+                self.add(partial(operations.reshape, shape), [("merged", step.group)], [beside])
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
                 start = partial(operations.start_rotated, step.grad)
             launch = self._transfer(step)

@@ -1,17 +1,18 @@
-"""Time one attention layer under activation checkpointing over a real slow link: stock, ours, a window, kept.
+"""Time one attention layer under activation checkpointing over a real slow link: stock, ours, a window, a window kept.
 
     sudo python benchmarks/checkpointed.py --out benchmarks/results/checkpointed
 
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each; parity with DeepSpeed's class before timing;
-all variants in turn inside one loop; a step, forward and backward, takes as long as its slowest rank. Two shapes: one whose
-attention is a third of its arithmetic in forward, and a longer, narrower one where it is 80 % (s / (s + 4 m), causal).
+all variants in turn inside one loop; a step, forward and backward, takes as long as its slowest rank. There are two shapes: in one,
+attention is a third of the arithmetic of forward; in the other, which is longer and narrower, 80 % (s / (s + 4 m), causal).
 
-    DeepSpeed, checkpointed    DeepSpeed's class inside torch.utils.checkpoint, as a transformers layer is with gradient checkpointing
-    G = 2, checkpointed        ours inside it: attention and its four exchanges run again, overlapped
+    DeepSpeed, checkpointed    DeepSpeed's class inside torch.utils.checkpoint, as transformers' gradient checkpointing does
+    G = 2, checkpointed        our layer in such a checkpoint: attention and its four exchanges run again, overlapped
     G = 8, W = 2               a window, which needs no checkpoint: it holds x, o and the log-sum-exp
-    G = 8, W = 2, kept         the same inside a checkpoint that keeps o and the log-sum-exp
+    G = 8, W = 2, kept         the same window in a checkpoint that saves o and the log-sum-exp
 
-What each holds is `memory.py`'s to say. The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric.
+`memory.py` measures the memory of each variant. The figures are of a rate-limited link. They compare schedules, and say nothing
+about any fabric.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Measure what a GPU's kernels cost beside the blocks of an exchange, and what such a block waits for.
+"""Measure how much an exchange's thread blocks slow down a GPU's kernels, and how long such a block waits for an SM.
 
     python benchmarks/contention.py --out benchmarks/results/contention        on an NVIDIA GPU
-    python benchmarks/contention.py --rehearse                                 the same steps on a CPU, small: proves the script alone
+    python benchmarks/contention.py --rehearse                                 the same steps, small, on a CPU: tests the script
 
-Blocks with the footprint of NCCL's (throttled.cu) sit on their SMs and move nothing, so that what is seen is the loss of SMs.
+Blocks with the footprint of NCCL's (throttled.cu) occupy SMs and move no data, so the slowdown is due to the lost SMs alone.
 
-    alone, beside    ms of a kernel by itself, and while the blocks are there; random data, medians. The same kernel runs right before
-                     it: after a pause of milliseconds a GPU takes up to 1.5 times as long, until its clock is up again
-    wait             from the moment at which a kernel begins until the first, or the last, block has an SM that was launched right
-                     after it at high priority
+    alone, beside    ms of a kernel by itself, and while the blocks are there; random data, medians. The same kernel runs before:
+                     after a pause of milliseconds, a GPU takes up to 1.5 times as long, until its clock has risen again
+    wait             from the begin of a kernel until the first, or the last, block has an SM; the blocks are launched right after
+                     the kernel, at high priority
 
-What is known then of the GPU goes to measured.json, which `python -m ds_sp_overlap plan --gpu h100 --measured FILE` reads.
+The resulting figures of the GPU go to measured.json, which `python -m ds_sp_overlap plan --gpu h100 --measured FILE` reads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.one_gpu import on_device
 from ds_sp_overlap.tools.planner.gpu.constants import GPUS
 
 BLOCKS, CLUSTERS = (0, 4, 8, 16, 32), (1, 4)
-BEFORE = 3  # runs of a kernel before the one that is timed; the blocks have their SMs behind the first
-# Rows, columns, inner dimension: projections of 8192 tokens of Llama-8B, wgrad, a group of heads, the MLP.
+BEFORE = 3  # runs of a kernel before the timed run; after the first of them, the blocks have their SMs
+# (rows, columns, inner dimension) of products in Llama-8B with 8192 tokens: projections, wgrad, a group of heads, the MLP.
 PRODUCTS = ((8192, 4096, 4096), (8192, 1024, 4096), (4096, 4096, 8192), (8192, 2048, 4096), (8192, 14336, 4096))
 PERSISTENT, PERSISTENT_NS = "persistent on all SMs", 1_000_000
-TOKENS, HEADS, HEAD_DIM = 65536, 4, 128  # a rank of Llama-8B at P = 8
+TOKENS, HEADS, HEAD_DIM = 65536, 4, 128  # attention on a rank of Llama-8B at P = 8
 
 
 def arguments() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Device:
-    """A GPU with blocks on it; on a CPU a clock, and no blocks."""
+    """Times kernels on a GPU, with and without blocks; on a CPU, by the clock and without blocks."""
 
     def __init__(self, rehearse: bool):
         self.cuda = not rehearse
@@ -63,12 +63,12 @@ class Device:
         self.clusters = CLUSTERS if not self.cuda or torch.cuda.get_device_capability() >= (9, 0) else (1,)
 
     def hold(self, blocks: int, cluster: int, ns: int) -> None:
-        """Queue the blocks on the urgent stream."""
+        """Queue blocks that occupy their SMs for ``ns`` nanoseconds, on the stream of high priority."""
         with torch.cuda.stream(self.urgent):
             on_device().throttled(None, None, 0, ns, blocks, cluster, self.times[1:].data_ptr())
 
     def ms(self, run, blocks: int = 0, cluster: int = 1, hold_ms: float = 0.0) -> float:
-        """Time of ``run``, while the blocks are there for ``hold_ms``."""
+        """Return the time of ``run`` in ms, while blocks occupy SMs for ``hold_ms``."""
         if not self.cuda:
             begin = time.perf_counter()
             run()
@@ -85,7 +85,7 @@ class Device:
         return begin.elapsed_time(end)
 
     def wait_us(self, run, blocks: int, cluster: int) -> tuple[float, float]:
-        """Measure how long the first and the last block wait for an SM behind ``run``."""
+        """Return how long the first and the last block wait for an SM, in us, if they are launched after ``run``."""
         if not self.cuda:
             run()
             return 0.0, 0.0
@@ -102,7 +102,7 @@ class Device:
 
 
 def kernels(device: Device) -> dict[str, tuple]:
-    """By name: what runs it, and its FLOP."""
+    """Return {name of a kernel: (function that runs it, its FLOP)}."""
 
     def random(*shape):
         return torch.randn(shape, **device.options)
@@ -123,7 +123,7 @@ def kernels(device: Device) -> dict[str, tuple]:
     y = torch.empty_like(x)
     found["copy"] = (lambda: y.copy_(x)), 0
     if device.cuda:
-        # Kernels that keep their SMs for a known time: what a block waits for behind them is known too.
+        # Kernels that keep their SMs for a known time. So the time that a block must wait after them is known, too.
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         for name, count in ((PERSISTENT, sms), (f"{PERSISTENT} but 16", sms - 16)):
             found[name] = (lambda count=count: on_device().throttled(None, None, 0, PERSISTENT_NS, count, 1, None)), 0
@@ -131,13 +131,13 @@ def kernels(device: Device) -> dict[str, tuple]:
 
 
 def measure(device: Device, args: argparse.Namespace, rows: list[dict]) -> int:
-    """Add rows; return how many cases were left out."""
+    """Measure all cases, and add them to ``rows``; return the number of cases left out for lack of time."""
     begin, left = time.monotonic(), 0
     runs = kernels(device)
     for run, _ in runs.values():
         for _ in range(3):
             run()
-    for blocks in (16, *(each for each in BLOCKS if each != 16)):  # what the package asks for comes first
+    for blocks in (16, *(each for each in BLOCKS if each != 16)):  # first the number that the package asks for
         for cluster in device.clusters if blocks else (1,):
             for name, (run, flops) in runs.items():
                 if time.monotonic() - begin > 60 * args.minutes:
@@ -146,7 +146,7 @@ def measure(device: Device, args: argparse.Namespace, rows: list[dict]) -> int:
                 alone, beside, waits = [], [], []
                 for _ in range(args.repeat):
                     alone.append(device.ms(run))
-                    # Twice what the runs take alone: beside blocks nothing here has taken more than 1.3 times as long.
+                    # Hold the SMs for twice the time of the runs alone; with blocks, no run has taken more than 1.3 times as long.
                     beside.append(device.ms(run, blocks, cluster, hold_ms=2 * (BEFORE + 1) * alone[-1] + 1))
                     if blocks:
                         waits.append(device.wait_us(run, blocks, cluster))
@@ -162,7 +162,7 @@ def measure(device: Device, args: argparse.Namespace, rows: list[dict]) -> int:
 
 
 def launch_us(device: Device) -> float:
-    """The host's time for a small kernel."""
+    """Return the host's time to launch a small kernel, in us."""
     x = torch.zeros(1, **device.options)
     for _ in range(2):
         begin = time.perf_counter()
@@ -175,7 +175,7 @@ def launch_us(device: Device) -> float:
 
 
 def figures(rows: list[dict], host_us: float) -> dict[str, float]:
-    """Return the figures that `plan --gpu` takes from here, by the names of its table."""
+    """Return the figures for `plan --gpu`, by their names in its table."""
     peak = GPUS["h100"]["tflops"].value
 
     def rate(kind: str) -> float | None:
@@ -184,7 +184,7 @@ def figures(rows: list[dict], host_us: float) -> dict[str, float]:
     forward, backward = (
         max((row["TFLOP/s"] for row in rows if row["kernel"] == kind), default=0) for kind in ("attention", "attention backward")
     )
-    # Of 7 products forward makes 2 and backward 5.
+    # Forward has 2 of 7 products, backward 5.
     attention = 7 / (2 / forward + 5 / backward) if forward and backward else None
     reached = {"gemm_share": rate("product"), "attention_share": attention}
     found = {name: round(value / peak, 4) for name, value in reached.items() if value}
@@ -192,7 +192,7 @@ def figures(rows: list[dict], host_us: float) -> dict[str, float]:
 
 
 def decisions(rows: list[dict]) -> list[str]:
-    """Return lines that say what to decide from the rows."""
+    """Return lines that draw conclusions from the rows."""
     said = []
     for blocks in BLOCKS[1:]:
         of = [row for row in rows if row["blocks"] == blocks and row["kernel"].startswith("product")]

@@ -1,10 +1,11 @@
-"""Host time of one attention layer, forward and backward, against DeepSpeed's: what Python and autograd cost.
+"""Measure the host time of one attention layer, forward and backward, against DeepSpeed's: the cost of Python and autograd.
 
     python benchmarks/host.py --out benchmarks/results/host
 
-Method. A process group that moves nothing (torch's "fake" backend) plays rank 0 of P; tensors are so small that arithmetic is
-nothing beside the calls; they lie on the GPU where there is one. In training the host runs ahead of the device, so that its time
-shows only where a layer's kernels take less. Variants run in turn inside one loop; parity of shapes first (values are whatever the buffers held).
+Method. One process is rank 0 of P, over torch's "fake" backend, which moves no data. Tensors are so small that arithmetic takes
+almost no time; they are on the GPU if there is one. In training, the host runs ahead of the device, so host time matters only if a
+layer's kernels take less. Variants run in turn inside one loop. Only shapes are compared before, since received values are
+arbitrary.
 
     stock          projections, DeepSpeed's DistributedAttention, output projection
     drop-in        the same with ds_sp_overlap.DistributedAttention
@@ -55,7 +56,7 @@ def main() -> None:
         instructions.main([])
         return
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not needed here, and it would be compiled
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
 

@@ -1,18 +1,18 @@
-"""Instructions of a layer's forward and backward on a GPU's host, over those of DeepSpeed's class; no GPU is needed.
+"""Count the host's instructions in a layer's forward and backward, relative to DeepSpeed's class; needs no GPU.
 
     python benchmarks/host.py --instructions
 
-callgrind counts what a step executes, so that neither load nor clock matters: two runs differ by 1 %. Rank 0 of 8 runs alone, over a
-wire on which data only appear, on tensors so small that arithmetic is nothing beside the calls. The streams and events of a GPU are
-stand-ins (instructions.c), and so are batched products into slices: a GPU launches one, a CPU a product for each slice. Needs valgrind and
-a C compiler.
+callgrind counts the executed instructions, so load and clock don't matter: two runs differ by 1 %. Rank 0 of 8 runs alone, with a
+transport that moves no data, and with tensors so small that arithmetic takes almost no time. There are stand-ins (instructions.c)
+for the streams and events of a GPU, and for batched products into slices, of which a GPU launches one, and a CPU one for each
+slice. Needs valgrind and a C compiler.
 
-    G = n                    SelfAttention, beside projections around DeepSpeed's class, as are those below
-    W = 1                    of four head groups, one at a time
-    W = 1, kept              under a checkpoint that keeps attention, beside DeepSpeed's class under one that keeps nothing
-    Llama, G = n             the attention of a transformers Llama with rope, beside the same under ALST's
+    G = n                    SelfAttention, against DeepSpeed's class between projections; so are W = 1 and "W = 1, kept"
+    W = 1                    four head groups, one at a time
+    W = 1, kept              in a checkpoint that saves attention, against DeepSpeed's class in a checkpoint that saves nothing
+    Llama, G = n             the attention of a transformers Llama with RoPE, against the same under ALST's Ulysses
 
-On an H100's host, microseconds are 0.5 times thousands of instructions, and one for each record of an event or wait for one.
+On an H100's host, a thousand instructions take 0.5 microseconds, and each record of an event, or wait for one, a microsecond.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 RANKS, STEPS = 8, 4
 
 
-# Each variant with the one that its ratio is to; DeepSpeed's, which are their own, before those that are compared with them.
+# {variant: the variant that it is compared with}. DeepSpeed's variants are compared with themselves, and come first.
 VARIANTS = {
     "DeepSpeed": "DeepSpeed",
     "G = 1": "DeepSpeed",
@@ -49,7 +49,7 @@ VARIANTS = {
 
 
 def each(names, use) -> None:
-    """Call ``use`` with the name of each variant, what runs it, and the layer that makes a step of it."""
+    """Call ``use(name, run, layer)`` for each variant; ``layer.step(run)`` makes a step."""
     import stand_ins
     import torch
     from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,7 @@ def each(names, use) -> None:
         use(name, run, layer)
 
     def attention_of_llama(name):
-        """It runs inside of its model's forward, which gathers positions once for all layers."""
+        """Return the attention of a Llama; its model's forward, which gathers positions once for all layers, runs outside."""
         model = longest.Model(shape.width, shape.heads, shape.kv_heads, ranks=RANKS)
         config = LlamaConfig(
             vocab_size=8, hidden_size=model.hidden, intermediate_size=8, num_hidden_layers=1,
@@ -126,7 +126,7 @@ def each(names, use) -> None:
 
 
 def count(name, run, layer) -> None:
-    """Run a variant; callgrind writes a file for it."""
+    """Run a variant while callgrind counts; callgrind writes a file for the variant."""
     import stand_ins
 
     for _ in range(6):

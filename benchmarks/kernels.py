@@ -1,19 +1,20 @@
-"""Bandwidth of the relayout kernels, and whether a projection should write the send buffer itself.
+"""Measure the bandwidth of the relayout kernels, and whether a projection should write the send buffer itself.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels        CSV and JSON of this machine
-    python benchmarks/kernels.py --exercise                              every kernel once, small: for compute-sanitizer
-    python benchmarks/kernels.py --require                               fail below 85 % of a copy
+    python benchmarks/kernels.py --exercise                              run every kernel once, small: for compute-sanitizer
+    python benchmarks/kernels.py --require                               fail below 85 % of a copy's bandwidth
 
-Method. Parity first: a variant that gives other values is not timed. Bytes are those that must move, each input read once and
-each output written once: of rotations cos and sin too. All variants of a row run in turn inside one loop, over several input sets whose bytes together
-exceed the caches fourfold, on random data; events around every call on CUDA, the clock on a CPU; median, least and most of
-the repetitions. The plain copy of as many bytes is timed twice in each loop: how far the two lie apart is the noise.
+Method. Parity comes first: a variant that gives other values is not timed. Bytes are those that must be moved: each input is read
+once, and each output written once; with rotations, cos and sin count, too. All variants of a row run in turn inside one loop, on
+random data, over several input sets that together are four times as large as the caches. Calls are timed by events on CUDA, by the
+clock on a CPU; rows have median, least and most of the repetitions. The plain copy of as many bytes is timed twice in each loop;
+the difference of the two is the noise.
 
     copy         out.copy_(x), contiguous, the same bytes
     ours         the compiled operator
-    naive        view, permute, contiguous; with RoPE: torch's rotation, then that
+    naive        view, permute, contiguous; with RoPE after torch's rotation
 
-CPU rows carry the label CPU. They show that the script works; the CPU kernels exist to test index maps, not to be fast.
+CPU rows have the label CPU. They show that the script works; the CPU kernels exist to test index maps, not to be fast.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 if importlib.util.find_spec("deepspeed") is None:
-    # The kernels need torch alone; the package's own __init__ would ask for DeepSpeed.
+    # The kernels need torch alone, but the package's own __init__ imports DeepSpeed.
     package = types.ModuleType("ds_sp_overlap")
     package.__path__ = [str(ROOT / "ds_sp_overlap")]
     package.__spec__ = importlib.machinery.ModuleSpec("ds_sp_overlap", None, is_package=True)
@@ -67,13 +68,13 @@ def arguments() -> argparse.Namespace:
 
 
 class Clock:
-    """Times calls; on CUDA with events, which are read at the end."""
+    """Times calls; on CUDA with events, which are read after the last call."""
 
     def __init__(self, device: str):
         self.cuda = torch.device(device).type == "cuda"
 
     def time(self, variants: dict, sets: int, repeat: int) -> dict[str, list[float]]:
-        """Milliseconds of every repetition of every variant; ``variants[name](i)`` works on input set i."""
+        """Return {variant: milliseconds of each repetition}; ``variants[name](i)`` runs a variant on input set i."""
         for name in variants:
             for i in range(sets):
                 variants[name](i)
@@ -82,7 +83,7 @@ class Clock:
             torch.cuda.synchronize()
         for step in range(repeat):
             if self.cuda:
-                torch.cuda._sleep(2_000_000)  # the host queues all variants meanwhile
+                torch.cuda._sleep(2_000_000)  # so that the host queues all variants before the first runs
             for name, variant in variants.items():
                 if self.cuda:
                     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -109,7 +110,7 @@ def balanced(heads: int, ranks: int) -> tuple[list[int], list[int]]:
 
 
 class Row:
-    """One geometry: tensors for several input sets and the variants over them."""
+    """Holds one geometry: tensors of several input sets, and the variants that run on them."""
 
     def __init__(self, args, head_dim, ranks, heads_per_rank, megabytes):
         self.dtype, self.device = getattr(torch, args.dtype), args.device
@@ -125,7 +126,7 @@ class Row:
         return max(1, min(8, -(-4 * cache_bytes(self.device) // size_bytes)))
 
     def moves(self):
-        """(kernel, bytes, variants, parity) of pack q and unpack o; o arrives as dq does."""
+        """Yield (kernel, bytes, variants, parity) for pack of q and unpack of o; dq is unpacked like o."""
         shape, P = (self.tokens, self.h, self.d), self.P
         size = 2 * self.tokens * self.h * self.d * self.dtype.itemsize
         n = self.sets(size)
@@ -164,7 +165,7 @@ class Row:
         yield "unpack o", size, unpack, torch.equal(x[0], expected)
 
     def rotated(self):
-        """(kernel, bytes, variants, parity) of q packed with RoPE on the way, and of dq."""
+        """Yield (kernel, bytes, variants, parity) for q, rotated and packed, and for dq, unpacked and rotated back."""
         shape, parts, rot = (self.tokens, self.h, self.d), (self.starts, self.stops), self.d - self.d % 32
         size = 2 * self.tokens * (self.h * self.d + rot) * self.dtype.itemsize
         n = self.sets(size)
@@ -208,12 +209,12 @@ class Row:
         )
 
     def gemms(self, m: int):
-        """(GEMM, variants, input sets, parity): one batched GEMM that writes the send buffer, against GEMM then pack.
+        """Yield (GEMM, variants, input sets, parity, ...): a batched GEMM that writes the send buffer, against GEMM and pack.
 
-        q projected, and the dgrad of the output projection; of all heads and of one of two head groups, whose rows or columns
-        of the weight lie apart.
+        The GEMMs are the projection of q and the dgrad of the output projection; for all heads, and for one of two head groups,
+        whose rows or columns of the weight are not adjacent.
         """
-        pack = compiled.pack if self.device != "cpu" else relayout.pack  # what the package uses there
+        pack = compiled.pack if self.device != "cpu" else relayout.pack  # as the package does on this device
         for groups in (1, 2) if self.h // self.P > 1 else (1,):
             kept = [(start, start + (stop - start) // groups) for start, stop in zip(self.starts, self.stops)]
             part = ((0, self.h * self.d),) if groups == 1 else tuple((a * self.d, b * self.d) for a, b in kept)
@@ -247,7 +248,7 @@ class Row:
                     "GEMM + pack again": gemm_and_pack,
                 }
                 got, expected = batch(0).movedim(-2, 0).reshape(-1), gemm_and_pack(0)
-                # The same sum of m products in two orders of additions: elements are of order 1, their terms of 1/sqrt(m).
+                # Both sum the same m products in different orders. Elements have magnitude 1, and products 1/sqrt(m).
                 right = torch.allclose(got, expected, rtol=4 * eps, atol=4 * eps)
                 yield f"{name} G={groups}", variants, n, right, heads // self.P * self.d
 
@@ -257,7 +258,7 @@ def spread(times: list[float]) -> list[float]:
 
 
 def measure(args) -> list[str]:
-    """Write the rows of the two tables; what falls short."""
+    """Measure and write the rows of the two tables; return lines about rows that miss the aim."""
     reached: list[float] = []
     clock, label = Clock(args.device), "CPU" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
     moves, gemms = (Rows(args.out and args.out.with_name(f"{args.out.name}-{name}.csv")) for name in ("moves", "gemm"))
@@ -311,7 +312,7 @@ def measure(args) -> list[str]:
 
 
 def exercise(args) -> int:
-    """Every kernel, every width of access, both index types of descriptors, once: something for compute-sanitizer to watch."""
+    """Run every kernel once with every width of access and both index types, for compute-sanitizer; return the number of errors."""
     wrong = 0
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         args.dtype = dtype

@@ -1,4 +1,4 @@
-"""Time one attention layer over a real slow link, from a wire that is nearly free to one that takes twice the arithmetic.
+"""Time one attention layer over a real slow link, from exchanges that take almost no time to twice the time of the arithmetic.
 
     sudo python benchmarks/link.py --out benchmarks/results/link
 
@@ -8,20 +8,20 @@ output projection (`variants.py`). First the layer's arithmetic is timed, then t
 take the wanted multiple of it. Parity before timing: a variant that gives other outputs or gradients than DeepSpeed's class
 stops the run. All variants run in turn inside one loop, each step after a barrier; a step takes as long as its slowest rank.
 
-    compute        the fastest of DeepSpeed's class, VeOmni's and ours with each number of groups, over a wire that costs nothing
-    exchange       the eight exchanges alone, all under way at once
+    compute        the fastest of DeepSpeed's class, VeOmni's and ours with each number of groups, with exchanges that take no time
+    exchange       the eight exchanges alone, all in flight at once
     limit          max(compute, exchange); exposed ms is step - compute
-    phase limit    the same for forward and backward apart, and added up: a forward exchange can't hide behind the backward. Half
-                   of the exchange but only a third of the arithmetic is forward, so that near exchange = compute no schedule
-                   of one layer comes closer to the limit than a sixth
-    side by side   compute and exchange of unrelated data at once: what is above the limit here is the processor time that
-                   moving bytes takes from a rank's core, and no schedule can win it back
+    phase limit    the limit of forward plus the limit of backward: a forward exchange can't hide behind the backward. Forward has
+                   half of the exchange, but only a third of the arithmetic. So near exchange = compute, every schedule of one
+                   layer stays at least a sixth above the limit
+    side by side   compute and exchange of unrelated data at once: its excess over the limit is the processor time that moving bytes
+                   takes from a rank's core; no schedule can avoid it
 
-With --veomni, VeOmni's async Ulysses runs beside them, from a checkout of theirs: its functions of one layer, unchanged, around
-the same attention. Its list all-to-all, which gloo has not, moves by the same plain TCP, so that it is charged no copy of ours.
+With --veomni, VeOmni's async Ulysses runs, too, from a checkout of VeOmni: its functions of one layer, unchanged, around the same
+attention. Its all-to-all of lists, which gloo lacks, uses the same plain TCP, so that it needs no copy that ours does not need.
 
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric. More ranks than cores share
-cores: such figures show that the schedule works there, and support no claim about time.
+cores: such figures show that the schedule works, and support no claim about time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 
 def configs(args: argparse.Namespace) -> dict[str, dict]:
-    """Ours: the ``sp_overlap`` section of each variant."""
+    """Return {variant of ours: its ``sp_overlap`` section}."""
     best = max((g for g in args.groups if g <= 2), default=min(args.groups))
     every = {f"G = {g}": {"head_groups": g} for g in args.groups}
     if not args.no_switches:
@@ -76,7 +76,11 @@ def configs(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Wall ms of the slowest rank, step by step; and the median processor ms a step that threads but the calling one take."""
+    """Time the variants in turn.
+
+    Returns for each variant the wall ms of the slowest rank in each step, and the median processor ms of a step in threads other
+    than the calling one.
+    """
     import torch
     import torch.distributed as dist
 
@@ -100,7 +104,7 @@ def measure(variants: dict, args: argparse.Namespace) -> tuple[dict[str, list[fl
 
 
 def predict(shape, args: argparse.Namespace) -> dict[str, float]:
-    """Step ms of each schedule, simulated at rates that the planner's measurement finds on this link. Collective."""
+    """Return the step ms of each schedule, simulated with the rates that the planner measures on this link. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -161,7 +165,7 @@ def work(args: argparse.Namespace) -> None:
         for name, run in runs.items():
             check_parity(name, layer.step(run), expected)
         del expected
-        with free_wire():  # memory that other threads give back would not be seen
+        with free_wire():  # in one thread, since memory that other threads free would not be seen
             peak = {name: layer.peak_bytes(run) for name, run in others.items()}
             peak |= {name: layer.peak_bytes(make(Silent())) for name, make in ours.items()}
             peak["G = auto"] = layer.peak_bytes(stock if kept == "off" else layer.ours(Silent(), head_groups=kept))

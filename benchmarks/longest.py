@@ -1,14 +1,14 @@
-"""Say how long a sequence fits: the peak of a training step, DeepSpeed's way (ALST) and ours, and the length at which it fills a GPU.
+"""Find the longest sequence that fits on a GPU, by the peak memory of a training step: with DeepSpeed (ALST) and with ours.
 
     python benchmarks/longest.py --memory 79 --out benchmarks/results/longest_h100      on one GPU, in two minutes
     python benchmarks/longest.py --rehearse                                             on a CPU, small: peaks in X
 
-Method. One process is rank 0 of P over a wire that moves nothing: buffers and kernels are as with a real one. Two real decoder layers
-of a Llama, checkpointed, stand for all: their weights are those that ZeRO-3 has gathered and prefetched; the inputs of layers are on
-the host, which costs nothing here. This rank's share of weights, gradients and optimizer states is one block. The
-loss is computed in tiles of tokens, of which only the memory is taken. Above --real tokens attention is a stand-in that takes the
-memory that flash attention takes, without its arithmetic. The peak of a step grows by the same with every token, so that two lengths
-give the longest; it is run, and so is one 3 % longer, which must not fit.
+Method. One process is rank 0 of P over a transport that moves no data; buffers and kernels are those of a real one. Two real
+decoder layers of a Llama, checkpointed, stand for all layers: their weights are those that ZeRO-3 has gathered and prefetched. The
+inputs of layers are on the host, which takes no time here. This rank's share of weights, gradients and optimizer states is one
+block of memory. Of the loss, which is computed in tiles of tokens, only the memory is allocated. Above --real tokens, attention is
+a stand-in that allocates the memory of flash attention, without its arithmetic. The peak of a step grows linearly with the tokens,
+so the peaks of two lengths give the longest one. It is run, and so is a length 3 % above, which must not fit.
 
 X is the size of a rank's hidden states, [s/P, m] in bf16.
 """
@@ -49,11 +49,11 @@ from ds_sp_overlap.integrations.sequence.positions import Positions  # noqa: E40
 
 RECOMPUTED = {"window": 1, "checkpointing": "recompute"}
 WAYS: dict[str, dict | None] = {
-    "ALST": None,  # with its TiledMLP
+    "ALST": None,  # with ALST's TiledMLP
     "ALST, Liger's norms": None,
     "G = 1, tiles": {"head_groups": 1, "tiles": "auto"},
     "W = 1, recomputed": RECOMPUTED,
-    "W = 1": {"window": 1},  # kept; offloaded where the inputs of layers are
+    "W = 1": {"window": 1},  # attention is saved; on the host if the inputs of layers are
     "W = 2": {"window": 2},
     "W = 1, no tiles": {**RECOMPUTED, "tiles": None},
     "G = 1": {"head_groups": 1},
@@ -62,7 +62,7 @@ WAYS: dict[str, dict | None] = {
 
 
 class Model(NamedTuple):
-    """A Llama on P ranks."""
+    """Describes a Llama on P ranks."""
 
     hidden: int = 4096
     heads: int = 32
@@ -78,7 +78,7 @@ REHEARSAL = Model(hidden=128, heads=16, kv_heads=4, intermediate=320, parameters
 
 
 class StandIn(TorchDispatchMode):
-    """Flash attention that takes its memory and does nothing: output, log-sum-exp, and what its backward takes for itself."""
+    """Replaces flash attention: allocates its output, log-sum-exp and the buffers of its backward, without arithmetic."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "").split(".")[0]
@@ -90,7 +90,7 @@ class StandIn(TorchDispatchMode):
         if name == "_scaled_dot_product_flash_attention_backward":
             _, q, k, v = args[:4]
             work = [torch.empty(q.shape, dtype=torch.float32, device=q.device), q.new_empty(q.shape[:3], dtype=torch.float32)]
-            if q.shape[1] != k.shape[1]:  # dk and dv of each query head, summed behind
+            if q.shape[1] != k.shape[1]:  # dk and dv of each query head, which are summed afterwards
                 work += [torch.empty_like(q), torch.empty_like(q)]
             dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
             del work
@@ -99,7 +99,7 @@ class StandIn(TorchDispatchMode):
 
 
 class Nowhere(torch.autograd.graph.saved_tensors_hooks):
-    """Stands for host memory: what is saved leaves the device, and other memory comes back."""
+    """Stands for host memory: drops saved tensors, and gives zeros of the same shape back."""
 
     def __init__(self, **_):
         super().__init__(lambda x: (x.shape, x.dtype, x.device), lambda what: torch.zeros(what[0], dtype=what[1], device=what[2]))
@@ -111,7 +111,7 @@ class _Group:
 
 @contextlib.contextmanager
 def alone(size: int, transport):
-    """Be rank 0 of ``size`` ranks of equal shares of one sequence."""
+    """Run the body as rank 0 of ``size`` ranks, each with an equal part of one sequence."""
 
     def every(self, header, values, device):
         positions = values.cpu().numpy()
@@ -130,7 +130,7 @@ def alone(size: int, transport):
 
 @contextlib.contextmanager
 def running(way: str, net: LlamaModel, model: Model, tokens: int):
-    """Run ``net`` in one of `WAYS` on ``tokens`` of this rank."""
+    """Set up ``net`` for one of `WAYS`, with ``tokens`` on this rank, while the body runs."""
     section = WAYS[way]
     with contextlib.ExitStack() as stack:
         if section is not None:
@@ -152,7 +152,7 @@ def running(way: str, net: LlamaModel, model: Model, tokens: int):
                     vars(module).update(offset=0.0, casting_mode="llama", in_place=True, row_mode=None)
         if way in ("ALST", "ALST, Liger's norms"):
             mlp = modeling_llama.LlamaMLP.forward
-            shards = max(1, -(-tokens // model.hidden))  # as ALST's settings have it
+            shards = max(1, -(-tokens // model.hidden))  # the number that ALST's settings use
 
             def forward(self, x):
                 return alst.TiledMLP.apply(mlp, self, x, shards, list(self.parameters()))
@@ -162,7 +162,7 @@ def running(way: str, net: LlamaModel, model: Model, tokens: int):
 
 
 def step(net: LlamaModel, model: Model, tokens: int, device: torch.device, standing_in: bool) -> None:
-    """Forward, loss and backward of one microbatch of one sequence."""
+    """Run forward, loss and backward of one microbatch with one sequence."""
     options = dict(dtype=torch.bfloat16, device=device)
     x = torch.zeros(1, tokens, model.hidden, **options).requires_grad_()
     positions = torch.arange(tokens, device=device)[None]
@@ -173,7 +173,7 @@ def step(net: LlamaModel, model: Model, tokens: int, device: torch.device, stand
             stack.enter_context(StandIn())
         y = net(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
         dy = torch.zeros_like(y)
-        # The head and its gradient, and the logits of a tile with theirs.
+        # The LM head and its gradient, and the logits of a tile and their gradient.
         loss = [torch.empty(2, model.vocabulary, model.hidden, **options)]
         loss.append(torch.empty(2, min(tokens, 1024), model.vocabulary, device=device))
         del loss
@@ -182,7 +182,7 @@ def step(net: LlamaModel, model: Model, tokens: int, device: torch.device, stand
 
 
 class Measure:
-    """Peaks of steps of a model."""
+    """Measures the peaks of a model's steps."""
 
     def __init__(self, model: Model, device: torch.device):
         self.model, self.device = model, device
@@ -195,7 +195,7 @@ class Measure:
             self.net = LlamaModel(config).bfloat16().train()
         self.on_gpu = device.type == "cuda"
         if not self.on_gpu:
-            self.net.norm = torch.nn.Identity()  # of one layer, as others' inputs are elsewhere
+            self.net.norm = torch.nn.Identity()  # a single layer: on a GPU, inputs of layers are on the host
         self.net.gradient_checkpointing_enable({"use_reentrant": False}, **({"offload": True} if self.on_gpu else {}))
         states = int(16 * model.parameters / model.ranks)
         self.states = torch.empty(states, dtype=torch.uint8, device=device)
@@ -204,11 +204,14 @@ class Measure:
         return 2 * tokens * self.model.hidden
 
     def peak(self, way: str, tokens: int, standing_in: bool = False) -> tuple[int, int]:
-        """Most bytes allocated in a step and reserved after it; on a CPU over weights and inputs, and 0."""
+        """Return the peak of allocated bytes in a step, and the bytes reserved after it.
+
+        On a CPU, the peak is counted without weights and inputs, and the second number is 0.
+        """
         run = functools.partial(step, self.net, self.model, tokens, self.device, standing_in)
         with alone(self.model.ranks, Silent()), running(way, self.net, self.model, tokens):
             if not self.on_gpu:
-                # On processors without products of bf16, oneDNN's take room for their result in fp32.
+                # Without oneDNN: on processors without bf16 products, it allocates results in fp32.
                 with torch.backends.mkldnn.flags(enabled=False):
                     run()
                     return max(held_over_time(run)) - self.x_bytes(tokens), 0  # without dy, which `step` makes
@@ -220,7 +223,7 @@ class Measure:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def longest(self, way: str, memory: int) -> dict:
-        """The longest sequence of a way by two lengths, run; one 3 % longer must not fit."""
+        """Compute a way's longest sequence from the peaks of two lengths, and run it; a length 3 % above must not fit."""
         size, quantum = self.model.ranks, 1024
         lengths = [2**20 // size, 2**21 // size]
         (first, _), (second, reserved) = (self.peak(way, tokens, standing_in=True) for tokens in lengths)
@@ -246,7 +249,7 @@ class Measure:
             return False
 
     def seconds(self, ways: list[str], seq: int, bandwidth: float) -> dict[str, float]:
-        """Seconds of a step with real attention: the better of two, in turn."""
+        """Return {way: seconds of a step with real attention}, the better of two steps; ways run in turn."""
         tokens, found = seq // self.model.ranks, dict.fromkeys(ways, float("inf"))
         transport = Waiting(bandwidth, self.device) if bandwidth else Silent()
         for turn in range(3):
@@ -262,7 +265,10 @@ class Measure:
 
 
 def in_x(model: Model, tokens: int, ways: list[str]) -> dict[str, float]:
-    """Peaks of a layer's step on a CPU by ways, in X: by how much half of ``tokens`` more raise them, so that weights don't count."""
+    """Return {way: peak of a layer's step on a CPU, in X}.
+
+    The peak is the difference between ``tokens`` and half of them, so that weights don't count.
+    """
     measure, found = Measure(model, torch.device("cpu")), {}
     for way in ways:
         (some, _), (all_, _) = (measure.peak(way, length) for length in (tokens // 2, tokens))

@@ -1,10 +1,10 @@
-"""Say what one attention layer holds in a step, over its inputs and weights: stock, ours, a window, under checkpointing, kept.
+"""Measure the memory of one attention layer in a step, without inputs and weights: stock, ours, a window, checkpointing, kept.
 
     python benchmarks/memory.py --out benchmarks/results/memory
 
-Method. One process plays rank 0 of P over a wire that moves nothing: buffers are as with a real one. Allocations of PyTorch's CPU
-allocator are read from its profiler, in units of the layer's local hidden states [s/P, b, m]: the most of a step, and what lives
-between forward and backward beside the output.
+Method. One process is rank 0 of P over a transport that moves no data; buffers are those of a real one. The profiler reports the
+allocations of PyTorch's CPU allocator. Rows have the peak of a step, and the memory between forward and backward without the
+output, in units of the layer's local hidden states [s/P, b, m].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(layer, most: int) -> dict:
-    """Ways to run a layer of ``most`` heads a rank, by name."""
+    """Return {name: function that runs the layer}; a rank has ``most`` heads."""
     from torch.utils.checkpoint import checkpoint
 
     from ds_sp_overlap import keep_attention

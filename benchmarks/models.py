@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/models.py                                                  a GPU each
     python benchmarks/shared_gpu.py --rehearse 2 benchmarks/models.py --rehearse     over gloo on a CPU
 
-Logits and every gradient of each model and mode, in the second step, against the model on the whole sequence. Cases that time does
-not suffice for, and models whose code this transformers has changed, are counted as left out.
+Compares logits and every gradient of each model and mode, in the second step, with the model on the whole sequence. Counts as left
+out: cases for which the time is too short, and models whose code differs in this version of transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import ds_sp_overlap
 from benchmarks.profiles import join
 
 SEQ, VOCABULARY = 48, 64
-# Of the largest element; a mistake gives more than 1e-3. The second is for models that compute something in fp32 in any case.
+# Limits, relative to the largest element; a mistake gives more than 1e-3. The second is for models with parts always in fp32.
 BOUND, IN_FP32 = 1e-9, 2e-6
 DOCUMENTS = (11, 20, SEQ - 31)
 
@@ -37,10 +37,10 @@ class Case:
     """A tiny model and an ``sp_overlap`` section.
 
     Attributes:
-        ranks: The fewest ranks that the case is about.
-        bound: The largest relative error.
-        by_code: Whether the layers are recognised by their code, which another transformers may have changed: `enable` may
-            refuse them.
+        ranks: The smallest number of ranks for this case.
+        bound: The limit of the relative error.
+        by_code: Whether the package recognises the layers by their code, which may differ in another version of transformers:
+            then `enable` may refuse them.
     """
 
     config: str
@@ -101,7 +101,7 @@ CASES = [
 
 
 class Refused(Exception):
-    """A model that `enable` refuses, as it may."""
+    """The error for a model that `enable` may refuse (`by_code`)."""
 
 
 def error_of(case: Case, device: torch.device) -> float:

@@ -1,11 +1,11 @@
-"""One attention layer on 2 to 8 GPUs over NCCL: the same results as the whole sequence, and what is exposed.
+"""Check one attention layer on 2 to 8 GPUs over NCCL against the whole sequence, and measure its exposed communication.
 
-Started by nccl.sh, once for each setting of the environment; by gpu.sh for ranks that share one GPU. With --rehearse over gloo on a
-CPU, small.
+nccl.sh starts this script once for each setting of the environment; gpu.sh starts it for ranks that share one GPU. With --rehearse,
+it runs over gloo on a CPU, with small shapes.
 
-    parity    fp64, output and every gradient, by each transport; and under ZeRO-3 in fp32
-    trace     which exchange starts when, alike on all ranks; of a GPU also how much of NCCL's time lies under other kernels
-    exposed   step - the same step over a wire that costs nothing; the slowest rank; medians, variants in turn
+    parity    output and every gradient in fp64, with each transport; and under ZeRO-3 in fp32
+    trace     the order in which exchanges start, equal on all ranks; on a GPU also the share of NCCL's time under other kernels
+    exposed   time of a step, minus that of the step whose exchanges take no time; of the slowest rank; medians, variants in turn
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shared_by(ranks: int) -> str:
-    """Return "2 x", or "2 ranks sharing 1 x". Collective."""
+    """Return "2 x" for two ranks with a GPU each, or "2 ranks sharing 1 x". Collective."""
     mine, every = (socket.gethostname(), torch.cuda.current_device()), [None] * ranks
     dist.all_gather_object(every, mine)
     gpus = len(set(every))
@@ -71,7 +71,7 @@ def shared_by(ranks: int) -> str:
 
 
 class Run:
-    """This rank, and what it says where it is the first."""
+    """Holds the arguments and this rank; rank 0 prints."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -84,7 +84,7 @@ class Run:
 
     @functools.cached_property
     def machine(self) -> str:
-        """Describe what the figures are measured on. Collective, the first time."""
+        """Describe the machine of the measurement. The first call is collective."""
         if self.args.rehearse:
             return f"REHEARSED: gloo, {self.size} processes on a CPU, no claim about time"
         nccl = ".".join(map(str, nccl_version()))
@@ -99,7 +99,7 @@ class Run:
 
 
 def usable(run: Run) -> list[str]:
-    """The transports that can work here; all ranks find the same."""
+    """Return the transports that work here; the result is equal on all ranks."""
     found = []
     for name in TRANSPORTS:
         layer = Layer(run.shape(torch.float32, 16 * run.size, run.args.kv_heads), run.rank, run.size, run.group)
@@ -115,7 +115,7 @@ def usable(run: Run) -> list[str]:
 
 
 def check(run: Run, transports: list[str]) -> None:
-    """Parity with the layer on the whole sequence in one process."""
+    """Compare with the layer on the whole sequence in one process."""
     for kv_heads in sorted({run.args.kv_heads, run.args.heads, 1}):
         of = run.shape(torch.float64, 32 * run.size, kv_heads)
         expected = whole(of, run.size)[run.rank]
@@ -133,16 +133,16 @@ class Trained(nn.Module):
     def __init__(self, layer: Layer):
         super().__init__()
         self.projections = layer.projections
-        self.run = [layer.ours(head_groups=2 if layer.shape.heads // layer.size > 1 else 1)]  # a list: no module of this one
+        self.run = [layer.ours(head_groups=2 if layer.shape.heads // layer.size > 1 else 1)]  # a list: no submodule
 
     def forward(self, x):
         return self.run[0](x)
 
 
 def check_zero3(run: Run) -> None:
-    """Gradients under ZeRO-3, of the second step on: it learns the order of the modules in the first.
+    """Compare gradients under ZeRO-3, from the second step on: in the first, ZeRO-3 learns the order of the modules.
 
-    fp32: 1e-5 of the largest element is room for sums in another order; a mistake gives more than 1e-3.
+    In fp32, the limit for sums in another order is 1e-5 of the largest element; a mistake gives more than 1e-3.
     """
     of = run.shape(torch.float32, 32 * run.size, run.args.kv_heads)
     _, _, *expected = whole(of, run.size)[run.rank]
@@ -151,7 +151,7 @@ def check_zero3(run: Run) -> None:
     for _ in range(3):
         y = engine(layer.x.clone().requires_grad_())
         engine.backward((y * layer.dy).sum())
-        # The mean over the ranks.
+        # ZeRO averages over the ranks.
         got = [run.size * deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()]
         engine.step()
     check_parity("ZeRO-3", got, expected)
@@ -160,7 +160,7 @@ def check_zero3(run: Run) -> None:
 
 
 def trace(run: Run) -> None:
-    """Starts of exchanges in their order, which all ranks must have in common."""
+    """Check that exchanges start in the same order on all ranks."""
     of = run.shape(torch.float32 if run.args.rehearse else torch.bfloat16, run.args.tokens * run.size, run.args.kv_heads)
     layer = Layer(of, run.rank, run.size, run.group)
     groups = 2 if of.heads // run.size > 1 else 1
@@ -171,7 +171,7 @@ def trace(run: Run) -> None:
     if run.args.out and run.rank == 0:
         profile.export_chrome_trace(str(run.args.out / "trace.json.gz"))
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    ranges = [event.name() for event in events if event.device_type() == torch.profiler.DeviceType.CPU]  # the GPU's repeat them
+    ranges = [event.name() for event in events if event.device_type() == torch.profiler.DeviceType.CPU]  # the GPU has them too
     starts = [name.split()[1] for name in ranges if name.startswith("layer ") and name.endswith(" start")]
     every = [None] * run.size
     dist.all_gather_object(every, starts)
@@ -188,14 +188,14 @@ def trace(run: Run) -> None:
 
 
 def variants(run: Run, transport: str) -> dict[str, tuple]:
-    """By name: a step, the same over a wire that costs nothing, and layers in it."""
+    """Return {name: (layer, step, the same step with exchanges that take no time)}."""
     of = run.shape(torch.float32 if run.args.rehearse else torch.bfloat16, run.args.tokens * run.size, run.args.kv_heads)
     layer = Layer(of, run.rank, run.size, run.group)
 
     found = {}
     if of.kv_heads % run.size == 0:
         stock = layer.stock()
-        found["stock"] = layer, stock, stock  # `free_wire` makes it free
+        found["stock"] = layer, stock, stock  # `free_wire` makes its exchanges free
     for groups in (g for g in GROUPS if g <= of.heads // run.size):
         options = {"head_groups": groups}
         found[f"G = {groups}"] = layer, layer.ours(**options, transport=transport), layer.ours(Silent(), **options)

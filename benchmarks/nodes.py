@@ -1,18 +1,19 @@
-"""Time layers over a slow link between nodes: KV heads that travel once per node, and more ranks than heads.
+"""Time layers over a slow link between nodes: KV heads that are sent once to each node, and more ranks than heads.
 
     sudo python benchmarks/nodes.py --out benchmarks/results/nodes
 
-Method. As in `link.py`, but the ranks of a node share a network namespace, whose link is rate-limited, and reach one another
-without it. Three LLaMA-like layers with an MLP (`stack.py`), forward and backward. Parity before timing: a variant that gives
-other outputs or gradients than the first stops the run. All variants run in turn inside one loop, each step after a barrier.
+Method. As in `link.py`, but the ranks of a node share a network namespace, whose link is rate-limited; within the node, they don't
+use the link. A step is forward and backward of three LLaMA-like layers with an MLP (`stack.py`). Parity before timing: a variant
+that gives other outputs or gradients than the first stops the run. All variants run in turn inside one loop, each step after a
+barrier.
 
-    stock      DeepSpeed's class; it refuses more ranks than query heads
-    today      G = 1; where there are more ranks than heads, ranks share heads (`sp_overlap.shares`)
-    once       the same with `kv_once_per_node`
-    compute    ours over a wire that costs nothing; exposed ms is step - compute
+    stock      DeepSpeed's class, which refuses more ranks than query heads
+    today      G = 1; with more ranks than heads, ranks share heads (`sp_overlap.shares`)
+    once       "today" with `kv_once_per_node`
+    compute    ours with exchanges that take no time; exposed ms is step - compute
 
-The figures are of a rate-limited link and of ranks that share cores: they compare what travels, and say nothing about any
-fabric. A CPU materialises the mask of a share of the queries, which a GPU does not.
+The figures are of a rate-limited link, and of ranks that share cores: they compare the sent data, and say nothing about any fabric.
+A CPU materialises the mask for a share of the queries, which a GPU does not.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Checks of whole layers that one GPU can make. None is a measurement.
+"""Checks whole layers on one GPU; measures nothing.
 
-python benchmarks/on_gpu.py layer | one | sync | race        --device cpu: the same steps, which prove the script alone
+python benchmarks/on_gpu.py layer | one | sync | race        --device cpu: the same steps, which test the script alone
 
 layer   two processes that share the GPU and exchange over gloo, against the layer on the whole sequence in one process
-one     one rank over NCCL: the package's transports with the communicators that they make for themselves; then the same step as
-        a CUDA graph replays it
-sync    a transformers layer, forward and backward, while torch refuses whatever makes the host wait for the device
-race    exchanges that take a millisecond and begin by writing NaN, against prompt ones; then the same without an order
-        between them and what reads them, which must be seen, or the check is BLIND
+one     one rank over NCCL: the package's transports, with communicators that the transports make; then the same step replayed
+        from a CUDA graph
+sync    forward and backward of a transformers layer, while torch raises for operations that make the host wait for the device
+race    exchanges that write NaN first and take a millisecond, against fast exchanges; then the same without waits before the data
+        are read, a fault that the check must find (else it is BLIND)
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ds_sp_overlap.exchange.sp_group import SPGroup, by_name
 from ds_sp_overlap.integrations.sequence.positions import Positions
 from ds_sp_overlap.relayout import kernels
 
-TOLERANCE = 1e-12  # of the largest element: fp64, the same sums in another order
+TOLERANCE = 1e-12  # relative to the largest element; fp64 sums in another order
 
 
 def kinds(device: str) -> list[str]:
-    """Of pack and unpack; main says so where there are no compiled ones."""
+    """Return the kinds of pack and unpack; `main` prints a line if there are no compiled kernels."""
     return ["torch", "compiled"] if device == "cuda" and kernels.library().cuda else ["torch"]
 
 
@@ -48,13 +48,13 @@ def shape(device: str, **more) -> Shape:
 
 
 def start(backend: str, rank: int, size: int, store) -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     dist.init_process_group(backend, rank=rank, world_size=size, store=store)
     deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
 
 
 def whole(of: Shape, size: int) -> list[list[torch.Tensor]]:
-    """What each rank must get, from one process that has the whole sequence: output, gradient of x, gradients of weights."""
+    """Return for each rank the expected output, gradient of x and of weights, from one process with the whole sequence."""
     ranks = [Layer(of, rank, size) for rank in range(size)]
     alone = Layer(of, 0, 1)
     alone.x, alone.dy = (torch.cat([getattr(rank, name) for rank in ranks]) for name in ("x", "dy"))
@@ -69,7 +69,7 @@ def whole(of: Shape, size: int) -> list[list[torch.Tensor]]:
 
 def _rank_of_layer(rank: int, size: int, device: str, store: str) -> None:
     start("gloo", rank, size, dist.FileStore(store, size))
-    for kv_heads in (8, 4, 1):  # as many as query heads, fewer, fewer than ranks
+    for kv_heads in (8, 4, 1):  # as many as query heads; fewer; fewer than ranks
         of = shape(device, kv_heads=kv_heads)
         expected = whole(of, size)[rank]
         for kind in kinds(device):
@@ -92,7 +92,7 @@ def check_layer(device: str) -> None:
 
 
 def replayed(layer: Layer, block) -> list[torch.Tensor]:
-    """A step as a CUDA graph replays it, behind one that is not captured."""
+    """Run a step without capture, then capture a step in a CUDA graph; return the results of a replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -111,7 +111,7 @@ def check_one(device: str) -> None:
     of = shape(device)
     expected = whole(of, 1)[0]
     for name in ("c10d", "auto", "copy_engine"):
-        transport = by_name(name, 2)  # one rank would be given none
+        transport = by_name(name, 2)  # 2: for one rank there is no transport
         sp_group = SPGroup(group, transport)
         try:
             transport.prepare(sp_group)
@@ -128,7 +128,7 @@ def check_one(device: str) -> None:
                 if device == "cuda" and name != "copy_engine":
                     check_parity(f"{name}, G = {groups}, replayed", replayed(layer, block), expected, TOLERANCE)
         except RuntimeError as error:
-            # Whether copy engines can be used at all is for NCCL to say; nothing else depends on it.
+            # NCCL may not support copy engines here; the other transports must work.
             print(f"one: {name}: COULD NOT LAUNCH: {error}")
             if name != "copy_engine":
                 raise
@@ -142,9 +142,9 @@ def check_one(device: str) -> None:
 
 
 def check_sync(device: str) -> None:
-    """Over torch's "fake" backend, as rank 0 of 2: what is received is whatever was there.
+    """Run as rank 0 of 2 over torch's "fake" backend, which moves no data.
 
-    Layers alone: once in a forward of the model, in front of them, the host does read what the ranks tell of their positions.
+    Checks the layers alone: once in a forward, before the layers, the host does read the positions of all ranks.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -159,7 +159,7 @@ def check_sync(device: str) -> None:
     positions = torch.arange(64, device=device)[None]
 
     def every(self, mine, sent, device):
-        """The other rank's positions go on where this one's end, all else is alike."""
+        """Return the values of both ranks: the other rank's positions follow this rank's, and all else is equal."""
         rows = np.zeros((2, len(mine) + self._room), dtype=np.int64)
         rows[:, : len(mine)] = mine
         if sent.numel() <= self._room:
@@ -197,7 +197,7 @@ def check_sync(device: str) -> None:
             options = {"head_groups": groups, "kernels": kind}
             with mock.patch.object(Positions, "_every", every):
                 report = ds_sp_overlap.enable(model, options, mpu.get_sequence_parallel_group())
-                step()  # the ranks agree, buffers and streams are made
+                step()  # the first step compares the ranks, and makes buffers and streams
                 step(strict=True)
                 ds_sp_overlap.disable(model)
             print(f"sync: {kind}, G = {groups}: the host waits for nothing; {str(report).splitlines()[0]}")
@@ -205,7 +205,7 @@ def check_sync(device: str) -> None:
 
 
 class Prompt:
-    """Every rank sends what this one sends."""
+    """A transport as if every rank sent this rank's data."""
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         recv.copy_(send.view(recv.shape))
@@ -216,9 +216,9 @@ class Prompt:
 
 
 class Slow(Prompt):
-    """The same in a millisecond, NaN until then. On a CPU: when it is waited for.
+    """A `Prompt` that takes a millisecond, with NaN in the receive buffer until then. On a CPU, it copies in the wait.
 
-    ordered   False plants the fault: nothing waits for the copy
+    ordered   False plants a fault: no stream waits for the copy
     """
 
     BLOCKS = 4
@@ -240,7 +240,7 @@ class Slow(Prompt):
         self.astray.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.astray):
             self.copy(send, recv)
-        self.kept = [*getattr(self, "kept", []), send, recv]  # the fault is the missing order alone
+        self.kept = [*getattr(self, "kept", []), send, recv]  # keep the buffers alive, so that the missing wait is the only fault
         return self
 
     def copy(self, send, recv):
@@ -255,7 +255,7 @@ def check_race(device: str) -> None:
         layer = Layer(of, 0, size, sp_group=Emulated(size, transport))
         layer.sp_group.kernels = kind
         block = layer.ours(head_groups=groups, kernels=kind)
-        for _ in range(3):  # later ones meet memory that earlier ones gave back
+        for _ in range(3):  # later steps reuse memory that earlier steps freed
             result = layer.step(block)
         return result
 

@@ -1,19 +1,20 @@
-"""EMULATED network on one GPU: one process plays rank 0 of P, with the true shapes of its kernels.
+"""Measure a layer on one GPU with an EMULATED network: one process is rank 0 of P, with the true shapes of its kernels.
 
     python benchmarks/one_gpu.py --out benchmarks/results/one_gpu        on an NVIDIA GPU
-    python benchmarks/one_gpu.py --rehearse                              the same steps on a CPU, small: proves the script alone
+    python benchmarks/one_gpu.py --rehearse                              the same steps on a CPU, small: tests the script alone
 
-Nothing leaves the device; an exchange takes the time that its bytes would take at the bandwidth given. Every figure is emulated.
+No data leave the device. An exchange takes the time that its bytes would take at the given bandwidth. Every figure is emulated.
 
-    E0   only waits, on the side stream: next to no compute unit, no memory traffic but that of the data that appear (needs nvcc)
-    E1   the bytes that would leave go to pinned host memory and back, at the rate of the bus, whatever the bandwidth asked for
-    E2   a kernel of --blocks resident blocks copies them at the bandwidth asked for (needs nvcc)
+    E0   only waits, on the side stream: needs almost no SM, and no memory traffic but that of the received data (needs nvcc)
+    E1   copies the bytes that would be sent to pinned host memory and back, at the rate of the bus, not at the given bandwidth
+    E2   copies these bytes by a kernel of --blocks resident blocks, at the given bandwidth (needs nvcc)
 
-Variants as in `variants.py`, and stock ALST (UlyssesSPAttentionHF). Received data are not those of another rank, so there is
-no parity to check here; link.py and the tests do that for the same code. They are random: arithmetic on zeros takes less power.
+Variants are those of `variants.py`, and stock ALST (UlyssesSPAttentionHF). Received data don't come from another rank, so results
+can't be compared here; link.py and the tests compare them for the same code. Received data are random, since arithmetic on zeros
+takes less power.
 
-    compute       the fastest variant over a wire that costs nothing; exposed = step - compute; limit = max(compute, exchange)
-    contention    time added to the kernels of the compute stream by the exchange beside them;  idle = step - all their time
+    compute       the fastest variant with exchanges that take no time; exposed = step - compute; limit = max(compute, exchange)
+    contention    time that exchanges add to the kernels of the compute stream;  idle = step - time of all these kernels
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ _random: dict[tuple, torch.Tensor] = {}
 
 
 def appear(recv) -> None:
-    """Fill with random data, of which one set is kept for each size."""
+    """Fill ``recv`` with random data, which are drawn once for each size."""
     key = recv.shape, recv.dtype, recv.device
     if key not in _random:
         _random[key] = torch.randn_like(recv)
@@ -92,7 +93,7 @@ def appear(recv) -> None:
 
 
 class Free:
-    """A wire that costs nothing: data only appear."""
+    """A transport that takes no time: fills the receive buffer, and moves no data."""
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         appear(recv)
@@ -104,7 +105,7 @@ def remote_bytes(recv, recv_sizes) -> int:
 
 
 class OnDevice(NamedTuple):
-    """throttled.cu, compiled; each queues its kernel on the current stream."""
+    """The functions of throttled.cu, compiled; each queues its kernel on the current stream."""
 
     waiting: Callable
     throttled: Callable
@@ -140,7 +141,7 @@ def on_device() -> OnDevice:
 
 
 class Waiting:
-    """E0. On CUDA a kernel that looks at the clock until the time is over; on CPU a wire that is free again at some time."""
+    """E0: waits for the time of an exchange; on CUDA in a kernel that reads the clock, on a CPU in ``wait``."""
 
     def __init__(self, bandwidth: float, device: torch.device):
         self.rate, self.cuda, self.free_at = bandwidth * 1e9, device.type == "cuda", 0.0
@@ -157,7 +158,7 @@ class Waiting:
 
 
 class Pinned:
-    """E1."""
+    """E1: copies to pinned host memory and back."""
 
     def __init__(self, bandwidth: float, device: torch.device):
         self.cuda, self.host = device.type == "cuda", {}
@@ -168,7 +169,7 @@ class Pinned:
         away, come = send[send_sizes[0] :], recv[recv_sizes[0] :]
         count = max(away.numel(), come.numel())
         key = count, send.dtype
-        if key not in self.host:  # exchanges of one size take turns on the side stream
+        if key not in self.host:  # exchanges of one size can share it, since they run one after another
             self.host[key] = torch.randn(count, dtype=send.dtype, pin_memory=self.cuda)
         self.host[key][: away.numel()].copy_(away, non_blocking=True)
         come.copy_(self.host[key][: come.numel()], non_blocking=True)
@@ -176,7 +177,7 @@ class Pinned:
 
 
 class Throttled:
-    """E2."""
+    """E2: copies by a throttled kernel."""
 
     def __init__(self, bandwidth: float, device: torch.device, blocks: int):
         self.rate, self.blocks = bandwidth * 1e9, blocks
@@ -196,13 +197,13 @@ class Throttled:
 
 
 class Emulated(SPGroup):
-    """Rank 0 of an sp group that is not there: what one rank says, all say."""
+    """Stands for an sp group of ``size`` ranks in one process, which is rank 0; all ranks agree with rank 0."""
 
     def __init__(self, size: int, transport):
         super().__init__(None, transport)
-        self.kernels = self._choose_kernels()  # as the one rank that it is
+        self.kernels = self._choose_kernels()  # while the size is still one
         self.size = size
-        self.calls.EVERY = sys.maxsize  # there is nobody to compare calls with
+        self.calls.EVERY = sys.maxsize  # no other rank to compare calls with
 
     def streams(self, device):
         if device.type != "cpu" and device not in self.sides:
@@ -219,7 +220,7 @@ class _Group:
 
 @contextlib.contextmanager
 def communication(size: int, transport):
-    """DeepSpeed's modules exchange over ``transport``, on the stream that computes, as they do over NCCL."""
+    """Let DeepSpeed's modules exchange over ``transport`` while the body runs, on the compute stream, as over NCCL."""
 
     class Communication:
         get_world_size = staticmethod(lambda group=None: size)
@@ -264,7 +265,7 @@ def alst_layer(layer: Layer, size: int):
 
 
 def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dict[str, float]:
-    """Median ms of each, all in turn inside one loop."""
+    """Return {variant: median ms}; variants run in turn inside one loop."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(args.warmup + args.steps):
         for name, run in variants.items():
@@ -275,14 +276,14 @@ def timed(variants: dict, device: torch.device, args: argparse.Namespace) -> dic
 
 
 def kernel_ms(run, device: torch.device) -> float:
-    """Time in kernels but for those that stand for the network."""
+    """Return the ms of all kernels except those that emulate the network."""
     network = ("wait_ns", "throttled_copy", "Memcpy DtoH", "Memcpy HtoD")
     ran = kernels(profiled(run, device).profiler.kineto_results.events())
     return sum(kernel.duration_ns() for kernel in ran if not any(word in kernel.name() for word in network)) / 1e6
 
 
 def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth: float, device: torch.device):
-    """Rows, as they come."""
+    """Measure one case; yield its rows."""
     heads, kv_heads, head_dim = MODELS[model]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = Shape(tokens * size, heads, head_dim, kv_heads, 1, dtype, device.type)
@@ -290,10 +291,10 @@ def case(args: argparse.Namespace, model: str, tokens: int, size: int, bandwidth
     groups = [g for g in (1, 2, 4) if g <= heads // size]
 
     def variants(transport):
-        """Each as a step over the transport."""
+        """Return {name: function that runs a step over the transport}."""
         sp_group = layer.sp_group = Emulated(size, transport)
         stock = {"ALST": alst_layer(layer, size)}
-        if kv_heads % size == 0:  # fewer KV heads than ranks are refused by DeepSpeed's class
+        if kv_heads % size == 0:  # else DeepSpeed's class refuses the KV heads
             stock["DeepSpeed"] = layer.stock()
         ours = {"five of eight": layer.five_of_eight(), **{f"G = {g}": layer.ours(head_groups=g) for g in groups}}
         assert sp_group.group is None

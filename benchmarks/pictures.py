@@ -1,8 +1,8 @@
-"""Draw the pictures of benchmarks/results from the CSV and JSON files beside them; nothing is measured.
+"""Draw the pictures of benchmarks/results from the CSV and JSON files beside them; measures nothing.
 
-    python benchmarks/pictures.py
+    python benchmarks/pictures.py        draw all pictures again
 
-draws each picture there anew. `link.py`, `training_steps.py` and `memory.py` draw theirs at the end of a run.
+`link.py`, `training_steps.py` and `memory.py` draw their own pictures at the end of a run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 OURS, STOCK, LIMIT = "tab:blue", "tab:orange", "lightgrey"
 ON_CPUS = "Measured on CPUs, not on a GPU"
-# What a picture calls a variant of the tables.
+# {variant in the tables: its name in pictures}.
 NAMES = {
     "stock ALST": "DeepSpeed",
     "stock, free wire": "DeepSpeed, if communication were free",
@@ -42,7 +42,7 @@ def draw(out: Path) -> None:
 
 
 def _panels(rows: list[dict], column: str, value: str) -> dict[str, list[dict]]:
-    """Rows by what they have in ``column``, with a ``value`` to draw."""
+    """Return {value of ``column``: rows}; leave out rows without a ``value`` to draw."""
     panels: dict[str, list[dict]] = {}
     for row in rows:
         name = f"{float(row[column]):g} {column}" if column == "Mbit/s" else row[column]
@@ -51,10 +51,10 @@ def _panels(rows: list[dict], column: str, value: str) -> dict[str, list[dict]]:
 
 
 def bars(panels: dict[str, list[dict]], path: Path, title: str, axis: str, ends: tuple[str, ...] = ()) -> None:
-    """Draw a bar with its value for each row, and a panel for each key of ``panels``.
+    """Draw a panel for each key of ``panels``, and in it a bar with its value for each row.
 
     Args:
-        ends: the columns with the least and the most of a row's value.
+        ends: The columns with the smallest and the largest measured value of a row.
     """
     most = max(len(rows) for rows in panels.values())
     figure, every = _subplots(1, len(panels), figsize=(1.5 + 5 * len(panels), 1.6 + 0.36 * most), squeeze=False)
@@ -76,7 +76,7 @@ def bars(panels: dict[str, list[dict]], path: Path, title: str, axis: str, ends:
 
 
 def lines(rows: list[dict], path: Path, title: str) -> None:
-    """Draw the time of each variant over that of the communication, in multiples of a perfect overlap."""
+    """Draw for each variant its time, in multiples of that of perfect overlap, over the time of communication."""
     figure, axes = _subplots(figsize=(10, 5))
     rows = [row for row in rows if row["step / limit"] and "off" not in row["variant"]]
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -98,7 +98,7 @@ def lines(rows: list[dict], path: Path, title: str) -> None:
 
 
 def named(variant: str) -> str:
-    """Return the words for a variant in a picture."""
+    """Return the name of a variant in pictures."""
     groups, comma, more = variant.removeprefix("G = ").partition(",")
     if groups == variant.partition(",")[0]:
         return NAMES.get(variant, variant)
@@ -107,7 +107,7 @@ def named(variant: str) -> str:
 
 
 def for_readme(path: Path) -> None:
-    """Draw whole steps on a GPU: where ours is faster than DeepSpeed alone, and where it is slower."""
+    """Draw whole steps on a GPU, cases in which the overlap is faster than DeepSpeed alone, and cases in which it is slower."""
     with (RESULTS / "h100" / "whole_steps.csv").open() as file:
         rows = list(csv.DictReader(file))
     panels: dict[str, list[dict]] = {}
@@ -134,7 +134,7 @@ def _subplots(*shape, **options):
 
 
 def _save(figure, path: Path, title: str) -> None:
-    """Write the picture, with its title broken into lines that fit."""
+    """Write the picture; break its title into lines that fit."""
     figure.suptitle("\n".join(textwrap.wrap(title[0].upper() + title[1:], width=int(13 * figure.get_figwidth()))), fontsize=9)
     figure.savefig(path, dpi=120)
 

@@ -1,17 +1,17 @@
-"""Print what the planner's player says of everything that was measured on an H100, beside what was measured.
+"""Print the times that the planner's player computes for all measurements on an H100, beside the measured times.
 
-    python benchmarks/planned.py            the tables of docs/planning.md
-    python benchmarks/planned.py --write    puts them there
+    python benchmarks/planned.py            print the tables of docs/planning.md
+    python benchmarks/planned.py --write    write them to this page
 
-`results/h100/launches.json.gz` has the cases: what the code that was measured (17d94d8) launched and did on its host, recorded from that
-code by `tools.planner.gpu.recorder`; and the milliseconds measured, medians. So these tables hold the player and its figures to what was
-measured, and don't change with the package's code; `plan` records the code that is there.
+`results/h100/launches.json.gz` has the cases: the launches and host calls of the measured code (17d94d8), recorded by
+`tools.planner.gpu.recorder`, and the measured ms, medians. So these tables compare the player and its figures with the
+measurements, and don't change with the package's code; `plan` records the present code.
 
-five of eight       G = 1, with compute that waits at once for v, o and dv
-compiled kernels    the same launches, permuting copies at the rate of the package's kernels
-whole steps         layers alone: embedding, loss, and the host's time for transformers and ZeRO are left out; the reduction of gradients
+five of eight       G = 1, where compute waits at once for v, o and dv
+compiled kernels    the same launches, with permuting copies at the rate of the package's kernels
+whole steps         layers alone, without embedding, loss, and host time for transformers and ZeRO; the reduction of gradients
                     between the two ranks is one transfer at the end
-two ranks           half a GPU each
+two ranks           each rank has half of the GPU
 """
 
 import gzip
@@ -31,7 +31,7 @@ CASES = ROOT / "benchmarks/results/h100/launches.json.gz"
 PAGE = ROOT / "docs/planning.md"
 
 
-# With what only the code that was measured does on its host.
+# Figures of the H100, with those of host calls that only the measured code makes.
 FIGURES = GPUS["h100"] | {
     "stream_us": Known(6.8, "measured, a call: torch.cuda.current_stream, at 17d94d8"),
     "context_us": Known(15.6, "measured, a call: with torch.cuda.stream, at 17d94d8"),
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Play every case; "times" are over stock's time of the same case."""
+    """Play every case, and return its rows; "times" are relative to stock's time in the same case."""
     found = []
     for case in json.loads(gzip.decompress(CASES.read_bytes())):
         recorded = {}
@@ -86,7 +86,7 @@ def tables() -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the tables of today."""
+    """Return the text of the page with new tables."""
     before, mark, rest = page.partition("<!-- planned -->\n")
     after = rest.partition("<!-- end -->")[2]
     return f"{before}{mark}\n{tables()}\n\n<!-- end -->{after}"

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark, profiles of one run, and the kernels in them."""
+"""Joins the ranks of a benchmark, makes profiles of a run, and finds the kernels in a profile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 
 def join(rehearse: bool, seconds: int = 60) -> torch.device:
-    """Join the ranks of the launcher: over NCCL, each on its GPU, or over gloo to rehearse on a CPU. Returns the device.
+    """Join the ranks of the launcher, and return the device: over NCCL, each rank on its GPU; or over gloo on a CPU to rehearse.
 
     A collective fails after ``seconds``.
     """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a build
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     device = torch.device("cpu" if rehearse else f"cuda:{os.environ['LOCAL_RANK']}")
     if not rehearse:
         torch.cuda.set_device(device)
@@ -28,7 +28,7 @@ def join(rehearse: bool, seconds: int = 60) -> torch.device:
 
 
 def synchronise(device: torch.device) -> float:
-    """Wait for the device; return the time then, in seconds."""
+    """Wait for the device; then return the time, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -46,9 +46,9 @@ def profiled(run: Callable[[], object], device: torch.device) -> torch.profiler.
 
 
 def kernels(events) -> list:
-    """Return what ran on the GPU, kernels and copies, in the order of their begin.
+    """Return the kernels and copies that ran on the GPU, in the order of their begin.
 
-    A range of ``record_function`` turns up among the events of the device as well, as long as all kernels in it together.
+    Leaves out ranges of ``record_function``, which the profiler also lists as events of the device.
 
     Args:
         events: ``profile.profiler.kineto_results.events()``.

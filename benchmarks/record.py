@@ -1,4 +1,4 @@
-"""What every benchmark leaves behind: a table, a CSV, and a JSON of the environment with the command that reproduces it."""
+"""Writes the results of benchmarks: a table, a CSV, and a JSON of the environment with the command that reproduces the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def environment(kind: str) -> dict:
-    """Where and how something was measured. ``kind`` says of what sort the figures are; kinds never share a table."""
+    """Describe where and how something was measured. ``kind`` is the kind of the figures; each kind has its own tables."""
     with open("/proc/cpuinfo") as file:
         models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
     return {
@@ -28,7 +28,7 @@ def environment(kind: str) -> dict:
 
 
 class Rows(list):
-    """Rows that lie in ``path`` as soon as they are known, so that a run that ends early has not been for nothing."""
+    """A list of rows that is written to ``path`` after each new row, so that a run that ends early leaves its rows."""
 
     def __init__(self, path: Path | None):
         super().__init__()
@@ -47,7 +47,7 @@ class Rows(list):
 
 def write(out: Path | None, rows: list[dict], kind: str, notes: list[str] = (), **more) -> None:
     """Print ``rows`` as a table; with ``out``, write ``out``.csv, and ``out``.json with the environment and ``more``."""
-    from tabulate import tabulate  # not everywhere where rows alone are written
+    from tabulate import tabulate  # imported here, since machines that only write rows may lack it
 
     print(kind)
     print(tabulate(rows, headers="keys", tablefmt="github"))

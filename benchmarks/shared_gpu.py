@@ -2,8 +2,8 @@
 
     python benchmarks/shared_gpu.py RANKS SCRIPT ARGS...
 
-This tests training over NCCL on a machine with one GPU; it makes nothing faster. Every rank has ``LOCAL_RANK=0``
-(ds_sp_overlap/tools/shared_gpu.py says what it needs).
+This tests training over NCCL on a machine with one GPU; it makes nothing faster. Every rank has ``LOCAL_RANK=0``.
+ds_sp_overlap/tools/shared_gpu.py lists the requirements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(ranks: int, command: list[str], seconds: float) -> int:
         The exit status: 124 after the time limit, 1 if a rank failed, 0 if all succeeded.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    # By default, torchrun looks its own host up, which fails without a name server.
+    # By default, torchrun looks up the address of its host, which fails without a name server.
     torchrun += ["--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     if ranks > 1:
         torchrun.append(f"--redirects={','.join(f'{rank}:1' for rank in range(1, ranks))}")

@@ -1,7 +1,8 @@
-"""Simulate a layer's schedule with the durations of its steps: for CPUs and slow links, where a host's time counts for little.
+"""Simulate a layer's schedule by the durations of its steps: for CPUs and slow links, where host time hardly matters.
 
-A transfer takes as long as its bytes, a product or attention as long as its work. Left out: relayouts, launches, smaller products of more
-head groups, and compute units that an exchange takes. For GPUs, `ds_sp_overlap plan` plays what is launched.
+The duration of a transfer is proportional to its bytes, that of a product or attention to its work. Left out are relayouts,
+launches, the lower rate of small products, and compute units that an exchange takes. For GPUs, `ds_sp_overlap plan` simulates the
+launches.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ def program(text: str, grad: bool = False) -> Program:
     return tuple(Step(Op(op), (of,), grad, 0) for op, of in steps)
 
 
-# DeepSpeed's class as it stands, between projections that are called whole.
+# DeepSpeed's class, between projections that are called whole.
 BASELINE = Schedule(
     program(
         "project q, project k, project v, start q, finish q, start k, finish k, start v, finish v, "
@@ -47,8 +48,13 @@ UPSTREAM = Schedule(
 
 
 class Rates(NamedTuple):
-    """FLOP/s of matrix products and of causal attention (the masked half is no work); bytes/s that a rank sends to the others in an
-    all-to-all, while it receives as many; and ms of an empty exchange."""
+    """The rates of a machine.
+
+    matmul       FLOP/s of matrix products
+    attention    FLOP/s of causal attention; the masked half does not count as work
+    wire         bytes/s that a rank sends to the others in an all-to-all, while it receives as many
+    latency_ms   ms of an empty exchange
+    """
 
     matmul: float
     attention: float
@@ -57,7 +63,7 @@ class Rates(NamedTuple):
 
 
 class Costs:
-    """Durations of a layer in G head groups on rank 0, the rank with the most heads."""
+    """Computes the durations of a layer's steps in G head groups, on rank 0, the rank with the most heads."""
 
     def __init__(self, layer: LayerShape, rates: Rates, groups: int):
         self.layer, self.rates, self.geometry = layer, rates, layer.geometry(groups)
@@ -84,7 +90,7 @@ class Costs:
             start, stop = self.geometry.query_range(0, step.group)
             queries = sum(stop - start for start, stop in self.geometry.own_queries)
             pairs = layer.seq * queries * layer.batch
-            # Two products of 2 FLOP for each pair, of which half are masked: 2 * 2 / 2.
+            # Two products of 2 FLOP for each pair; half of the pairs are masked: 2 * 2 / 2.
             products = 1e3 * 2 * pairs * (stop - start) * layer.head_dim
             forward = products / self.rates.attention
             # The backward makes five products, the forward two.

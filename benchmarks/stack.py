@@ -1,4 +1,4 @@
-"""Transformer layers one behind another, attention and gated MLP, which `nodes.py` times.
+"""Provides a stack of transformer layers, with attention and a gated MLP, which `nodes.py` times.
 
 stock    DeepSpeed's class between whole projections
 ours     ds_sp_overlap.SelfAttention in each layer
@@ -28,7 +28,7 @@ class MLP(nn.Module):
 
 
 class Stack(Layer):
-    """Layers of one rank, sequence first, with the interface of `variants.Layer`."""
+    """The layers of one rank, sequence first, with the interface of `variants.Layer`."""
 
     def __init__(self, shape: Shape, rank: int, size: int, group=None):
         super().__init__(shape, rank, size, group)

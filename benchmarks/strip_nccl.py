@@ -1,9 +1,9 @@
-"""Make NCCL's library small enough to carry: the machine code of one GPU architecture, compressed (252 MB become 14).
+"""Make NCCL's library small: keep the machine code of one GPU architecture, and compress (252 MB become 14).
 
     python benchmarks/strip_nccl.py LIBRARY TARGET.xz [--architecture 90]
 
-A fat binary is a header and one entry per architecture. The other entries are overwritten with zeros, where they lie, so that no
-offset changes; so is the relocatable device code, which only a linker reads. Both compress to nothing.
+A fat binary has a header, and an entry for each architecture. The entries of other architectures are overwritten with zeros in
+place, so that no offset changes. So is the relocatable device code, which only a linker reads. Zeros compress to almost nothing.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 MAGIC = 0xBA55ED50
-# Magic, version, bytes of this header, bytes of the entries.
+# Header of a fat binary: magic number, version, bytes of this header, bytes of the entries.
 BINARY = struct.Struct("<IHHQ")
-# Kind, version, bytes of this header, bytes of the code; 12 bytes further: the architecture.
+# Header of an entry: kind, version, bytes of this header, bytes of the code; after 12 more bytes, the architecture.
 ENTRY = struct.Struct("<HHIQ12xI")
 
 
@@ -34,7 +34,7 @@ def keep_one(data: bytearray, begin: int, size: int, architecture: int) -> int:
     while at + BINARY.size <= end:
         magic, _, header, length = BINARY.unpack_from(data, at)
         if magic != MAGIC:
-            at += 8  # they are aligned
+            at += 8  # fat binaries are aligned to 8 bytes
             continue
         at += header
         stop = at + length

@@ -1,17 +1,17 @@
-"""Time whole training steps of a transformers model under DeepSpeed over a real slow link: stock ALST, and the same overlapped.
+"""Time whole training steps of a transformers model under DeepSpeed over a real slow link: stock ALST, and overlapped.
 
     sudo python benchmarks/training_steps.py --out benchmarks/results/training_steps
 
 Method. As in `link.py`: ranks in network namespaces behind token buckets, a core each. One engine (ZeRO 1, AdamW, a LLaMA of a few
-layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. After every
-switch one step is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
-long as its slowest rank. Before anything is timed, every variant must give
-stock's loss, and stock's gradient of the embedding (its norm), on the same tokens and weights.
+layers) trains on random tokens throughout; ``enable`` and ``disable`` turn the overlap on and off between steps. The first step
+after each switch is not timed, the next one is. Variants take turns in one loop; a step (forward, backward, optimizer) takes as
+long as its slowest rank. Before timing, every variant must give the same loss as stock, and the same norm of the embedding's
+gradient, on the same tokens and weights.
 
-    exposed   what is taken off a step when nothing is moved by the exchanges of the sp group: step - stock with a free wire
+    exposed   time that a step spends on exchanges of the sp group: step - stock's step with exchanges that take no time
 
-With --windows and --checkpointing: windows of head groups, and gradient checkpointing of all variants.
-Afterwards "head_groups": "auto" has its steps of trying; a note says what it keeps.
+With --windows and --checkpointing, there are also windows of head groups, and all variants use gradient checkpointing. At the end,
+"head_groups": "auto" runs the steps in which it tries candidates; a note names its choice.
 
 The figures are of a rate-limited link. They compare schedules, and say nothing about any fabric.
 """
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> None:
-    os.environ["LOCAL_RANK"] = str(args.rank)  # DeepSpeed asks for what its launcher would set
+    os.environ["LOCAL_RANK"] = str(args.rank)  # DeepSpeed's launcher would set it
     join(args.rank, args.ranks)
     import deepspeed
     import torch
@@ -117,12 +117,12 @@ def work(args: argparse.Namespace) -> None:
     expected = None
     for name, section in sections.items():
         switch(section)
-        share = loss(engine.module)  # past the engine, which would take it for a step
+        share = loss(engine.module)  # not through the engine, which would count a step
         (slope,) = torch.autograd.grad(share, engine.module.get_input_embeddings().weight)
         found = torch.stack([share.detach(), slope.square().sum()])
         dist.all_reduce(found)
         losses[name], expected = found[0].item(), found if expected is None else expected
-        # fp32: another order of a few thousand additions
+        # The tolerance is for a few thousand fp32 additions in another order.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
     exchange, moved = dist.all_to_all_single, [True]

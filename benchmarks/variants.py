@@ -1,13 +1,13 @@
-"""One attention layer, and every way to run it that the benchmarks compare.
+"""Provides one attention layer, and all ways to run it that the benchmarks compare.
 
 stock                 deepspeed.sequence.layer.DistributedAttention between whole projections
-five of eight         in the order below: what DeepSpeed's PR 5691 with Megatron-DeepSpeed's PR 415 overlaps, and no more
-VeOmni                its async Ulysses, from a checkout of theirs; it waits at once for v, o and dv
-ours                  ds_sp_overlap.SelfAttention with a config of its own
-compute only          any of them over a wire that costs nothing
-exchange only         the eight exchanges alone, all under way at once, waited for in the order of their start
-side by side          ours over a wire that costs nothing while the eight exchanges of unrelated data are under way: what a
-                      schedule without any dependency would take on this machine
+five of eight         ours in the order below, with only the overlap of DeepSpeed's PR 5691 and Megatron-DeepSpeed's PR 415
+VeOmni                VeOmni's async Ulysses, from a checkout of VeOmni; it waits at once for v, o and dv
+ours                  ds_sp_overlap.SelfAttention with a config
+compute only          any of these with exchanges that take no time
+exchange only         the eight exchanges alone, all in flight at once, waited for in the order of their start
+side by side          ours with exchanges that take no time, while the eight exchanges of unrelated data are in flight: the time
+                      of a schedule without any dependency on this machine
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ds_sp_overlap.attention.runtime import walk
 from ds_sp_overlap.attention.runtime.plan import pieces_of
 from ds_sp_overlap.schedule import Op, Schedule, Step
 
-# v is started by itself, behind the finishes of q and k, and waited for at once.
+# v is started alone, after the finishes of q and k, and waited for at once.
 #
 #    forward    Wq >q Wk >k Wv <q <k | >v <v | attention | >o <o | Wo
 #    backward   Wo dgrad >do | Wo wgrad | <do attention | >dv <dv | >dk >dq | Wv <dk Wk <dq Wq
@@ -53,13 +53,13 @@ def late_value(schedule: Schedule) -> Schedule:
 
 
 def five_of_eight(schedule: Schedule, *form) -> list:
-    """Stands in for `pieces_of`."""
+    """Stand in for `pieces_of`, with a schedule of "five of eight"."""
     return pieces_of(late_value(schedule), *form)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """seq: global sequence, tokens; the rest as in the package."""
+    """Describes a layer; ``seq`` is the length of the global sequence in tokens, ``heads`` the number of query heads."""
 
     seq: int
     heads: int
@@ -74,18 +74,18 @@ class Shape:
         return self.heads * self.head_dim
 
     def exchange_elements(self, size: int) -> list[int]:
-        """Elements that a rank gives to each of the eight exchanges, its own share among them."""
+        """Return the elements that a rank gives to each of the eight exchanges, including the part that stays on the rank."""
         per_head = self.seq // size * self.batch * self.head_dim
-        kv_heads = max(self.kv_heads, size)  # a KV head travels once per rank that needs it
+        kv_heads = max(self.kv_heads, size)  # a KV head is sent once to each rank that needs it
         return [per_head * n for n in (self.heads, kv_heads, kv_heads, self.heads)] * 2
 
     def wire_bytes(self, size: int) -> int:
-        """Bytes that leave a rank in forward and backward."""
+        """Return the bytes that leave a rank in forward and backward."""
         return sum(self.exchange_elements(size)) * (size - 1) // size * self.dtype.itemsize
 
 
 class Silent:
-    """A transport that moves nothing."""
+    """A transport that moves no data."""
 
     def launch(self, send, recv, send_sizes, recv_sizes, group, name):
         recv.zero_()
@@ -96,15 +96,15 @@ class Silent:
 
 
 class Attention(nn.Module):
-    """Causal attention of q, k, v [s, b, h, d]; a module, because DeepSpeed's class asks for one."""
+    """Causal attention of q, k, v [s, b, h, d]; a module, since DeepSpeed's class needs one."""
 
     def forward(self, q, k, v, queries=None):
         gqa = q.shape[2] != k.shape[2]
-        if queries is not None:  # k and v of what these queries see
+        if queries is not None:  # k and v of the tokens that these queries see
             k, v = k[: queries[1]], v[: queries[1]]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         if queries is not None:
-            with _disable_current_modes():  # torch makes no such mask while a dispatch mode counts
+            with _disable_current_modes():  # torch can't make this mask in a dispatch mode
                 mask = causal_lower_right(q.shape[2], k.shape[2])
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa).permute(2, 0, 1, 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).permute(2, 0, 1, 3)
@@ -113,8 +113,8 @@ class Attention(nn.Module):
 class Layer:
     """The layer of one rank, sequence first: projections, hidden states, and a cotangent of the output.
 
-    group     the sp group; None where one process plays a rank of a group that there is not
-    sp_group   the sp_group of that play
+    group      the sp group; None if one process emulates a rank
+    sp_group   the emulated sp group; None with a real one
     """
 
     def __init__(self, shape: Shape, rank: int, size: int, group=None, sp_group=None):
@@ -132,7 +132,7 @@ class Layer:
         self.x, self.dy = (torch.randn(sizes, dtype=shape.dtype, device=shape.device) for _ in range(2))
 
     def step(self, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """One forward and backward; output and all gradients."""
+        """Run one forward and backward; return the output and all gradients."""
         for parameter in self.projections.parameters():
             parameter.grad = None
         x = self.x.detach().requires_grad_()
@@ -141,18 +141,18 @@ class Layer:
         return [y.detach(), x.grad, *(p.grad for p in self.projections.parameters())]
 
     def forward(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """The forward alone, with what the backward would need."""
+        """Run the forward alone; return the output with its graph."""
         return run(self.x.detach().requires_grad_())
 
     def stock(self) -> Callable[[Tensor], Tensor]:
         return self.around(deepspeed.sequence.layer.DistributedAttention(self.local, self.group))
 
     def around(self, attend: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        """Whole projections around DeepSpeed's class, or what is called like it."""
+        """Return a run with whole projections around ``attend``, which is called like DeepSpeed's class."""
 
         def run(x):
             q, k, v = (self.projections[f"{kind}_proj"](x).unflatten(-1, (-1, self.shape.head_dim)) for kind in "qkv")
-            if k.shape[2] < self.size:  # which DeepSpeed's class refuses; its adapter for transformers does this
+            if k.shape[2] < self.size:  # DeepSpeed's class refuses this; repeat heads as its adapter for transformers does
                 k, v = (heads.repeat_interleave(self.size // k.shape[2], 2) for heads in (k, v))
             return self.projections["o_proj"](attend(q, k, v, 1).flatten(2))
 
@@ -172,7 +172,7 @@ class Layer:
     def five_of_eight(self, transport=None) -> Callable[[Tensor], Tensor]:
         block = self.ours(
             transport, q_norm=lambda q: q, head_groups=1
-        )  # beside a norm that is no module, projections are called whole
+        )  # with a norm that is no module, projections are called whole
 
         def run(x):
             with mock.patch.object(walk, "pieces_of", five_of_eight):
@@ -196,9 +196,9 @@ class Layer:
         return run
 
     def auto(self) -> tuple[Callable[[Tensor], Tensor], int | str]:
-        """Ours with ``"head_groups": "auto"`` after its steps of trying, stock among the candidates; and what it keeps."""
+        """Run the trials of ``"head_groups": "auto"``, with stock as a candidate; return the run, and the choice."""
         block, stock = self.ours(head_groups="auto"), self.stock()
-        still = torch.optim.SGD(self.projections.parameters(), lr=0.0)  # steps are counted by optimizers' steps
+        still = torch.optim.SGD(self.projections.parameters(), lr=0.0)  # the policy counts optimizer steps
         trials = block.layer.policy.trials
 
         def run(x):
@@ -210,7 +210,7 @@ class Layer:
         return run, next(iter(trials.values())).chosen
 
     def peak_bytes(self, run: Callable[[Tensor], Tensor]) -> int:
-        """Most bytes that a step holds at once, over inputs and weights: activations, buffers, gradients."""
+        """Return the peak bytes of a step without inputs and weights: activations, buffers, gradients."""
         self.step(run)
         for parameter in self.projections.parameters():
             parameter.grad = None
@@ -220,7 +220,7 @@ class Layer:
         return self.shape.exchange_elements(self.size)
 
     def exchanges(self) -> Callable[[], Callable[[], None]]:
-        """What launches the eight exchanges, of data that nothing depends on, and returns what waits for them."""
+        """Return a function that launches the eight exchanges of unrelated data, and returns a function that waits for them."""
         options = dict(dtype=self.shape.dtype, device=self.shape.device)
         buffers = [(torch.randn(n, **options), torch.empty(n, **options)) for n in self.exchange_elements()]
 
@@ -240,9 +240,9 @@ ASYNC_ULYSSES = "veomni.distributed.sequence_parallel.async_ulysses"  # in VeOmn
 
 
 def load_veomni(checkout: Path, group) -> ModuleType:
-    """Import VeOmni's async Ulysses, over ``group``, and no more than it imports itself.
+    """Import VeOmni's async Ulysses, over ``group``.
 
-    The packages above it are empty stand-ins, since their own files patch kernels and load models.
+    Its parent packages are empty stand-ins, since their own files patch kernels and load models.
     """
     sequence_parallel = ASYNC_ULYSSES.rpartition(".")[0]
     for name in ("veomni", "veomni.utils", "veomni.distributed", sequence_parallel):
@@ -254,7 +254,7 @@ def load_veomni(checkout: Path, group) -> ModuleType:
 
 @contextlib.contextmanager
 def free_wire():
-    """DeepSpeed's class and VeOmni's over a wire that costs nothing."""
+    """Let the exchanges of DeepSpeed's class and of VeOmni's take no time while the body runs."""
 
     def all_to_all_single(output, *args, **kwargs):
         output.zero_()
@@ -270,9 +270,9 @@ def free_wire():
 
 
 def check_parity(name: str, got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
-    """Refuse to time what computes something else.
+    """Raise AssertionError if a variant gives other results than expected.
 
-    fp32: partial sums and another order of the same additions, a few units in the last place of the largest.
+    The default tolerance is for fp32 sums in another order: a few units in the last place of the largest element.
     """
     for mine, theirs in zip(got, expected):
         bound = tolerance * theirs.abs().max().item()
@@ -280,11 +280,12 @@ def check_parity(name: str, got: list[Tensor], expected: list[Tensor], tolerance
 
 
 def held_over_time(run: Callable[[], object]) -> list[int]:
-    """Bytes of PyTorch's CPU allocator over what was held before ``run``, after each change, as long as its result lives.
+    """Return the bytes of PyTorch's CPU allocator after each allocation or release in ``run``, minus those held before.
 
-    Allocations of the calling thread, which is also the thread of a CPU backward, as the profiler reports them.
+    The last number is the memory of the result. The profiler reports allocations of the calling thread, which on a CPU is also the
+    thread of backward.
     """
-    gc.collect()  # what an earlier run left in circles would be let go of meanwhile
+    gc.collect()  # else cycles of an earlier run would be freed during this one
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = run()  # noqa: F841 (kept)
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -292,10 +293,10 @@ def held_over_time(run: Callable[[], object]) -> list[int]:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes that ``run`` held at once."""
+    """Return the peak bytes of ``run``."""
     return max(held_over_time(run))
 
 
 def held_bytes(run: Callable[[], object]) -> int:
-    """Bytes that the result of ``run`` holds."""
+    """Return the bytes that the result of ``run`` holds."""
     return held_over_time(run)[-1]

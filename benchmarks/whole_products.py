@@ -1,10 +1,10 @@
-"""Simulate steps with one product for each projection of all head groups, over steps with one for each group.
+"""Simulate steps in which a projection is one product for all head groups, relative to steps with one product for each group.
 
     python benchmarks/whole_products.py
 
-Fewer and larger products spare the host calls. But a group's exchange can then not begin before the projection of all groups is done, nor
-the product of what a group received before all have arrived. Simulated with a host and copies that cost nothing; forward and backward of
-the attention layer, 8 ranks of an H100, without an MLP.
+Fewer and larger products save calls of the host. But then no group's exchange can begin before the projection of all groups, and no
+output projection before o of all groups has arrived. Simulates forward and backward of the attention layer on 8 H100, without an
+MLP, and with a host and copies that take no time.
 """
 
 import itertools
@@ -25,7 +25,7 @@ MATMUL, ATTENTION = 600e12, 400e12
 
 
 def whole_products(groups: int) -> tuple[list[Step], list[Step]]:
-    """Forward and backward of G head groups of which the first brings all KV heads, each projection in one product."""
+    """Return forward and backward of G head groups, with one product for each projection; group 0 sends all KV heads."""
 
     def of_groups(op, what, grad, order):
         return [Step(op, what, grad, group) for group in order]

@@ -1,16 +1,16 @@
-"""Time whole training steps over NCCL: a transformers LLaMA under DeepSpeed's Ulysses, and the same model overlapped.
+"""Time whole training steps over NCCL: a transformers LLaMA under DeepSpeed's Ulysses, and overlapped.
 
     python benchmarks/shared_gpu.py 2 benchmarks/whole_steps.py --out FILE      ranks that share one GPU
     torchrun --nproc-per-node 8 benchmarks/whole_steps.py --out FILE                     a GPU each
     python benchmarks/shared_gpu.py --rehearse 2 benchmarks/whole_steps.py --rehearse
 
 Method. One engine (ZeRO-1, bf16, learning rate 0) runs throughout; ``enable`` and ``disable`` turn the overlap on and off, in turn.
-The first step of a turn, and the whole first turn, are not counted. Loss and gradient norm of every variant must be stock's, to
-what bf16 rounds. Times are of the slowest rank, medians:
+The first step of a turn, and the whole first turn, are not counted. Loss and gradient norm of every variant must equal those of
+stock, up to rounding of bf16. Times are medians, of the slowest rank:
 
-    layers ms      forward and backward of the model, from a synchronisation on: the host has no lead at its begin
-    host ms        until the host had queued all of that
-    training ms    a training step, optimizer included: three in a row without a synchronisation of ours, divided by three
+    layers ms      forward and backward of the model, after a synchronisation, so that the host is not ahead at the begin
+    host ms        the time in which the host queues this forward and backward
+    training ms    a training step with the optimizer: three steps without a synchronisation between them, divided by three
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.nccl import shared_by
 from benchmarks.profiles import join, synchronise
 from ds_sp_overlap.tools.shared_gpu import nccl_version
 
-# Hidden size, query heads, KV heads, MLP, layers, tokens a rank.
+# (hidden size, query heads, KV heads, intermediate size, layers, tokens of a rank)
 MODELS = {
     "8b": (4096, 32, 8, 14336, 4, 8192),
     "1b": (2048, 16, 4, 8192, 8, 4096),
@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Training:
-    """One model on the ranks of the world."""
+    """Trains one model on all ranks."""
 
     def __init__(self, name: str, device: torch.device):
         hidden, heads, kv_heads, mlp, layers, tokens = MODELS[name]
@@ -93,7 +93,7 @@ class Training:
         self.ids, self.labels, self.positions = (x.chunk(self.size, 1)[self.rank].contiguous() for x in whole)
 
     def step(self) -> tuple[float, torch.Tensor]:
-        """Run a training step up to the optimizer; return when all was queued, and this rank's share of the loss."""
+        """Run a training step without the optimizer; return the time when all was queued, and this rank's share of the loss."""
         logits = self.engine(input_ids=self.ids, position_ids=self.positions, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), self.labels.flatten(), reduction="sum") / self.seq
         self.engine.backward(loss)
@@ -123,7 +123,7 @@ class Training:
 
 
 def measure(model: str, args: argparse.Namespace, device: torch.device, is_late) -> Iterator[list[dict]]:
-    """Yield the rows of one model after each turn that counts. Collective."""
+    """Yield the rows of one model after each counted turn. Collective."""
     training = Training(model, device)
     variants: dict[str, dict | None] = {"stock": None}
     for kernels in args.kernels:

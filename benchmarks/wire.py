@@ -1,10 +1,11 @@
-"""A real slow link between processes of one machine: network namespaces on a bridge, each behind a token bucket.
+"""Makes a real slow link between processes of one machine: network namespaces on a bridge, each behind a token bucket.
 
     with Wire(2) as wire:
-        wire.limit(200)                      # Mbit/s, each rank, each way
-        result = wire.run(["link.py", ...])  # the script once a rank, with --rank and --ranks, and the result of rank 0
+        wire.limit(200)                      # Mbit/s of each rank in each direction
+        result = wire.run(["link.py", ...])  # runs the script on each rank, with --rank and --ranks; returns the result of rank 0
 
-With ``per_node`` ranks in each namespace, these share its link, and reach one another without it, as in a node. Needs root (network namespaces, tc). Each rank has a core of its own where there are enough.
+With ``per_node`` ranks in a namespace, these share its link, and don't use it among themselves, as in a node. Needs root (network
+namespaces, tc). Each rank has its own core if there are enough cores.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 29577
-PAYLOAD = 1448 / 1514  # of an Ethernet frame of 1500 bytes that TCP with time stamps fills
+PAYLOAD = 1448 / 1514  # share of payload in an Ethernet frame of TCP with time stamps, at an MTU of 1500
 
 
 class Wire:
-    """A namespace for every ``per_node`` ranks, ``eth0`` in each, joined by a bridge in one more; removed again whatever happens."""
+    """A context in which every ``per_node`` ranks have a network namespace; a bridge in another one joins their ``eth0``."""
 
     def __init__(self, ranks: int, per_node: int = 1):
         if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -55,9 +56,9 @@ class Wire:
                 self._ip(f"-n {space} addr add {self.host(rank)}/24 dev eth0")
                 self._ip(f"-n {space} link set lo up")
                 self._ip(f"-n {space} link set eth0 up")
-                # Else TCP starts slowly after each compute phase, and exchanges would be slower than the link.
+                # Else TCP would start slowly after each compute phase, and exchanges would be slower than the link.
                 self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
-                # BBR, a frequent default, takes the pauses between exchanges for a slow link, and paces with tiny segments.
+                # BBR, a frequent default, would mistake the pauses between exchanges for a slow link, and send tiny segments.
                 self._ip(f"netns exec {space} sysctl -qw net.ipv4.tcp_congestion_control=reno")
         except BaseException:
             self.__exit__()
@@ -71,7 +72,7 @@ class Wire:
 
     @property
     def kind(self) -> str:
-        """Of what sort the figures are, for their table."""
+        """Return the kind of the figures, for their table."""
         cores = len(os.sched_getaffinity(0))
         shared = f" on {cores} cores: no claim about time" if self.ranks > cores else ""
         nodes = f" in {len(self.spaces)} nodes" if self.per_node > 1 else ""
@@ -82,14 +83,14 @@ class Wire:
         return f"10.77.0.{rank + 1}"
 
     def limit(self, mbit: float) -> None:
-        """What each namespace may send from now on, Mbit/s of Ethernet frames."""
+        """Limit the rate at which each namespace sends, in Mbit/s of Ethernet frames."""
         for space in self.spaces:
             self._ip(
                 f"netns exec {space} tc qdisc replace dev eth0 root tbf rate {round(mbit * 1000)}kbit burst 128kb latency 400ms"
             )
 
     def run(self, words: list[str]) -> dict:
-        """Run a script on every rank of the link as it is now; what rank 0 printed as its last line, a JSON."""
+        """Run a script on every rank, at the present limit of the link; return the JSON in the last line that rank 0 prints."""
         cores = sorted(os.sched_getaffinity(0))
         env = {
             **os.environ,
@@ -98,8 +99,8 @@ class Wire:
             "GLOO_SOCKET_IFNAME": "eth0",
             "DS_ACCELERATOR": "cpu",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # What is freed is kept, as a device's allocator does. Else glibc gives some of it back to the kernel, and some
-            # variants fault in thousands of pages each step (up to 2 % of it), others none.
+            # Keep freed memory, as a device's allocator does. Else glibc returns some of it to the kernel, and some variants
+            # fault in thousands of pages in each step (up to 2 % of its time), others none.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         }
@@ -121,19 +122,19 @@ class Wire:
 
 
 class Streams:
-    """All-to-alls over one TCP connection for each direction of each pair of ranks, under threads that do nothing else.
+    """Makes all-to-alls over one TCP connection for each direction of each pair of ranks, in threads of their own.
 
-    In place of gloo's, for every variant alike, because of what gloo's does on a link like this: it posts a send before the
-    permission to receive, which then queues behind megabytes of data, so that in a random third of exchanges one direction
-    waits for the other; and with many exchanges under way its thread wakes for every segment and takes the core from the
-    arithmetic, which no network card does. All ranks launch the same exchanges, so bytes need neither headers nor permission.
+    Replaces gloo's all-to-all for all variants, since gloo has two problems on such a link. It posts a send before the permission
+    to receive, which then queues behind megabytes of data; in a random third of exchanges, one direction waits for the other. And
+    with many exchanges in flight, its thread wakes for every segment, and takes the core from the arithmetic, which no network card
+    does. Here, all ranks launch the same exchanges, so bytes need neither headers nor permission.
     """
 
     def __init__(self, rank: int, ranks: int, per_node: int):
         self.rank, self.ranks = rank, ranks
         self.peers = [peer % ranks for peer in range(rank + 1, rank + ranks)]
         listener = socket.create_server((Wire.host(rank // per_node), PORT + 1 + rank), backlog=ranks)
-        dist.barrier()  # everybody listens
+        dist.barrier()  # now all ranks listen
         self.sends = {peer: queue.SimpleQueue() for peer in self.peers}
         self.receives = {peer: queue.SimpleQueue() for peer in self.peers}
         for peer in self.peers:
@@ -164,13 +165,13 @@ class Streams:
             done.set()
 
     def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-        """In the form of ``torch.distributed.all_to_all_single``, over all ranks."""
+        """Replace ``torch.distributed.all_to_all_single``, over all ranks."""
         ends = ((output, output_split_sizes), (input, input_split_sizes))
         outputs, inputs = (x.split(sizes or [x.shape[0] // self.ranks] * self.ranks) for x, sizes in ends)
         return self.all_to_all(outputs, inputs, group, async_op)
 
     def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
-        """In the form of ``torch.distributed.all_to_all``, over all ranks; the tensors are contiguous."""
+        """Replace ``torch.distributed.all_to_all``, over all ranks; tensors must be contiguous."""
         work = _Work()
         for tensors, jobs in ((output_tensor_list, self.receives), (input_tensor_list, self.sends)):
             for peer in self.peers:
@@ -183,7 +184,7 @@ class Streams:
 
 
 class _Work:
-    """Sends and receives of one exchange."""
+    """The sends and receives of one exchange."""
 
     def __init__(self):
         self.events: list[threading.Event] = []
@@ -198,11 +199,11 @@ class _Work:
 
 
 def join(rank: int, ranks: int, per_node: int = 1) -> None:
-    """Become ``rank`` of the process group of a `Wire`: gloo over the link, but for exchanges; DeepSpeed's communication on top."""
+    """Join the process group of a `Wire`: gloo over the link, `Streams` for exchanges; then start DeepSpeed's communication."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{Wire.host(0)}:{PORT}", rank=rank, world_size=ranks)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # there is nothing to share, and it takes a build
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not needed here, and it would be compiled
     deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    sys.setswitchinterval(1e-4)  # the threads hold Python's lock for moments only, and ask for no more
+    sys.setswitchinterval(1e-4)  # switch threads often, since threads of `Streams` need the GIL only for moments
     streams = Streams(rank, ranks, per_node)
     dist.all_to_all_single, dist.all_to_all = streams.all_to_all_single, streams.all_to_all

@@ -1,11 +1,12 @@
-"""Lay the losses of a run without the overlap and one with it side by side: python compare.py OFF.log ON.log.
+"""Compare the losses of a run without the overlap with those of a run with it: python compare.py OFF.log ON.log.
 
-Exit status 1 if they differ, or nothing was overlapped.
+The exit status is 1 if they differ, or if nothing was overlapped.
 
-The overlap adds the same numbers, partly in another order. In fp32 that is a few roundings of 6e-8 a step, which training
-amplifies: these examples came to 4e-7 in the loss and 3e-6 in the gradient norm after twenty steps at most, and TOLERANCE leaves room
-for thirty times that. An error of a thousandth in v of every layer moves the loss by eight times the tolerance. In bf16 a rounding is
-4e-3, and two runs of stock that differ in the order of sums alone drift apart by 1e-2 in the loss and 1e-1 in the gradient norm.
+The overlap adds the same numbers, partly in another order. In fp32, this changes a few roundings of 6e-8 in a step, which training
+amplifies: after twenty steps, the losses of these examples differed by at most 4e-7, and the gradient norms by 3e-6. TOLERANCE is
+about thirty times these differences. An error of a thousandth in v of every layer changes the loss by eight times the tolerance. In
+bf16, a rounding is 4e-3, and two runs of stock with sums in different orders differ by 1e-2 in the loss and 1e-1 in the gradient
+norm.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (3e-2, 3e-1)}  # relative: loss, gradient norm
-NUMBER = r'"?:? +([-+.\deEnaif]+)'  # of 'loss 6.2', '"loss": 6.2' and 'lm loss: 6.2E+00'
+NUMBER = r'"?:? +([-+.\deEnaif]+)'  # matches in 'loss 6.2', '"loss": 6.2' and 'lm loss: 6.2E+00'
 
 parser = argparse.ArgumentParser()
 parser.add_argument("off", type=Path)
@@ -25,7 +26,7 @@ given = parser.parse_args()
 
 
 def curves(log):
-    """Loss and gradient norm of each step."""
+    """Return the losses and the gradient norms of all steps."""
     return [[float(x) for x in re.findall(rf"\b{name}{NUMBER}", log)] for name in ("loss", "grad.norm")]
 
 
@@ -45,7 +46,7 @@ for step, values in enumerate(zip(*itertools.chain(*off_and_on.values())), 1):
 agree = True
 for (what, (off, on)), tolerance in zip(off_and_on.items(), TOLERANCE[given.dtype]):
     apart = max(abs(x - y) / abs(x) for x, y in zip(off, on))
-    agree = agree and apart <= tolerance  # nan is not
+    agree = agree and apart <= tolerance  # False for nan
     print(f"{what}: apart by {apart:.1e} at most, relative (tolerance {tolerance:.0e} in {given.dtype})")
 print("they agree" if agree else "THEY DIFFER")
 sys.exit(not agree)

@@ -1,34 +1,34 @@
-"""Train one LLaMA with and without the overlap, and hold the difference against the noise of training itself.
+"""Train one LLaMA with and without the overlap, and compare the difference with the noise of training itself.
 
     python benchmarks/convergence/run.py                        two CPU processes, about seven minutes
     python benchmarks/convergence/run.py --plant-error 1e-4     the same with a fault in one exchange: must FAIL
 
-On GPUs, through the launcher; --sp ranks share a sequence, groups of them are data parallel:
+On GPUs, through the launcher. Every --sp ranks share a sequence; these groups of ranks are data parallel:
 
     deepspeed --num_gpus 8 benchmarks/convergence/run.py --sp 8 --model 1b --seq 16384
     deepspeed --num_gpus 8 benchmarks/convergence/run.py --sp 8 --model 7b --seq 65536 --zero 3 --checkpointing \\
         --dtypes bf16 --skip "sp = 1"
 
-More ranks than query heads, which stock Ulysses refuses; all is compared with one rank then:
+With more ranks than query heads, which stock Ulysses refuses, all variants are compared with one rank:
 
     python benchmarks/convergence/run.py --sp 4 --model few --dtypes fp32
 
-Every variant starts from the same seed, reads the same text (the sources of Python's standard library, as bytes) and
-goes through deepspeed.initialize, one after another in the same ranks:
+Variants run one after another on the same ranks. Each starts from the same seed, reads the same text (the sources of Python's
+standard library, as bytes), and goes through deepspeed.initialize:
 
-    stock               stock Ulysses over --sp ranks: what all others are compared with
-    stock, again        the same once more: bit-identical where the device is deterministic
-    stock, split batch  each batch as two microbatches, gradients accumulated                      | the noise
-    stock, split sums   each linear layer sums its products in two halves, as a row-parallel one   | floor
+    stock               stock Ulysses over --sp ranks; all other variants are compared with it
+    stock, again        a second run of stock: bit-identical on a deterministic device
+    stock, split batch  each batch as two microbatches, gradients accumulated                                | the noise
+    stock, split sums   each linear layer sums its products in two halves, as a row-parallel layer does      | floor
     sp = 1              without sequence parallelism; the same batch, spread over the ranks by whole sequences
     G = n               overlapped: stock with "sp_overlap": {"head_groups": n} in its config
-    G = 2, r = P        where there are more ranks than heads: every rank has both heads, and 1/P of the queries
-    window, kept        up to four head groups, two at a time, under activation checkpointing that keeps attention
+    G = 2, r = P        with more ranks than heads: every rank has both heads, and 1/P of the queries
+    window, kept        up to four head groups, two at a time, under activation checkpointing that saves attention
 
-The noise runs change nothing but the order of additions. A run of G = n counts the exchanges that the plugin launched,
-and stops everything if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png,
-environment.json. The last line is PASS or FAIL. Exit code 0: every judged variant is within the bound that verdict.py states;
-sp = 1 is judged in fp32 only, since DeepSpeed reduces bf16 gradients in another precision there; so is all that is compared with it.
+The noise runs change only the order of additions. A run of G = n counts the exchanges that the package launched, and stops the
+benchmark if one of the eight is missing in any layer or step. Results: curves.csv, verdict.md, curves.png, environment.json. The
+last line is PASS or FAIL. Exit code 0: every judged variant is within the bound of verdict.py. The variant sp = 1, and variants
+that are compared with it, are judged in fp32 only: for sp = 1, DeepSpeed reduces bf16 gradients in another precision.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args(argv)
     heads = MODELS[args.model][3] // args.sp
-    # "split batch" halves the batch, "sp = 1" spreads it over the ranks.
+    # The batch must divide by two for "split batch", and by the ranks for "sp = 1".
     least = math.lcm(2, args.sp) if heads else 2 * args.sp
     args.batch = args.batch or least
     if args.batch % least:
@@ -106,9 +106,9 @@ def told(what: str, every_s: float = 30.0):
 
 
 def work(args: argparse.Namespace) -> bool:
-    """Train every variant on this rank, report on rank 0; returns, on every rank, whether all that is judged passed."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls collectives by names that torch renames
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+    """Train every variant on this rank, and report on rank 0; return on every rank whether all judged variants passed."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed uses old names of torch's collectives
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator reads it
     what = "importing DeepSpeed and joining the ranks; in a new environment DeepSpeed compiles an op, one to five minutes"
     with told(what) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         import deepspeed
@@ -123,12 +123,12 @@ def work(args: argparse.Namespace) -> bool:
     heads = MODELS[args.model][3] // args.sp
     chosen = [variant for variant in variants(args.groups, heads, args.sp) if variant.name not in args.skip]
     runs: dict[str, dict[str, verdict.Run]] = {}
-    # Without smoothing the time that is left is by the mean of all steps.
+    # Without smoothing, the remaining time is estimated from the mean of all steps.
     with tqdm(total=len(args.dtypes) * len(chosen) * args.steps, unit="step", smoothing=0, disable=not first) as progress:
         progress.set_description("building the first model")
 
         def advance() -> None:
-            if first and not progress.n:  # what came before would be taken for a slow step
+            if first and not progress.n:  # else the preparation would count as a slow step
                 progress.start_t, progress.initial = time.time(), 1
             progress.update()
 
@@ -148,7 +148,7 @@ def work(args: argparse.Namespace) -> bool:
 
 
 def report(args: argparse.Namespace, runs: dict[str, dict[str, verdict.Run]], corpus, took_s: float) -> str:
-    """Write and print everything; return the line that says whether all judged variants passed."""
+    """Write and print all results; return the last line, which says whether all judged variants passed."""
     import deepspeed
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""One training run of the convergence benchmark: the text, the variants, and `train`."""
+"""Provides the text, the variants and the training run (`train`) of the convergence benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 # hidden size, intermediate size, layers, query heads, KV heads
 MODELS = {
     "tiny": (128, 256, 2, 8, 4),
-    "few": (128, 256, 2, 2, 1),  # heads: for more ranks than these
+    "few": (128, 256, 2, 2, 1),  # few heads, for more ranks than heads
     "1b": (2048, 5632, 22, 32, 8),
     "7b": (4096, 11008, 32, 32, 32),
 }
@@ -26,14 +26,14 @@ NOISE = ["stock, split batch", "stock, split sums", "sp = 1, split batch", "sp =
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to train.
+    """Describes one way to train.
 
-    sp           over the sp group; False is sp = 1
-    microbatches in a step
-    split_sums   linear layers sum their products in two halves
-    groups       G of the overlap; None is without the plugin
-    section      further keys of its section
-    kept         under activation checkpointing, non-reentrant
+    sp             sequence parallel over the sp group; False for sp = 1
+    microbatches   number of microbatches in a step
+    split_sums     whether linear layers sum their products in two halves
+    groups         number of head groups; None for no overlap
+    section        further keys of the sp_overlap section
+    kept           whether to use non-reentrant activation checkpointing
     """
 
     name: str
@@ -46,9 +46,9 @@ class Variant:
 
 
 def variants(groups: list[int], heads: int = 4, sp: int = 2) -> list[Variant]:
-    """All variants; the first is the one that the others are compared with.
+    """Return all variants; the others are compared with the first.
 
-    heads   query heads a rank; 0 where there are fewer heads than ranks, which stock refuses: one rank is the measure then
+    heads   query heads of a rank; 0 with fewer heads than ranks, which stock refuses: then the first variant is one rank
     sp      the sp size
     """
     if not heads:
@@ -74,21 +74,23 @@ def variants(groups: list[int], heads: int = 4, sp: int = 2) -> list[Variant]:
 
 
 def text() -> np.ndarray:
-    """The top level of the standard library, file after file in the order of their names, as byte tokens."""
+    """Return the files at the top of the standard library, joined in the order of their names, as byte tokens."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
 
 
 def batch(corpus: np.ndarray, step: int, args: argparse.Namespace, sp_group: int, sp_groups: int) -> np.ndarray:
-    """Token ids [b, s] of one sp group; all groups together read on through the text, and start over at its end."""
+    """Return the token ids [b, s] of an sp group in a step; the groups read on through the text, and restart at its end."""
     rows = corpus[: len(corpus) // args.seq * args.seq].reshape(-1, args.seq)
     first = (step * sp_groups + sp_group) * args.batch
     return rows.take(range(first, first + args.batch), axis=0, mode="wrap").astype(np.int64)
 
 
 class Watch:
-    """Counts what the plugin's exchanges move; sends v of layer 0 and the first head group as v * (1 + ``plant``),
-    with what travels with it."""
+    """Counts the tensors that the package exchanges; multiplies v of layer 0 and the first head group by 1 + ``plant``.
+
+    Tensors in the same exchange as this v are multiplied, too.
+    """
 
     def __init__(self, plant: float):
         self.plant, self.planted, self.launched = plant, 0, Counter()
@@ -100,7 +102,7 @@ class Watch:
 
         def launch(transport, send, recv, send_sizes, recv_sizes, group, name):
             layer, what = name.split()
-            kinds = what.rstrip("0123456789")  # without head group; several travel together
+            kinds = what.rstrip("0123456789")  # without the head group; one exchange may send several tensors
             gradient = "d" * kinds.startswith("d")
             every = ["o", "do"] if kinds == "odo" else [gradient + kind for kind in kinds.removeprefix("d")]
             self.launched.update((layer, kind) for kind in every)
@@ -116,9 +118,13 @@ class Watch:
         self._patch.stop()
 
     def check(self, variant: Variant, layers: int, passes: int) -> None:
-        """Raises RuntimeError unless a run with the plugin overlapped every layer in every pass, and others nothing."""
+        """Check that a run with the package overlapped every layer in every pass, and other runs nothing.
+
+        Raises:
+            RuntimeError: if not.
+        """
         expected = 0 if variant.groups is None else 8 * layers
-        # One exchange of q and o per group; KV heads travel with the first group that needs them, so at least one.
+        # q and o have one exchange for each group. KV heads are sent with the first group that needs them: at least one exchange.
         least = {kind: passes * ((variant.groups or 0) if kind in "qo" else 1) for kind in "qkvo"}
         short = [name for name, count in self.launched.items() if count < least[name[1][-1]]]
         if self.plant and variant.groups and not self.planted:
@@ -131,11 +137,10 @@ class Watch:
 
 
 def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Namespace, advance: Callable[[], None]):
-    """Train from the seed, in a process that holds no other engine, and leave it like that.
+    """Train from the seed; call this in a process without an engine.
 
-    returns   curve [steps, 2] of loss and grad norm, the parameters before and after (fp32, on the host)
-
-    Collective over all ranks. Raises RuntimeError if a variant with the plugin did not overlap.
+    Returns the curve [steps, 2] of loss and gradient norm, and the parameters before and after training (fp32, on the host).
+    Collective over all ranks. Raises RuntimeError if a variant with the package did not overlap.
     """
     import deepspeed
     import torch
@@ -170,7 +175,7 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": variant.microbatches,
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
-        # reduce_scatter of stage 3 averages over the sp group instead of summing: 1/P of the gradient
+        # With reduce_scatter, stage 3 averages over the sp group instead of summing, which gives 1/P of the gradient.
         "zero_optimization": {"stage": args.zero, "reduce_scatter": args.zero != 3},
         "bf16": {"enabled": dtype == "bf16"},
         "gradient_clipping": 1.0,
@@ -184,12 +189,12 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
 
     def parameters() -> list[np.ndarray]:
-        """Of the optimizer, fp32; gathered one by one, and kept by rank 0 alone."""
+        """Return the optimizer's fp32 parameters on rank 0, else an empty list; gathers one parameter at a time."""
         whole = ((p, deepspeed.utils.safe_get_full_fp32_param(p)) for p in engine.module.parameters())
         return [(p if full is None else full).detach().float().cpu().numpy().copy() for p, full in whole if rank == 0]
 
     def loss_of(tokens):
-        """This rank's share of the token mean: ZeRO sums the shares of an sp group, and averages over the groups."""
+        """Return this rank's share of the mean over tokens; ZeRO sums the shares of an sp group, and averages over groups."""
         labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
         positions = torch.arange(args.seq, device=tokens.device).expand_as(tokens)
         ids, labels, positions = (x.chunk(sp, dim=1)[sp_rank % sp].contiguous() for x in (tokens, labels, positions))
@@ -215,7 +220,7 @@ def train(variant: Variant, dtype: str, corpus: np.ndarray, args: argparse.Names
     after = parameters()
     ds_sp_overlap.disable(engine.module)
     engine.destroy()
-    # Back to a process that never heard of sequence parallelism.
+    # Remove all state of sequence parallelism from the process.
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
     parallel_state_sp._release_sequence_parallel_groups()
     deepspeed.utils.groups.mpu = deepspeed.utils.groups.mesh_device = None

@@ -1,4 +1,4 @@
-"""Train under FSDP2 (fully_shard), without DeepSpeed's engine, over a long sequence that is split over all ranks."""
+"""Train under FSDP2 (fully_shard), without DeepSpeed's engine, with a long sequence that is split over all ranks."""
 
 import argparse
 import os
@@ -26,10 +26,10 @@ if on_gpu:
 torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 sp_group = (
     torch.distributed.group.WORLD
-)  # replicas: the "sp" dimension of a mesh ("dp", "sp"), and this rank's data by its "dp" rank
+)  # for replicas, take the "sp" dimension of a mesh ("dp", "sp"), and choose this rank's data by its "dp" rank
 rank, size = torch.distributed.get_rank(sp_group), torch.distributed.get_world_size(sp_group)
 set_seed(0)
-if given.model == "tiny":  # weights drawn wide, so that attention has a say in the loss from the first step on
+if given.model == "tiny":  # large weights, so that attention affects the loss from the first step on
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, initializer_range=0.1, attn_implementation=given.attention,
@@ -51,29 +51,29 @@ else:
     UlyssesSPAttentionHF.register_with_transformers(model, given.attention, sequence_parallel_size=size, micro_batch_size=1)
 
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
-for unit in (*model.model.layers, model):  # each decoder layer is gathered by itself
+for unit in (*model.model.layers, model):  # FSDP gathers one decoder layer at a time
     fully_shard(unit, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def sequence(step):
-    """Your data set goes here: token ids [1, s], the same on all ranks of the sp group."""
+    """Return the token ids [1, s] of a step, the same on all ranks of the sp group. Replace this by your data set."""
     draw = torch.Generator().manual_seed(step)
     return torch.randint(1, 4, (1, given.sequence), generator=draw).cumsum(1) % model.config.vocab_size
 
 
 for step in range(1, given.steps + 1):
     tokens = sequence(step)
-    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)  # shifted over the whole sequence, before it is cut
-    positions = torch.arange(given.sequence)[None]  # starting anew where a document begins
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)  # shift labels before the sequence is cut
+    positions = torch.arange(given.sequence)[None]  # must restart with each document
     tokens, labels, positions = (x.chunk(size, dim=1)[rank].to(device) for x in (tokens, labels, positions))
 
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
     torch.distributed.all_reduce(count, group=sp_group)
-    loss = loss / count.clamp(min=1)  # this rank's share
-    (size * loss).backward()  # FSDP takes the mean over all ranks, and the gradients of the sp group add up
+    loss = loss / count.clamp(min=1)  # this rank's share of the mean
+    (size * loss).backward()  # FSDP averages over all ranks, but gradients of the sp group must be summed
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()
     optimizer.zero_grad()

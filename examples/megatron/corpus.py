@@ -1,4 +1,4 @@
-"""Write a corpus of random walks in Megatron's format: corpus.py PREFIX. For your own text: Megatron's tools/preprocess_data.py."""
+"""Write a corpus of random walks in Megatron's format: corpus.py PREFIX. For your own text, use its tools/preprocess_data.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Train in a loop of one's own around deepspeed.initialize, over a long sequence that Ulysses splits over all ranks."""
+"""Train in a hand-written loop around deepspeed.initialize, with a long sequence that Ulysses splits over all ranks."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-import ds_sp_overlap  # noqa: F401  # from here on the DeepSpeed config may have a section "sp_overlap"
+import ds_sp_overlap  # noqa: F401  # after this import, the DeepSpeed config may have a section "sp_overlap"
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="tiny", help='name or folder of a model; "tiny" is one of random weights')
@@ -23,7 +23,7 @@ given = parser.parse_args()
 deepspeed.init_distributed()
 rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 set_seed(0)
-if given.model == "tiny":  # weights drawn wide, so that attention has a say in the loss from the first step on
+if given.model == "tiny":  # large weights, so that attention affects the loss from the first step on
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, initializer_range=0.1, attn_implementation=given.attention,
@@ -40,22 +40,22 @@ sp_group = mpu.get_sequence_parallel_group()
 
 
 def sequence(step):
-    """Your data set goes here: token ids [1, s], the same on all ranks of the sp group."""
+    """Return the token ids [1, s] of a step, the same on all ranks of the sp group. Replace this by your data set."""
     draw = torch.Generator().manual_seed(step)
     return torch.randint(1, 4, (1, given.sequence), generator=draw).cumsum(1) % model.config.vocab_size
 
 
 for step in range(1, given.steps + 1):
     tokens = sequence(step)
-    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)  # shifted over the whole sequence, before it is cut
-    positions = torch.arange(given.sequence)[None]  # starting anew where a document begins
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)  # shift labels before the sequence is cut
+    positions = torch.arange(given.sequence)[None]  # must restart with each document
     tokens, labels, positions = (x.chunk(size, dim=1)[rank].to(engine.device) for x in (tokens, labels, positions))
 
     logits = engine(input_ids=tokens, position_ids=positions, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
     torch.distributed.all_reduce(count, group=sp_group)
-    loss = loss / count.clamp(min=1)  # this rank's share: DeepSpeed adds the gradients of the sp group up
+    loss = loss / count.clamp(min=1)  # this rank's share of the mean; DeepSpeed sums gradients over the sp group
     engine.backward(loss)
     engine.step()
     torch.distributed.all_reduce(loss := loss.detach(), group=sp_group)

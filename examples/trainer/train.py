@@ -1,4 +1,4 @@
-"""Train a causal language model with transformers' Trainer over a long sequence, which Ulysses splits over all ranks."""
+"""Train a causal language model with transformers' Trainer, with a long sequence that Ulysses splits over all ranks."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
 
-import ds_sp_overlap  # noqa: F401  # from here on the DeepSpeed config may have a section "sp_overlap"
+import ds_sp_overlap  # noqa: F401  # after this import, the DeepSpeed config may have a section "sp_overlap"
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="tiny", help='name or folder of a model; "tiny" is one of random weights')
@@ -21,7 +21,7 @@ given = parser.parse_args()
 
 deepspeed.init_distributed()
 set_seed(0)
-if given.model == "tiny":  # weights drawn wide, so that attention has a say in the loss from the first step on
+if given.model == "tiny":  # large weights, so that attention affects the loss from the first step on
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, initializer_range=0.1, attn_implementation=given.attention,
@@ -30,8 +30,8 @@ if given.model == "tiny":  # weights drawn wide, so that attention has a say in 
 else:
     model = AutoModelForCausalLM.from_pretrained(given.model, attn_implementation=given.attention)
 
-# Your data set goes here: each item a sequence, all of one length, which the number of ranks divides. Labels are shifted for you, over
-# the whole sequence before it is cut; position_ids start anew where a document begins. These are random walks.
+# Your data set goes here. All sequences must have the same length, which must divide by the number of ranks. Labels are shifted for
+# you, before the sequence is cut. position_ids restart with each document. This data set has random walks.
 draw, vocabulary = torch.Generator().manual_seed(0), model.config.vocab_size
 walks = [torch.randint(1, 4, (given.sequence,), generator=draw).cumsum(0) % vocabulary for _ in range(given.steps)]
 examples = [{"input_ids": walk, "labels": walk, "position_ids": torch.arange(given.sequence)} for walk in walks]

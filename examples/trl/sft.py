@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer over long sequences, which Ulysses splits over all ranks: see accelerate.yaml."""
+"""Fine-tune with TRL's SFTTrainer, with long sequences that Ulysses splits over all ranks: see accelerate.yaml."""
 
 import argparse
 import random
@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
-import ds_sp_overlap  # noqa: F401  # from here on DS_SP_OVERLAP=1 in the environment switches the overlap on
+import ds_sp_overlap  # noqa: F401  # with this import, DS_SP_OVERLAP=1 in the environment switches the overlap on
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="tiny", help='name or folder of a model; "tiny" is one of random weights')
@@ -22,7 +22,7 @@ parser.add_argument("--packing", action="store_true", help="pack rows instead of
 given = parser.parse_args()
 
 set_seed(0)
-if given.model == "tiny":  # weights drawn wide, so that attention has a say in the loss from the first step on
+if given.model == "tiny":  # large weights, so that attention affects the loss from the first step on
     tokenizer = ByT5Tokenizer()  # bytes
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
@@ -37,7 +37,7 @@ else:
 draw = random.Random(0)
 
 
-def sums():  # rows of unequal length, as most data sets have them
+def sums():  # rows of different lengths, as in most data sets
     return "; ".join(f"{(a := draw.randrange(99))} + {(b := draw.randrange(99))} = {a + b}" for _ in range(draw.randrange(5, 40)))
 
 
@@ -46,7 +46,7 @@ trainer = SFTTrainer(
     args=SFTConfig(
         output_dir=given.output,
         max_length=given.sequence,
-        # DeepSpeed's loader needs rows of one length, which the number of ranks divides: pad all, or pack by "wrapped".
+        # DeepSpeed's loader needs rows of one length that divides by the number of ranks: pad all rows, or pack by "wrapped".
         **({"packing": True, "packing_strategy": "wrapped"} if given.packing else {"pad_to_multiple_of": given.sequence}),
         per_device_train_batch_size=1,
         learning_rate=1e-3 if given.model == "tiny" else 1e-5,

@@ -1,8 +1,8 @@
 """Describes the order of work in an attention layer as plain data. Does not import torch.
 
 An exchange is one all-to-all. Before attention, an exchange turns all heads of the local sequence
-into some heads of the global sequence; after attention, it does the reverse. Each rank attends with
-some of the heads, and a head group is a part of a rank's heads.
+into some heads of the global sequence. After attention, an exchange does the reverse. Each rank
+computes attention for some of the heads. A head group is a part of a rank's heads.
 
 A schedule has two programs, forward and backward. A program is a tuple of steps:
 
@@ -22,12 +22,13 @@ A schedule has two programs, forward and backward. A program is a tuple of steps
 
 The compute row is the stream on which everything is computed; exchanges run on another stream.
 ``start`` packs and ``finish`` unpacks, on the compute row. Where projections are computed part by
-part, ``finish dq`` also computes the backward of RoPE and of the norm. For this, ``finish``
-recomputes the norm from the norm's input, which forward saved or a window recomputed. Where
-projections are called whole, autograd differentiates RoPE and norm. Where the packing kernel also
-rotates, ``start`` rotates q and k, and ``finish`` rotates dq and dk back.
+part, ``finish dq`` also computes the backward of RoPE and of the norm. For this, ``finish dq``
+recomputes the norm from the norm's input, which forward saved, or which backward recomputed in a
+windowed schedule. Where projections are called whole, autograd differentiates RoPE and norm. Where
+the packing kernel also applies RoPE, ``start`` rotates q and k, and ``finish`` rotates dq and dk
+back.
 
-The drawings below are printed by `draw`, first for two head groups. The length of a bar is the
+`draw` prints the drawings below. The first is for two head groups. The length of a bar is the
 length of its name, not a duration. Dots mean that the compute row waits. The wire carries one
 exchange at a time. Successive steps with the same name share one bar: ``Wo wgrad`` stands for one
 product per group, and ``Wq0`` in backward for dgrad and wgrad.
@@ -43,8 +44,8 @@ product per group, and ``Wq0`` in backward for dgrad and wgrad.
 The output projection of the earlier groups hides o of the last group. The dgrad of the earlier
 groups hides do of the last group. So with two groups, there is work to hide every exchange.
 
-With one head group nothing hides the exchanges of v, o and dv. A rank that attends with one query
-head has no other choice:
+With one head group, nothing hides the exchanges of v, o and dv. A rank with a single query head can
+have only one group:
 
     forward
     compute | Wq Wk Wv ..attention ..Wo
@@ -59,7 +60,7 @@ q alone. Autograd sums dk and dv over the groups before their exchange starts. q
 first group travel one by one, each hidden by the next projection. q, k and v of a later group
 travel in one exchange, which attention hides anyway.
 
-Which code reads a schedule:
+The code that makes and reads schedules:
 
 - ``attention.layer`` calls the function that was passed as ``schedule=``, by default
   `by_head_groups`. For a window, ``attention.self_attention`` calls `schedule_of`.
@@ -67,24 +68,24 @@ Which code reads a schedule:
   each step into operations, once for each form of a call. ``attention.runtime.nodes`` runs a piece
   as one node of autograd. ``attention.runtime.walk`` runs all pieces in order.
 - The ends of a layer are the projections of q, k and v, and the output projection. An end that is
-  computed part by part is one piece. Its backward is the end's section of the backward program.
+  computed part by part is one piece, with the end's section of the backward program as backward.
 - A layer that runs by a windowed schedule is one piece. In the recompute of a checkpoint that saved
   attention, only the merges of forward run again.
-- Tests compare the order that a layer recorded with its schedule.
+- Tests compare the recorded order of a layer's steps with the layer's schedule.
 
 `by_window` makes schedules with few groups in memory at a time: backward recomputes q, k and v.
 
-If a projection must be called whole, its first ``project`` step calls the module. In the drop-in,
-the caller has projected q, k and v, so the layer only cuts these tensors into head groups. An
-output projection that is called whole comes after the last ``merge``, and autograd orders its
-backward. The drop-in applies RoPE after the exchange. A step whose result is not needed is left
-out.
+If a projection must be called whole, the first ``project`` step of the projection calls the module.
+In the drop-in, the caller has projected q, k and v, so the layer only cuts these tensors into head
+groups. An output projection that is called whole comes after the last ``merge``, and autograd
+orders its backward. The drop-in applies RoPE after the exchange. A step whose result is not needed
+is left out.
 
 For another order, pass another function ``(kinds, wgrad_last) -> Schedule`` as
 ``SelfAttention(schedule=...)``, the same on every rank; `by_head_groups` is an example. The layer
-calls the function for each number of head groups to try, and checks every schedule it returns.
-The config must then leave out ``window`` and ``checkpointing``, and without ``heads_alike=True`` the
-layer has one head group.
+calls the function for each number of head groups to try, and checks every returned schedule. The
+config must then leave out ``window`` and ``checkpointing``. Without ``heads_alike=True``, the layer
+has one head group.
 """
 
 from .by_groups import by_head_groups, by_starts

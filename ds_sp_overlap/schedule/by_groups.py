@@ -13,13 +13,13 @@ def by_head_groups(kinds: tuple[str, ...], wgrad_last: bool = True) -> Schedule:
     """Return the schedule that projects and starts all groups, then attends one group at a time.
 
     Args:
-        kinds: The tensors that travel with each head group: "qkv", or "q" if no rank needs a new
-            KV head (`Geometry.kinds`).
+        kinds: The tensors that travel with each head group: "qkv", or "q" for a group with which no
+            rank needs a new KV head (`Geometry.kinds`).
         wgrad_last: Whether to compute all of dWo after the last exchange of do has started. If not,
             each group's part of dWo is computed before the group's dgrad.
     """
-    # q, k and v of the first group travel one by one, each hidden by the next projection. q, k and
-    # v of a later group travel in one exchange, which attention hides: fewer launches.
+    # q, k and v of the first group travel one by one, so that the next projection hides each.
+    # Attention hides q, k and v of a later group. These travel in one exchange, to save launches.
     later = [(together,) for together in kinds[1:]]
     return by_starts((tuple(kinds[0]), *later), wgrad_last)
 
@@ -28,7 +28,7 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
     """Return the schedule of `by_head_groups`, but with the given exchanges of q, k and v.
 
     Args:
-        starts: The exchanges of each group: ``("q", "kv")`` sends q alone, and k and v together.
+        starts: For each group, its exchanges: ``("q", "kv")`` sends q alone, and k and v together.
         wgrad_last: Whether to compute all of dWo after the last exchange of do has started. If not,
             each group's part of dWo is computed before the group's dgrad.
     """
@@ -50,12 +50,15 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
 
 
 def starts_of(together: Sequence[str | Tensors], group: int) -> Program:
-    """Return the starts of a group's q, k and v; each item names tensors that travel together."""
+    """Return a group's starts of q, k and v, one for each item of ``together``.
+
+    The tensors that an item names travel in one exchange.
+    """
     return tuple(Step(Op.START, tuple(tensors), False, group) for tensors in together)
 
 
 def projections(starts: Program) -> list[Step]:
-    """Return, for each start of q, k or v, the projections of its tensors and then the start."""
+    """Return the given starts of q, k and v, each after the projections of its tensors."""
     steps = []
     for start in starts:
         steps += [start._replace(op=Op.PROJECT, tensors=(kind,)) for kind in start.tensors]
@@ -75,9 +78,9 @@ def merge(group: int) -> list[Step]:
 
 
 def gradients(steps: Sequence[Step], wgrad_first: bool = False) -> list[Step]:
-    """Return the steps of backward: the mirror image of ``steps``, with the wgrads.
+    """Return the backward of ``steps``: the mirror image of these steps, with the wgrads.
 
-    If ``wgrad_first``, a wgrad comes directly before the dgrad of the same product, else directly
+    A wgrad comes directly before the dgrad of the same product if ``wgrad_first``, else directly
     after this dgrad.
     """
     mirrored = []

@@ -1,4 +1,4 @@
-"""Checks that a layer can run by a schedule; the planner also simulates schedules that fail."""
+"""Checks that a layer can run by a schedule. (The planner can also simulate other schedules.)"""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     image of the attention section of forward. Windowed schedules are refused, since only the config
     can ask for a window.
 
-    A layer checks the schedule that its ``schedule=`` returns, by default `by_head_groups`. A layer
-    does not check the windowed schedules that the config asks for.
+    A layer checks the schedules that the function passed as ``schedule=`` returns (by default,
+    `by_head_groups`). A layer does not check the windowed schedules that the config asks for.
 
     Args:
         schedule: The schedule.
-        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+        kinds: For each head group, the tensors that travel with the group: "qkv" or "q".
 
     Raises:
         ValueError: if one of these conditions does not hold.
@@ -56,8 +56,8 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
 
 
 def check_starts(schedule: Schedule, kinds: tuple[str, ...]) -> None:
-    """Check that q, k and v of each group are sent once; the arguments are those of `check`."""
-    # Count a repeated start once here: `check_program` refuses it with a message of its own.
+    """Check that each group's q, k and v are sent once; the arguments are those of `check`."""
+    # Here a repeated start counts once. `check_program` refuses it, with a message of its own.
     sent = sorted(chain(*[start.parts for start in dict.fromkeys(schedule.starts)]))
     expected = sorted((kind, group) for group, of_group in enumerate(kinds) for kind in of_group)
     if sent != expected:
@@ -71,7 +71,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 def check_program(name: str, program: Program, needs: Needs) -> None:
-    """Check that a program has each step of ``needs`` once, after the steps that it needs.
+    """Check that a program has each step of ``needs`` once, after the steps required before it.
 
     Args:
         name: Name of the program, for the message.
@@ -95,10 +95,10 @@ def check_program(name: str, program: Program, needs: Needs) -> None:
 
 
 def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
-    """Return the steps of forward and of backward, each with the steps that it must come after.
+    """Return the steps of forward and of backward, each with the steps required before it.
 
     Args:
-        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+        kinds: For each head group, the tensors that travel with the group: "qkv" or "q".
         starts: The starts of q, k and v (`Schedule.starts`).
     """
     forward: Needs = {}
@@ -107,15 +107,15 @@ def needs_of(kinds: tuple[str, ...], starts: Program) -> tuple[Needs, Needs]:
         forward |= {project: [] for project in projects}
         forward |= {start: projects, start.finish: [start]}
     for group in range(len(kinds)):
-        # A group attends to KV heads that came with it or with an earlier group.
+        # A group attends to KV heads that travelled with this group or an earlier one.
         inputs = []
         for start in starts:
             if start.group == group or start.group < group and start.tensors != Q:
                 inputs.append(start.finish)
         (attend, start), (finish, merged) = attention((), group), merge(group)
         forward |= {attend: inputs, start: [attend], finish: [start], merged: [finish]}
-    # Backward reverses the order: if step b needs step a in forward, the mirror of a needs the
-    # mirror of b in backward.
+    # Backward reverses the order: if step a comes before step b in forward, the mirror of b comes
+    # before the mirror of a in backward.
     backward: Needs = {step.mirror: [] for step in forward}
     for step, needs in forward.items():
         for need in needs:

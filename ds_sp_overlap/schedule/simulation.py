@@ -15,8 +15,9 @@ class Bar(NamedTuple):
 
     Attributes:
         label: Name of the step, or of the exchange.
-        step: The step; for a transfer on the wire, its start; None while the compute row waits.
-        begin: Start of the interval, in ms.
+        step: The step on the compute row; None while the compute row waits. On the wire, the step
+            that starts the exchange.
+        begin: Begin of the interval, in ms.
         end: End of the interval, in ms.
     """
 
@@ -56,9 +57,9 @@ def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) 
     Args:
         schedule: The schedule of the program, for the names of steps.
         program: The program.
-        ms: Returns the duration of a step in ms; for a start, the duration of the transfer.
+        ms: Returns the duration of a step in ms; for a start, the duration of the exchange.
     """
-    # The times from which the compute row (``now``) and the wire (``free``) are free.
+    # From ``now`` on the compute row is free, from ``free`` on the wire.
     now = free = 0.0
     compute: list[Bar] = []
     wire: list[Bar] = []
@@ -66,7 +67,7 @@ def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) 
     for step in program:
         key = step[1:]  # the same for both ends of an exchange
         if step.op is Op.START:
-            # One exchange after another, in the order of their starts.
+            # The wire carries one exchange after another, in the order of their starts.
             begin = max(now, free)
             free = arrives[key] = begin + ms(step)
             wire.append(Bar(schedule.name(step), step, begin, free))
@@ -85,7 +86,7 @@ def draw(schedule: Schedule, program: Program) -> str:
 
     A bar is one column longer than its name. Dots mean that the compute row waits.
     """
-    # The number of characters of each step's bar, which `simulate` takes as duration.
+    # The width of each step's bar, in characters. `simulate` takes this width as duration.
     columns: dict[Step, int] = {}
     last = ""
     for step in program:
@@ -102,7 +103,7 @@ def draw(schedule: Schedule, program: Program) -> str:
         row = [" "] * int(simulated.step_ms)
         for bar in bars:
             begin, end = int(bar.begin), int(bar.end)
-            # The extra column of a bar keeps names apart.
+            # A name leaves the last column of its bar empty, which keeps names apart.
             text = "." * (end - begin) if bar.step is None else _short(bar.label)
             row[begin : begin + len(text[: end - begin])] = text[: end - begin]
         rows.append(f"{name:<7} | {''.join(row).rstrip()}")
@@ -110,11 +111,11 @@ def draw(schedule: Schedule, program: Program) -> str:
 
 
 def _short(label: str) -> str:
-    """Return a label without " backward", as drawings show it."""
+    """Return a label for a drawing: without " backward"."""
     return label.removesuffix(" backward")
 
 
 def order(schedule: Schedule, program: Program) -> list[str]:
-    """Return the starts and finishes of a program, in order, as ``>q0`` and ``<q0``."""
+    """Return the starts (``>q0``) and finishes (``<q0``) of a program, in their order."""
     stops = [step for step in program if step.on_wire]
     return [(">" if step.op is Op.START else "<") + schedule.name(step) for step in stops]

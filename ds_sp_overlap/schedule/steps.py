@@ -1,4 +1,4 @@
-"""Defines steps, programs and schedules. A schedule has a program for forward and for backward."""
+"""Defines steps, programs and schedules. A schedule has two programs, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """The kind of work of a step.
+    """Names the kind of work of a step.
 
     START and FINISH are the two ends of an exchange; all other steps compute.
     """
 
-    # Each value is the word in messages, and the name of the method of
+    # Messages show these values. Each is also the name of a method: the method of
     # `attention.runtime.compiler.Compiler` that compiles the step.
     PROJECT = "project"  # makes q, k and v
     ATTEND = "attend"
     MERGE = "merge"  # the output projection, which adds up the head groups
-    # The gradients of input and weight of a product.
+    # The gradients of a product: of its input, and of its weight.
     DGRAD = "dgrad"
     WGRAD = "wgrad"
     START = "start"
     FINISH = "finish"
 
-    # Members can be hashed by identity. The hash that Enum defines costs the host more time.
+    # Hashing members by identity takes the host less time than the hash that Enum defines.
     __hash__ = object.__hash__
 
 
 Q, O = (("q",), ("o",))  # noqa: E741
 Tensors = tuple[str, ...]
-# A part: the kind, "q", "k", "v" or "o", and the index of the head group.
+# A part of a tensor: "q", "k", "v" or "o", and the index of the head group.
 Part = tuple[str, int]
-# Tensors and head group: the key of an exchange, and of the exchange of the tensors' gradients.
+# The key of an exchange: its tensors and the head group. The exchange of these tensors' gradients
+# has the same key.
 Exchanged = tuple[Tensors, int]
 
 
@@ -53,13 +54,14 @@ class Step(_Fields):
         tensors: Names of the tensors. An exchange moves one of q, k, v, o, or several of q, k, v
             together. A product names the tensor of its projection. The tensor of attention is o.
         grad: Whether the step makes, moves or reads gradients of these tensors. True for DGRAD and
-            WGRAD; False for steps that backward recomputes.
+            WGRAD. False for the steps of forward, also where backward recomputes these.
         group: Head group.
-        beside: Tensors whose values travel in the same exchange, before the gradients.
+        beside: Tensors whose values travel in an exchange of gradients: ``("o",)`` where o travels
+            with do, else ().
     """
 
-    # A subclass of a named tuple, without ``__slots__``, can have cached properties. Caching saves
-    # time, since programs are made once, and layers use the steps in every call.
+    # Layers use the steps in every call, so properties are cached. A named tuple itself has no room
+    # for cached values, but a subclass without ``__slots__`` has.
 
     @cached_property
     def on_wire(self) -> bool:
@@ -73,7 +75,7 @@ class Step(_Fields):
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Return the tensors, each with the head group."""
+        """Return the parts of the tensors: each name with the head group."""
         return tuple((kind, self.group) for kind in self.tensors)
 
     @cached_property
@@ -84,20 +86,21 @@ class Step(_Fields):
     @cached_property
     def is_local_end(self) -> bool:
         """Return whether the tensors have local sequences at this end of an exchange."""
-        # A sequence scatter finishes with local sequences: o in forward, dq, dk and dv in backward.
-        # A head scatter starts with them.
+        # The exchanges of o, dq, dk and dv scatter the sequence: they finish with local sequences.
+        # The exchanges of q, k, v and do scatter heads: they start with local sequences.
         scatters_sequence = ("o" in self.tensors) != self.grad
         return (self.op is Op.FINISH) == scatters_sequence
 
     @cached_property
     def mirror(self) -> Step:
         """Return the step of backward that mirrors this step of forward under autograd."""
-        # A start becomes the finish of the gradient's exchange, and a product becomes its dgrad.
+        # The mirror of a start is the finish of the gradient's exchange. That of a product is its
+        # dgrad.
         return self._replace(op=_MIRRORED.get(self.op, Op.DGRAD), grad=True)
 
     @cached_property
     def payload(self) -> str:
-        """Return the tensors of an exchange as a word: ``q``, ``dqkv``, or ``odo`` for o and do."""
+        """Return the tensors' names as one word: ``q``, ``dqkv``, or ``odo`` for o and do."""
         return "".join(self.beside) + "d" * self.grad + "".join(self.tensors)
 
     def __str__(self) -> str:
@@ -112,7 +115,7 @@ Program = tuple[Step, ...]
 Needs = dict[Step, list[Step]]
 
 
-# Hashed by identity, since every call of a layer asks for the hash.
+# Schedules are hashed by identity, to save time: every call of a layer asks for the hash.
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Holds the programs of a layer.
@@ -125,9 +128,10 @@ class Schedule:
     attention   finish q, k, v, attend, start o   finish do, attend, start dv, dk, dq
     output      finish o and merge                dgrad o, start do, wgrad o
 
-    Where projections are computed part by part, inputs and output are one node of autograd each,
-    so that the order of their backward is free. The attention section has many nodes, which
-    autograd runs in reverse. So its backward must be the mirror image of its forward.
+    Where projections are computed part by part, the inputs section is one node of autograd, and so
+    is the output section. So backward may order the steps of these two sections freely. The
+    attention section has many nodes, which autograd runs in reverse. So this section of backward
+    must be the mirror image of the section of forward.
 
     Attributes:
         forward: The program of forward.
@@ -139,7 +143,7 @@ class Schedule:
 
     @cached_property
     def is_windowed(self) -> bool:
-        """Return whether backward recomputes q, k and v, see `window.by_window`."""
+        """Return whether backward recomputes q, k and v (see `window.by_window`)."""
         return any(step.op is Op.PROJECT for step in self.backward)
 
     @cached_property
@@ -149,7 +153,7 @@ class Schedule:
 
     @cached_property
     def starts(self) -> Program:
-        """Return the starts of q, k and v, in the order of forward."""
+        """Return the starts of q, k and v in forward, in their order."""
         return tuple(s for s in section(self.forward, "inputs") if s.op is Op.START)
 
     @cached_property
@@ -159,21 +163,22 @@ class Schedule:
 
     @cached_property
     def alone(self) -> frozenset[Part]:
-        """Return the parts of q, k and v that travel alone in an exchange."""
+        """Return the parts of q, k and v that have an exchange of their own."""
         return frozenset(step.parts[0] for step in self.starts if len(step.tensors) == 1)
 
     @cached_property
     def last_attended(self) -> int:
         """Return the group that attends last in forward; -1 in a windowed schedule.
 
-        Only the attention of this group may change KV heads in place that several groups use. In a
-        windowed schedule no group may, since backward attends in another order.
+        If several groups use the same KV heads, only the attention of the last group may change
+        them in place. In a windowed schedule no group may, since backward recomputes attention in
+        another order.
         """
         attended = [step.group for step in self.forward if step.op is Op.ATTEND]
         return -1 if self.is_windowed else attended[-1]
 
     def name(self, step: Step) -> str:
-        """Return the name of an exchange; without a number if there is one head group."""
+        """Return the name of an exchange: ``q0``, or ``q`` if there is only one head group."""
         return step.payload if self.groups == 1 else f"{step.payload}{step.group}"
 
     def label(self, step: Step) -> str:

@@ -2,16 +2,17 @@
 
 Forward saves the layer's input, the local o, and the tensors that the backward of local attention
 reads beside q, k, v and o (the log-sum-exp). If local attention saves more, or changes q, k or v in
-place, its backward recomputes attention. The window W is the limit on groups that are projected and
-not yet attended. Group g + W is projected when group g has been attended. The programs for four
-groups, W = 2, without ``products_last``:
+place, backward recomputes attention. At most W groups, the window, are projected and not yet
+attended. Group g + W is projected when group g has been attended. The following are the programs
+for four groups, W = 2, without ``products_last``:
 
     forward
     compute | Wq0 Wk0 Wv0 Wq1 Wk1 Wv1 attention 0 Wq2 Wk2 Wv2 attention 1 Wo0 Wq3 Wk3 Wv3 attention 2 Wo1 attention 3 Wo2 Wo3
     wire    |     q0  k0  v0          qkv1        o0          qkv2        o1              qkv3        o2              o3
 
 Backward goes from the last group to the first. o travels with do, since the backward of attention
-reads both. In this order, ``Wq Wk Wv`` recompute projections; ``Wv Wk Wq`` are dgrad and wgrad:
+reads both. ``Wq Wk Wv``, in this order, are recomputed projections. ``Wv Wk Wq`` are dgrad and
+wgrad:
 
     backward
     compute | Wo3 dgrad Wo wgrad Wq3 Wk3 Wv3 Wo2 dgrad Wo wgrad Wq2 Wk2 Wv2 attention 3 Wo1 dgrad Wo wgrad Wv3 Wk3 Wq3 Wq1
@@ -24,11 +25,12 @@ The attention of the previous group hides q, k and v. Projections and the attent
 hide o, and o with do. The products or the attention of another group hide dq, dk and dv. From W = 2
 on, every exchange has work to hide it.
 
-A layer runs in this order if the config sets a window, or with ``checkpointing`` "keep" or
-"offload" (W = max(1, G // 2), unless a window is set). If projections can't be computed part by
-part, the layer warns and holds all groups. In the recompute of a checkpoint that saved attention,
-the layer only merges the saved o: no q, k, v, no attention, no exchange. Backward then runs as
-drawn. A checkpoint that saves no attention repeats all of forward.
+A layer runs in this order if the config sets ``window``, or sets ``checkpointing`` to "keep" or
+"offload". (Without ``window``, these two set W = max(1, G // 2) for G groups.) If projections can't
+be computed part by part, the layer warns, and holds all groups in memory. In the recompute of a
+checkpoint that saved attention, the layer only computes the output projection of the saved o, with
+no other projection, attention or exchange. Backward then runs as drawn. A checkpoint that saves no
+attention repeats all of forward.
 
 With W = 1, backward exchanges o with do, then q, k and v one by one. Each exchange is finished
 before the next one starts. dq, dk and dv of a group are three exchanges, started one after
@@ -38,10 +40,10 @@ group are exposed, or q and dq of a group that sends q alone.
 
 Note [Shared KV heads]
 ~~~~~~~~~~~~~~~~~~~~~~
-KV heads travel with the first group that attends to them, and later groups may attend to them too.
-Backward runs the groups in reverse. So backward recomputes shared k and v with the last group that
-attends to them. Shared k and v have an exchange of their own (kv0), without the q that travels with
-them in forward. The sums of dk and dv over these groups travel with the first group again.
+In forward, k and v travel with the first group that attends to them. Later groups may share these k
+and v. Backward runs the groups in reverse, so the last of these groups needs k and v first. With
+this group, backward recomputes and sends the shared k and v, in an exchange without q (kv0). dk and
+dv are summed over the groups, and travel with the first group's dq.
 """
 
 from __future__ import annotations
@@ -60,9 +62,8 @@ def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule
     Args:
         geometry: The `exchange.geometry.Geometry` of a call, or an object with the same ``heads``,
             ``kv_heads``, ``kinds`` and ``last_use``.
-        window: The limit on groups that are in memory at a time.
-        wgrad_last: Whether to compute a group's part of dWo after the dgrad of the group's o;
-            otherwise before.
+        window: The limit on groups that are in memory at a time. Not None.
+        wgrad_last: Whether to compute a group's part of dWo after the group's do; if not, before.
     """
     assert window is not None
     # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
@@ -79,32 +80,31 @@ def by_window(
     wgrad_last: bool = True,
     products_last: bool = False,
 ) -> Schedule:
-    """Return the schedule with at most ``window`` groups in memory; drawn above for W = 2.
+    """Return the schedule with at most ``window`` groups in memory.
 
-    Forward projects W groups. Then, for each group g, the steps are: finish q, k, v, attend, start
-    o, merge group g - 1, project group g + W. With W = 1, the last two are instead: project group
-    g + 1, merge group g.
+    The module's docstring has the drawing for W = 2. Forward first projects W groups. Then, for
+    each group g, forward has the steps: finish q, k, v, attend, start o, merge group g - 1, project
+    group g + W. With W = 1, the last two steps are: project group g + 1, merge group g.
 
     Args:
-        kinds: The tensors that travel with each head group, as for `by_head_groups`.
+        kinds: For each head group, the tensors that travel with the group: "qkv" or "q".
         last_use: For each group, the last group that attends to the KV heads of this group's
             exchanges (`Geometry.last_use`).
         window: W, the limit on groups that are projected and not yet attended.
-        wgrad_last: Whether to compute a group's part of dWo after the dgrad of the group's o;
-            otherwise before.
+        wgrad_last: Whether to compute a group's part of dWo after the group's do; if not, before.
         products_last: Whether to compute dx and the weight gradients of q, k and v after the
             attention of all groups. Until then dq, dk and dv stay in memory.
     """
     groups, window = range(len(kinds)), min(window, len(kinds))
-    # The starts of q, k and v in forward. Where no attention hides them, q, k and v travel one by
-    # one, each hidden by the next projection.
+    # The starts of q, k and v in forward. Where no attention hides q, k and v, each has its own
+    # exchange, so that the next projection hides it.
     starts = [_starts(kinds[group], group, group == 0 or window == 1) for group in groups]
     forward: list[Step] = []
     for of_group in starts[:window]:
         forward += projections(of_group)
     for group in groups:
         forward += attention(starts[group], group)
-        # With W = 1, the projections of the next group hide o instead.
+        # With W = 1, group g is merged below, after the projections of group g + 1, which hide o.
         if group and window > 1:
             forward += merge(group - 1)
         for of_group in starts[group + window :][:1]:
@@ -115,8 +115,8 @@ def by_window(
         forward += merge(groups[-1])
 
     backward: list[Step] = []
-    # For each group, the starts that backward repeats before its attention. See
-    # Note [Shared KV heads].
+    # For each group, the starts of q, k and v that backward repeats before the group's attention.
+    # See Note [Shared KV heads].
     recomputed: list[Program] = [()] * len(groups)
     for group in groups:
         # Backward begins with the last group, whose exchanges no attention hides.
@@ -133,7 +133,8 @@ def by_window(
     begins: list[list[Step]] = []
     finishes: list[list[Step]] = []
     for group in groups:
-        # The wgrad comes before the start, which frees the local o that the wgrad reads.
+        # The start of do also sends the local o, and then frees it. So the wgrad, which reads this
+        # o, comes before the start.
         *products_of_o, start = gradients(merge(group), wgrad_first=not wgrad_last)
         start = start._replace(beside=O)
         begins.append([*products_of_o, start])
@@ -142,8 +143,8 @@ def by_window(
 
     descending = groups[::-1]
     products_at_end: list[Step] = []
-    # The finishes and products of dq, dk and dv of the last W groups of backward. They come after
-    # the attention of the following group, which hides dq, dk and dv.
+    # The finishes and products of dq, dk and dv of one of the last W groups of backward. They come
+    # after the attention of the following group, which hides dq, dk and dv.
     deferred: list[Step] = []
     if window > 1:
         for group in descending[:window]:
@@ -156,8 +157,8 @@ def by_window(
         backward += gradients(attention(starts[group], group))[1:]
         backward += deferred
         input_gradients, deferred = gradients(projections(starts[group])), []
-        # From W = 2 on, the products that were left to the end hide dq, dk and dv of group 0. The
-        # products of group 0 come after those.
+        # From W = 2 on, the products at the end hide dq, dk and dv of group 0. Group 0's own
+        # products come after these.
         if products_last and (group > 0 or window == 1):
             products_at_end += [step for step in input_gradients if not step.on_wire]
             input_gradients = [step for step in input_gradients if step.on_wire]
@@ -174,8 +175,8 @@ def by_window(
 
 
 def _one_at_a_time(program: list[Step]) -> list[Step]:
-    """Return the steps, with each exchange finished before the next one starts."""
-    # This order keeps only one send buffer in memory at a time.
+    """Return ``program`` with finishes: each exchange finishes before the next one starts."""
+    # So only one send buffer is in memory at a time.
     steps: list[Step] = []
     finishes: list[Step] = []
     for step in program:
@@ -187,7 +188,7 @@ def _one_at_a_time(program: list[Step]) -> list[Step]:
 
 
 def _starts(kinds: str, group: int, alone: bool) -> Program:
-    """Return the starts of a group: one for each tensor if ``alone``, else one for all."""
+    """Return the starts of a group's tensors: one for each if ``alone``, else one for all."""
     return starts_of(kinds if alone else [kinds], group)
 
 

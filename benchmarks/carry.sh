@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Collects what `benchmarks/gpu.sh` needs on a machine without a network: wheels of a few MiB and an NCCL that lets ranks share a GPU,
 # stripped to Hopper's code (14 MiB), into WHEELS (default .wheels); and CUDA kernels for Hopper that are built here. Run where there
-# is a network, nvcc and torch; then copy the checkout with WHEELS, ds_sp_overlap/_kernels.so and ds_sp_overlap/_kernels.json. torch
-# with CUDA 13 and transformers must be there already.
+# is a network and nvcc, with the Python of an environment that has this package (`make .venv/ready`); then copy the checkout with
+# WHEELS, ds_sp_overlap/_kernels.so and ds_sp_overlap/_kernels.json. torch with CUDA 13 and transformers must be there already.
 #
 #     benchmarks/carry.sh                 for Python 3.12
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheels=${WHEELS:-.wheels}
-python=${PYTHON:-python3}
+python=${PYTHON:-.venv/bin/python}
 nccl=$(mktemp -d)
 trap 'rm -rf "$nccl"' EXIT
 export DS_BUILD_OPS=0

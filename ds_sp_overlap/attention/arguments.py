@@ -72,8 +72,8 @@ class LocalAttention:
         seq_dim: The dimension of the sequence in q, k, v and o. This and the following attributes
             are set by `begin`.
         where: Name of the layer, for errors.
-        tensors: The tensors among the arguments, and those that the attention held at the start of
-            the call. Their memory stays in use anyhow.
+        tensors: The tensors among the arguments, and the tensors that the attention held at the
+            start of the call. These references cost no memory: others hold the tensors anyhow.
         modules: The modules that the attention is or holds, as far as they can be found.
         training: For each of ``modules``, whether it was in training mode at the start of the call.
         learned: All tensors among the arguments, and all parameters of ``modules``, that require a
@@ -149,7 +149,7 @@ class LocalAttention:
         return _versions(self.arguments() + self._held()) == self._begun
 
     def _held(self) -> list[Tensor]:
-        """Return the tensors that the attention may read beside its arguments, if they can be found.
+        """Return the tensors that the attention may read beside its arguments, as far as known.
 
         These are: parameters, buffers and attributes of its modules; tensors in its partials and
         closures; attributes of the objects in its partials and closures, and of the callable

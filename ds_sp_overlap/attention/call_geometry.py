@@ -65,7 +65,7 @@ def geometry_of(
     seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
     if tokens.lengths is not None:
         seq_lens = tuple(map(int, tokens.lengths))
-    # Cached, so that the signature of the attention is read once a layer and not in every call.
+    # Cache the choice, so that the signature of the attention is read once for each layer.
     if all_heads not in layer.shares_and_groups:
         shares = shares_of(layer.config, sp_group, heads, kv_heads, attend)
         parts = max(1, sp_group.size // shares)
@@ -105,7 +105,7 @@ def shares_of(
     kv_heads: int,
     attend: Callable[..., Any] | str,
 ) -> int:
-    """Return r, the number of ranks that share the same heads; see Note [Shares] in `shares`.
+    """Return r, the number of ranks that share their query heads, see Note [Shares] in `shares`.
 
     Args:
         config: The ``sp_overlap`` section.
@@ -115,8 +115,8 @@ def shares_of(
         attend: The local attention; or, if all queries are needed at once, a text that says why.
 
     Raises:
-        ValueError: if the layer can't attend with a share of the queries, but the config asks for
-            r > 1, or there are fewer heads than ranks.
+        ValueError: if ranks have to share query heads (the config asks for r > 1, or there are
+            fewer heads than ranks), but the layer can't attend with a share of the queries.
     """
     asked, sp_size = config.shares, sp_group.size
     shares = shares_for(sp_size, heads, kv_heads) if asked == "auto" else asked

@@ -26,7 +26,7 @@ _Function = TypeVar("_Function", bound=Callable)
 class AttentionFunction:
     """Holds the properties of an attention function.
 
-    `attention_function` has an argument for each other field, and describes it.
+    The other fields are arguments of `attention_function`, which describes them.
 
     Attributes:
         takes_masks: Whether the function takes a mask [1, 1, n, s]; transformers' sdpa gets a

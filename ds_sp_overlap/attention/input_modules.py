@@ -37,10 +37,10 @@ ROPE = (
 class InputModules:
     """Makes q, k and v from hidden states, with the modules that `use` sets.
 
-    Linear layers project q, k and v; for q and k, a norm and a rotation follow. The projections
-    are computed in one of two ways (Note [Called whole] in `self_attention`). Part by part: each
-    part, q, k or v of one head group, is computed from its rows of the weights, inside nodes of
-    autograd (`of_call`). Or whole, by calling the modules (`whole`).
+    Linear layers project q, k and v; for q and k, a norm and a rotation follow. There are two ways
+    to project (Note [Called whole] in `self_attention`). With `of_call`, nodes of autograd compute
+    each part (q, k or v of one head group) from its rows of the weights. With `whole`, the modules
+    are called.
 
     ``where`` is the layer's name, ``heads`` is ``h`` and ``kv_heads`` is ``h_kv``. `SelfAttention`
     describes the other arguments.
@@ -69,7 +69,7 @@ class InputModules:
         The arguments are those of the constructor of `SelfAttention`.
 
         Raises:
-            ValueError: for another choice than all three separate projections, or the fused one.
+            ValueError: unless given q_proj, k_proj and v_proj, or qkv_proj alone.
         """
         given = [name for name, module in projections.items() if module is not None]
         is_fused = given == ["qkv_proj"]
@@ -126,10 +126,10 @@ class InputModules:
             position_embeddings: The second argument of ``rope``.
         """
         rope = self.rope
-        # A norm after the rotation needs the rotated heads in memory before they are packed.
+        # A norm that follows the rotation needs rotated heads in memory, before the pack.
         if not isinstance(rope, Rotary) or self.norm_last and self.norms:
             return None
-        # Kernels that can't rotate while they pack would be slower than PyTorch's rotation.
+        # Rotate in the kernels only if this is faster than a rotation before the pack.
         if not ops.implementation(call.sp_group.kernels).folds or call.geometry.cuts_tokens:
             return None
         return rope.of_tokens(position_embeddings, self.head_dim, autocast(x)[0].dtype)
@@ -187,7 +187,7 @@ class InputModules:
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
-            needs: By the name of x or of a parameter, whether this tensor needs a gradient.
+            needs: For each name of x or of a parameter, whether the tensor needs a gradient.
         """
         module, norm = self.cuts.rows[part].module, self.cuts.norms.get(part[0], ())
         return any(map(needs.get, ["x", ("weight", module), ("bias", module), *norm]))
@@ -266,8 +266,8 @@ class InputModules:
     def learns(self) -> list[bool]:
         """Return for each of q, k and v whether its projection or its norm requires a gradient.
 
-        The ranks compare the result in the layer's first call. It does not decide which gradients
-        backward computes; `is_needed` does.
+        The ranks compare the result in the layer's first call. The gradients that backward computes
+        do not depend on this result, but on `is_needed`.
         """
         learning = []
         for kind, (index, _) in self.of_kinds:

@@ -14,8 +14,8 @@ Note [Gradients of parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank expands the latent for its own heads only. So on this rank, the gradient of the projection is
 zero in the rows of all other heads. The gradients of all parameters are summed over the sp group,
-and this sum is the whole gradient of the projection. The exchange of the latent's gradient sums it
-over the ranks.
+and this sum is the whole gradient of the projection. The latent's gradient is summed over the ranks
+by its exchange.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LatentAttention(ProjectedAttention):
         """Attend over the global sequence.
 
         Collective. Instead of latent and rotated key, the caller may pass k and v of all heads, for
-        instance where an adapter changes the expansion; k and v are then exchanged as they are.
+        instance if an adapter (LoRA) changes the expansion. This k and v are exchanged as they are.
 
         Args:
             local: The local attention; called once per head group.

@@ -82,7 +82,7 @@ class LayerRuntime:
     Attributes:
         agreed: Whether the ranks have agreed on a call, see Note [Agreement of the ranks].
         windowed: Whether the layer could run with a window (`schedule.window`) when it was made. If
-            the config sets a window but no number of head groups G, this decides G.
+            the config sets a window but no number of head groups G, ``windowed`` decides G.
     """
 
     # Whether the first call logs G. For the layers that `enable` builds, `enable` logs G.
@@ -163,7 +163,8 @@ class LayerRuntime:
             self.refuse_graph(self._no_graph)
         self.sp_group.refuse_destroyed(self.where)
         geometry, checked = self.compare(geometry_of_call, types)
-        # Read the device now: if a rank's input is no tensor, `compare` raises on all ranks.
+        # Read the device only here, after `compare`, which raises on all ranks if an input of one
+        # rank is no tensor.
         side = self.sp_group.sides.get(inputs[0].device)
         if side is not None and side.blocks:
             self.refuse_graph("exchanges by gloo")
@@ -173,8 +174,8 @@ class LayerRuntime:
         has_baseline = baseline is not None and geometry.heads >= geometry.sp_size
         least = 1
         if self.windowed and self.config.window is not None:
-            # The baseline would need more memory than the window. Fewer groups would too: they are
-            # larger, and the window holds a fixed number of groups.
+            # The baseline would need more memory than the window. So would fewer groups, which are
+            # larger: the window holds a fixed number of groups.
             has_baseline, least = False, geometry.groups
         # The number of head groups; or "off" for the baseline.
         candidate: Candidate = geometry.groups
@@ -269,7 +270,7 @@ class LayerRuntime:
                 calls, self.agreed = self.sp_group.calls, True
                 calls.layers += 1
                 self._name_of_calls = f"{self.where} (layer {calls.layers})"
-        # Called again, since the geometry depends on the nodes that `find_nodes` may just have set.
+        # Compute the geometry again: it depends on the nodes that `find_nodes` may just have set.
         geometry = geometry_of_call()
         if is_first and self.tells:
             self._tell(geometry)
@@ -291,8 +292,8 @@ class LayerRuntime:
     def refuse(self, error: Exception) -> None:
         """Raise ``error``, on every rank if this is the layer's first call.
 
-        A layer that refuses its arguments before `run` calls this instead of `run`. The other
-        ranks, which call `run`, then raise too and do not wait for this rank.
+        A layer that refuses its arguments calls this method instead of `run`. The other ranks,
+        which call `run`, then raise too instead of waiting for this rank.
         """
 
         def raising() -> NoReturn:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Documents(Protocol):
-    """The interface to packed documents, which ``integrations.sequence.documents`` implements.
+    """Defines the interface to packed documents (``integrations.sequence.documents``).
 
     Attributes:
         long: (row, start, stop) of each document for which `attend` makes a call of its own.
@@ -128,7 +128,7 @@ class Mixer:
         log_decay: Takes the tensors of ``scan``; returns the logarithm of each token's decay
             [b, s/P, h], in fp32.
         read: Takes H of Note [States] in `mixer_layer`, in the shape of a state, and the tensors of
-            ``scan``. Returns the term that H without decay adds to y of each token; the shape
+            ``scan``. Returns the term that H without decay adds to y of each token, in a shape that
             broadcasts to the shape of y.
         widths: Returns the last dim of each tensor that ``scan`` takes. Needed where a mixer has
             both ``by_states`` and ``by_heads``.
@@ -162,5 +162,5 @@ class Mixer:
         self.layer = layer
 
     def reach(self) -> int:
-        """Return n, if a rank needs the last n tokens before its own tokens."""
+        """Return the number of tokens before its own tokens that a rank needs."""
         return 0

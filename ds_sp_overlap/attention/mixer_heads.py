@@ -82,7 +82,7 @@ def _of_heads(
 ) -> Tensor | None:
     """Return the rows of a parameter for the heads of a group on this rank.
 
-    Where `with_kv` repeats a KV head for several query heads, its rows are repeated too.
+    Where `with_kv` repeats a KV head for several query heads, the KV head's rows are repeated too.
     """
     if parameter is None:
         return None

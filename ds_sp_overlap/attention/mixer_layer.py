@@ -1,9 +1,9 @@
 """Runs a recurrent or convolutional mixer under sequence parallelism.
 
-Attention needs all tokens of some heads. Many mixers need less. A convolution needs a few tokens
-before this rank's first token (`Mixer.reach`). A recurrence with one decay for each head and token
-needs the final state of the earlier ranks. So each rank runs the mixer's own kernels on its own
-tokens. The bytes that a rank receives don't depend on the number of tokens:
+Attention needs all tokens of some heads. Many mixers need less: a convolution needs a few tokens
+before this rank's first token (`Mixer.reach`); a recurrence with one decay for each head and token
+needs the final states of the earlier ranks. So each rank runs the mixer's own kernels on its own
+tokens, and receives an amount that does not depend on the number of tokens:
 
     start x    the last tokens before the convolution     | project the other inputs of the scan
     finish x   convolve; scan from a zero state
@@ -16,11 +16,11 @@ attention does (`mixer_heads`).
 
 Note [States]
 ~~~~~~~~~~~~~
-A scan from a zero state lacks the contribution of the earlier ranks. Their state H, at the start of
-this rank's tokens, is the sum of their final states S_i, each decayed through the ranks between.
-The output of token t lacks ``read(H)``, decayed from this rank's first token to t. Decays are
-summed as logarithms. Logarithms and states are in fp32. A document that begins on this rank lacks
-nothing.
+A scan from a zero state lacks the contribution of the earlier ranks. Let H be the true state at the
+start of this rank's tokens: the sum of the earlier ranks' final states S_i, each decayed through
+the ranks between. The output of token t lacks ``read(H)``, decayed from this rank's first token to
+t. Decays are summed as logarithms. Logarithms and states are in fp32. A document that begins on
+this rank lacks nothing.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _tail(
     reach: int,
     meanwhile: Callable[[], None],
 ) -> Tensor:
-    """Return the last ``reach`` rows before this rank's, from the earlier ranks.
+    """Return the last ``reach`` rows of the earlier ranks, which precede this rank's rows.
 
     Args:
         call: The call.
@@ -260,8 +260,8 @@ def _combined(received: Tensor, heads: int, pieces: Pieces) -> Tensor:
         [b, h, n].
     """
     states = received.unflatten(1, (received.shape[1] // heads, heads))
-    # For each earlier rank, the log decay through the ranks between it and this rank: a cumulative
-    # sum from the last rank backwards.
+    # For each earlier rank, the log decay through the ranks between that rank and this rank: a
+    # cumulative sum that begins at the rank before this rank.
     decays = F.pad(states[:, 1:, :, -1], (0, 0, 0, min(1, states.shape[1])))
     weights = decays.flip(1).cumsum(1).flip(1).exp()
     if pieces.reaches is not None:  # guard: a state stays in its document

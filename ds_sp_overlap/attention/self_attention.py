@@ -86,8 +86,7 @@ class SelfAttention:
             each head in a `PerHead` don't matter. If neither this argument nor
             `attention_function` declares that heads are alike, the layer runs in one head group.
         schedule: Makes a `Schedule`, as `schedule.by_head_groups` does; must be the same function
-            on every rank. Another function than the default excludes "window" and "checkpointing"
-            in ``config``.
+            on every rank. "window" and "checkpointing" in ``config`` need the default.
 
     Raises:
         ValueError: for modules or numbers of heads that don't fit together, or a wrong ``config``.
@@ -259,9 +258,9 @@ class SelfAttention:
     ) -> Tensor:
         """Run the layer in the order of its schedule.
 
-        With a window, the layer is one node of autograd (`_windowed`). Otherwise one node computes
-        the projections of q, k and v part by part, or they are called whole. The output projection
-        likewise has a node of its own or is called whole.
+        With a window, the layer is one node of autograd (`_windowed`). Otherwise, one node projects
+        q, k and v part by part, or their projections are called whole. Likewise, a node runs the
+        output projection, or the output projection is called whole.
         """
         tables = self.inputs.tables(position_embeddings)
         splits_inputs, splits_output = self._split_ends()
@@ -310,8 +309,8 @@ class SelfAttention:
     def _windowed(self, call: Call, tables: tuple[Tensor, ...]) -> End:
         """Set up a call that runs with a window; return all projections as one `End`.
 
-        In such a call no kernel rotates and no GEMM packs: forward may exchange a tensor alone where
-        backward exchanges the recomputed tensor together with others, or the reverse.
+        In such a call no packing kernel rotates, and no GEMM writes in the send buffer's order: a
+        tensor may travel alone in forward, and together with others when backward recomputes it.
         """
         config = self.layer.config
         # A window reads the states of random generators on the host, which no CUDA graph records.
@@ -352,11 +351,11 @@ class SelfAttention:
     def _by_rank(
         self, call: Call, x: Tensor, splits_inputs: bool, splits_output: bool
     ) -> frozenset[str]:
-        """Return those of q, k, v and o that a batched GEMM writes in the send buffer's order.
+        """Return the kinds (q, k, v, o) that a batched GEMM writes in the send buffer's order.
 
-        No kernel needs to pack these tensors (`slices.by_rank`). For o, the GEMM computes do. A
-        tensor qualifies only if the slices of the weight for a group lie apart: a batched GEMM need
-        not copy the slices. ``splits_inputs`` and ``splits_output`` are as in `_split_ends`.
+        No kernel needs to pack such tensors (`slices.by_rank`). For o, the GEMM computes do. A
+        batched GEMM is used where a group's slices of the weight lie apart, since it need not copy
+        the slices. See `_split_ends` for ``splits_inputs`` and ``splits_output``.
         """
         sliced = call.geometry.in_slices
         # With ``first_rows``, a single strided view may not be able to hold the rows of a group.

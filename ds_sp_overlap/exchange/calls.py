@@ -22,8 +22,8 @@ class Calls:
     once (`LayerRuntime.compare`). Later calls cost no waiting: a hash of the names of `EVERY` calls
     is reduced over the ranks while the next `EVERY` calls are made.
 
-    The last calls of a process are not compared. Ranks that make different numbers of calls fail in
-    collectives that don't fit together.
+    The last calls of a process are not compared. If ranks make different numbers of calls, their
+    collectives don't fit together, and fail.
     """
 
     # docs/correctness.md names this number. The planner and a benchmark record one rank, and set
@@ -74,7 +74,7 @@ class Calls:
 
     @outside_modes()
     def _compare(self, sp_group: Any, name: str, device: torch.device) -> None:
-        """Read the comparison in flight and begin the next; the arguments are those of `count`."""
+        """Read the comparison in flight and begin the next; see `count` for the arguments."""
         # Clear both attributes first, so that no comparison is pending if the code below raises.
         asked, self.asked = self.asked, None
         names, self.names = self.names, []
@@ -84,7 +84,7 @@ class Calls:
                 return
         except RuntimeError as error:
             raise sp_group.failed(name, "the comparison of calls", error) from error
-        # The hash shows that some call differs. The names show which one.
+        # The hash shows that some call differs; the names show which call.
         every = sp_group.gather(asked.names, name)
         differs = [len(set(of_ranks)) > 1 for of_ranks in zip(*every)].index(True)
         number = self.number - len(asked.names + names) + differs + 1

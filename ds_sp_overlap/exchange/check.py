@@ -1,7 +1,7 @@
 """Compares every exchange of a layer's first call with a plain exchange: ``sp_overlap.check``.
 
 The plain exchange gathers every tensor on every rank, which is slow, and picks the parts of this
-rank. It shares no code with pack, unpack or the transport.
+rank. This file shares no code with pack, unpack and the transport.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Expected(NamedTuple):
         if self.is_rotated and expected.numel():
             largest = (self.atol + 3 * rtol * sizes).amax(-1, keepdim=True)
             allowed = allowed + 2**0.5 * largest
-        # Equal infinities have no difference to compare: inf - inf is nan.
+        # Accept equal infinities by ``==``, since inf - inf is nan.
         wrong = ~(((got - expected).abs() <= allowed) | (got == expected))
         wrong &= ~(got.isnan() & expected.isnan())
         fault = ""

@@ -25,18 +25,18 @@ Strides = tuple[int, ...]
 
 
 class Run(NamedTuple):
-    """Describes one copy: a strided view of a tensor, and one of the wire, of equal shape.
+    """Describes one copy by two strided views of equal shape: one of a tensor, one of the wire.
 
     Strides and offsets are in elements.
 
     Attributes:
         tensor: Index of the tensor.
         shape: Shape of both views.
-        strides: Strides in the tensor; 0 along a dimension over peers that have the same slice.
+        strides: Strides in the tensor; 0 along a dimension of several peers with the same slice.
         offset: Offset in the tensor.
         wire_strides: Strides in the wire.
         wire_offset: Offset in the wire.
-        repeats: The dimensions over peers that have the same slice of the tensor.
+        repeats: The dimensions of several peers with the same slice: those of stride 0.
     """
 
     tensor: int
@@ -60,11 +60,11 @@ class Copies:
     Attributes:
         runs: The copies.
         elements: The number of elements of the wire.
-        flat: The offset of the first element of a single tensor whose memory has the order of the
-            wire, so that the tensor needs no copy; None for other or several tensors.
+        flat: The offset of the tensor's first element, if there is a single tensor and its memory
+            has the order of the wire, so that it needs no copy; else None.
         disjoint: Whether the parts of each tensor cover the tensor without overlap, so that unpack
             copies each part. Otherwise unpack adds the parts to zeros.
-        is_wire: Whether there is one copy, and a contiguous clone of its tensor view is the wire.
+        is_wire: Whether a contiguous clone of a single view of a single tensor is the wire.
         in_order: For each tensor, (view, shape). ``view`` is (shape, strides, offset) of a view of
             the wire; a contiguous clone of this view, reshaped to ``shape``, is the tensor. Empty
             if some tensor needs more than one view.

@@ -1,6 +1,7 @@
 """Moves exchanges by the GPUs' copy engines, inside one node, so that exchanges take no SM.
 
-This is ``"transport": "copy_engine"``. It has not yet run on several GPUs.
+The config selects this transport by ``"transport": "copy_engine"``. The transport has not yet run
+on several GPUs.
 
 `CopyEngine` takes the first of these two engines that every rank has:
 
@@ -110,7 +111,7 @@ class ZeroCta:
         Collective. Allocates a pair of buffers, which is collective too, if no pair is free.
         """
         key = (send.numel(), send.dtype, send.device)
-        # Pairs are taken and given back in program order, which is the same on every rank.
+        # All ranks take the same pair: they take and give back pairs in the same program order.
         pairs = self.free.setdefault(key, [])
         source, target = pairs.pop() if pairs else (self._buffer(send), self._buffer(send))
         source.copy_(send.view(-1))
@@ -156,7 +157,7 @@ class CopyEngine:
         """
         sp_group.find_nodes()
         backend, nodes = backend_of(sp_group.group, "cuda"), len(set(sp_group.nodes))
-        # The reason, the same on all ranks, why no engine can work; empty if there is none.
+        # A reason why no engine can work, the same on all ranks; empty if there is no such reason.
         all_lack = "" if backend == "nccl" else f"the sp group's backend is {backend}, not nccl"
         if nodes > 1:
             all_lack = f"the sp group spans {nodes} nodes; copy engines reach one"

@@ -1,7 +1,7 @@
 """Hides an all-to-all behind the work between its two differentiable halves.
 
     token = exchange.start(x)      launch; returns an empty tensor that autograd tracks
-    y     = exchange.finish(token) order the compute stream after it; returns the received tensor
+    y     = exchange.finish(token) wait on the compute stream; returns the received tensor
 
     Before:  x -> [all-to-all] -> y                         dx <- [all-to-all] <- dy
     Now:     x -> start -> token -> finish -> y             dx <- start' <- token <- finish' <- dy
@@ -11,9 +11,9 @@ Note [Token order]
 ~~~~~~~~~~~~~~~~~~
 In backward the roles swap: the backward of ``finish`` launches the exchange of the gradient, and
 the backward of ``start`` waits for that exchange. Autograd runs nodes that are ready in the reverse
-order of their creation. So whatever is computed between ``start`` and ``finish`` hides the
-exchange, and the backward of that work hides the gradient's exchange. The overlap depends on this
-order; correctness does not.
+order of their creation. So the work between ``start`` and ``finish`` hides the exchange, and the
+backward of this work hides the gradient's exchange. The overlap depends on autograd's order;
+correctness does not.
 
 The token carries no data. It only ties ``finish`` to ``start`` in the graph. The buffers in flight
 belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
@@ -21,9 +21,10 @@ belong to the `Exchange`, and an `Exchange` belongs to one call of one layer.
 Note [Second derivatives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The backward of a layer uses buffers that autograd does not see, so autograd cannot differentiate
-this backward again. The decorator ``once_differentiable`` would raise only in decorated nodes.
-Instead, every backward of a layer begins in a node that calls `refuse_second_derivatives`, before
-anything is launched. All ranks raise together, and no other node of the layer needs a check.
+this backward again. Every backward of a layer begins in a node that calls
+`refuse_second_derivatives` before anything is launched. So all ranks raise together, and no other
+node of the layer needs a check; torch's decorator ``once_differentiable`` would check only the
+decorated nodes.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Exchange:
         return _Finish.apply(self, token)
 
     def launch(self, x: Tensor, gradient: bool = False) -> None:
-        """Launch a transfer of ``x``, which may be a gradient, without autograd. Collective."""
+        """Launch a transfer of ``x`` (a gradient if ``gradient``), without autograd. Collective."""
         layout, name = self.layout.inverse if gradient else self.layout, self.names[gradient]
         with named(name, "start"):
             self.in_flight = InFlight(layout, self.sp_group, name, [x], self.checked)

@@ -1,8 +1,8 @@
 """Lays out every exchange of a layer: which heads of which tokens each rank sends and receives.
 
-A `Geometry` is a frozen value, without tensors and without torch.distributed. `heads` decides with
-which heads a rank attends, `shares` with which queries. `relayed` lays out the two legs of k and v
-that travel once to each node.
+A `Geometry` is a frozen value, without tensors and without torch.distributed. `heads` chooses the
+heads that a rank attends with, and `shares` the queries. If k and v travel once to each node,
+`relayed` lays out their two legs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Geometry(Heads):
         batch: ``b``.
         heads: Query heads, ``h``.
         kv_heads: KV heads, ``h_kv``; divides ``heads``.
-        groups: Head groups, ``G``; at most the query heads of the rank that has fewest.
+        groups: Head groups, ``G``; at most the smallest number of query heads on any rank.
         batch_first: Whether tensors are ``[b, s, h, d]`` instead of ``[s, b, h, d]``.
         shares: Ranks that share their query heads, ``r``; divides ``P``. See Note [Shares] in
             `shares`.
@@ -65,7 +65,7 @@ class Geometry(Heads):
         return cut is None or cut[0] != HEADS
 
     def divides(self, kind: str) -> bool:
-        """Return whether all `parts` receive equally many heads, and no head twice, in each group.
+        """Return whether, in each group, all `parts` receive equally many heads, and no head twice.
 
         The local tensor may then have a dimension for the parts (``by_rank`` of `exchange`).
 
@@ -76,7 +76,8 @@ class Geometry(Heads):
         if self.shares > 1 and (kind != "q" or self.cuts_tokens):
             return False
         heads = self.heads if kind == "q" else self.kv_heads
-        # If the ranks of a node are not successive, neither are the heads of successive ranks.
+        # Heads are dealt node by node. So successive ranks have successive heads only if each node
+        # holds successive ranks.
         return heads % self.parts == 0 and self.places == sorted(self.places)
 
     @cached_property

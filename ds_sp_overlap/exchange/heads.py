@@ -1,16 +1,16 @@
-"""Decides which heads each rank and head group attends with, and with which group they travel.
+"""Chooses the heads that a rank attends with in a head group, and the group that KV heads join.
 
-One rule places the heads. Query heads are dealt out in contiguous, balanced ranges, the larger ones
-first; with several head groups see Note [Groups first]. A rank receives the KV heads that its query
-heads attend to, so KV heads are replicated where there are fewer KV heads than ranks, or where two
-ranks share a KV head. With one head group, and head counts that divide by the sp size, the split is
-that of DeepSpeed's ``DistributedAttention`` and ``UlyssesSPAttentionHF``.
+Query heads are dealt out in contiguous, balanced ranges, the larger ranges first; for several head
+groups see Note [Groups first]. A rank receives the KV heads that its query heads attend to, so KV
+heads are replicated where there are fewer KV heads than ranks, or where two ranks share a KV head.
+With one head group, and head counts that divide by the sp size, heads are split as by DeepSpeed's
+``DistributedAttention`` and ``UlyssesSPAttentionHF``.
 
 Note [Groups first]
 ~~~~~~~~~~~~~~~~~~~
 Heads are dealt to head groups first, and within a group to ranks. The heads of a group then lie
-together, and the group's rows of a weight are a view. If this order would send a KV head to more
-ranks, heads are dealt to ranks first instead, and the rows of a group lie apart:
+together, and the group's rows of a weight are a view. But if this would send some KV head to more
+ranks, heads are dealt to ranks first, and the rows of a group lie apart:
 
     8 heads, 2 ranks, 2 groups
     groups first   rank   0 0 1 1 | 0 0 1 1        ranks first   rank    0 0 0 0 | 1 1 1 1
@@ -49,7 +49,7 @@ class Heads(Shares):
 
     @property
     def max_groups(self) -> int:
-        """Return the largest number of head groups: the query heads of the rank that has fewest."""
+        """Return the largest number of head groups: the fewest query heads that a rank has."""
         return self.heads // self.parts
 
     @cached_property
@@ -161,11 +161,11 @@ class Heads(Shares):
 
     @lru_cache(maxsize=4096)
     def kv_pieces(self, group: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the places of the KV heads that ``rank`` attends to in ``group``, as pieces.
+        """Return, as pieces, where ``rank`` finds the KV heads that it attends to in ``group``.
 
         Each piece is ``(sent, start, stop)``: heads ``start`` to ``stop`` of the k or v that the
-        rank received with the group ``sent``, which is ``group`` or an earlier one. The pieces,
-        joined, are the heads of `kv_range`.
+        rank received with the group ``sent``. ``sent`` is ``group`` or an earlier group. The
+        pieces, joined, are the heads of `kv_range`.
         """
         pieces = []
         for sent in range(group + 1):
@@ -184,8 +184,8 @@ class Heads(Shares):
     def kv_expansion(self, group: int) -> tuple[int, ...] | None:
         """Return the index by which `execution.with_kv` repeats KV heads; None for no repeat.
 
-        The index has, for each query head of ``group`` on this rank, the KV head, counted from the
-        start of `kv_range`.
+        For each query head of ``group`` on this rank, the index has the query head's KV head,
+        counted from the start of `kv_range`.
         """
         start, stop = self.query_range(self.sp_rank, group)
         first, _ = self.kv_range(self.sp_rank, group)

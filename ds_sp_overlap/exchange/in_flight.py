@@ -55,7 +55,7 @@ class InFlight:
     # In check mode, the tensors that must arrive.
     expected: list[check.Expected] | tuple[()] = ()
     handle: Any = None
-    # The mark from `SideStream.begin`, until `finish`; None after that, and with a `HostStream`.
+    # The mark that `SideStream.begin` returned; None after `finish`, and with a `HostStream`.
     received: Any = None
     # The dtype of each tensor, if the dtypes differ; the wire has the dtype that all promote to.
     dtypes: list[torch.dtype] | None = None
@@ -98,7 +98,8 @@ class InFlight:
         if rotates or self.copies_back.flat is None:
             recv = new_empty(targets.elements)
         else:
-            # Receive into a tensor that is no view, since the caller may change it in place.
+            # Receive into the tensor that the caller gets. It is no view, so that the caller may
+            # change it in place.
             self.outs = self._new_outs(x)
             recv = self.outs[0]
         if copies.flat is None or rope is not None:  # guard: rotated, so packed
@@ -201,7 +202,7 @@ class InFlight:
 
     def __del__(self) -> None:
         # An exception between start and finish abandoned this transfer. Its memory must not be
-        # reused before the transfer is over. If waiting blocks the host there is no mark, and c10d
-        # references the buffers itself.
+        # reused before the transfer is over. (Where waiting blocks the host, there is no mark;
+        # c10d then references the buffers itself.)
         if self.received is not None:
             self.side.before_compute(self.received)  # guard: memory returns in order

@@ -65,7 +65,7 @@ def total(ranges: Iterable[Range]) -> int:
 def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     """Return the intersection of ``own`` with ``others``, without empty ranges.
 
-    The result indexes the elements of ``own``, laid end to end from 0.
+    The returned ranges count the elements of ``own`` from 0, range after range.
     """
     found, before = [], 0
     for start, stop in own:
@@ -79,7 +79,7 @@ def common(own: Sequence[Range], others: Sequence[Range]) -> list[Range]:
 
 @lru_cache(maxsize=4096)
 def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
-    """Return whether all parts that this rank sends and receives have one size, above 0.
+    """Return whether all parts that this rank sends and receives have the same size, above 0.
 
     All ranks get the same result, unless ranks share query heads: the sizes of q may then be equal
     on one rank and unequal on another.
@@ -208,7 +208,7 @@ def between(rank: int, before: Sequence[Held], after: Sequence[Held]) -> tuple[S
 
 
 def _side(own: Held, peers: Sequence[Held]) -> Side:
-    """Return the end at which this rank holds ``own``; ``peers`` are the parts at the other end."""
+    """Return the end where this rank holds ``own``; each rank holds ``peers`` at the other end."""
     # Both ends list the blocks of a part in the same order: the order of the whole tensor.
     parts = [tuple(product(*map(common, own, peer))) for peer in peers]
     return Side(tuple(map(total, own)), tuple(parts))

@@ -5,8 +5,8 @@
     backward   second leg: dk and dv, summed       inside the node
                first leg: the sums                 over the network   from start to finish
 
-Where waiting blocks the host (gloo), the leg inside the node is not hidden: it runs at the finish
-in forward, and at the start in backward. The layer hides the leg over the network.
+Where waiting blocks the host (gloo), the layer hides only the leg over the network. The leg inside
+the node runs at the finish in forward, and at the start in backward.
 
 Note [Once per node]
 ~~~~~~~~~~~~~~~~~~~~
@@ -54,7 +54,7 @@ class Legs(NamedTuple):
         first: The layout of the leg that travels first.
         second: The layout of the leg that travels second.
         query: The layout of q, which travels in one leg; None without q.
-        is_gradient: Whether gradients travel; the leg inside a node is then the first.
+        is_gradient: Whether gradients travel; ``first`` is then the leg inside a node.
     """
 
     first: Layout
@@ -98,8 +98,8 @@ def legs_of(
     if "k" not in kinds and "v" not in kinds or all(len(ranks) == 1 for ranks in siblings):
         return None
     tokens, own = geometry.local_tokens, geometry.sp_rank
-    # For each rank: its piece, the tokens of every m-th rank; and the tokens that the rank holds
-    # before and after the second leg, none for a rank that is no sibling.
+    # For each rank: its piece, the tokens of every m-th rank; and the tokens that it holds before
+    # and after the second leg, none if it is no sibling of this rank.
     pieces, before, after = [], [], []
     for rank, ranks in enumerate(siblings):
         pieces.append(tokens[ranks.index(rank) :: len(ranks)])

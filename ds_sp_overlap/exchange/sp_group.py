@@ -71,7 +71,7 @@ class SPGroup:
                 "sequence_process_group: this process is not a member of it; "
                 "pass the group that it belongs to"
             )
-        # A transport that was made here and that `prepare` has not prepared yet; else None.
+        # The transport, if it was made here and `prepare` has not run yet; else None.
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size, settings)
@@ -181,7 +181,7 @@ class SPGroup:
 
     @outside_modes()
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
-        """Gather the values ``what`` of all ranks, in rank order; slow: it pickles. Collective.
+        """Gather the values ``what`` of all ranks, in rank order, by slow pickling. Collective.
 
         Raises:
             RuntimeError: on each rank on which the collective fails; or if a CUDA graph is being

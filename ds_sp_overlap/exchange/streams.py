@@ -6,8 +6,9 @@ An exchange has to begin before the kernel that is to hide it. A kernel that tak
 (attention) would otherwise run first and lock the exchange out: on an H100 a block that was
 launched after such a kernel waited for 99 % of the kernel's time (benchmarks/contention.py). So
 compute has to wait until the transfer has been launched, but not until this transfer or an earlier
-one is over. An event on the transfer stream would come after the earlier transfers. So there is a
-gate stream, on which no work runs: at each launch, compute waits for an event on the gate stream.
+transfer is over. An event on the transfer stream would happen only after the earlier transfers. So
+there is a gate stream, on which no work runs: at each launch, compute waits for an event on the
+gate stream.
 
     compute    | Wq | pack q | wait gate | Wk .. | finish q: wait mark | unpack q |
     gate       |      ^ ready  v launched
@@ -18,8 +19,8 @@ Note [Relayout on the compute stream]
 Pack and unpack run on the compute stream, at their place in the program. On another stream, a pack
 could run after the next kernel of the compute stream, and the transfer would wait for that kernel.
 For an unpack on another stream, the output would need memory from the start of the exchange on. And
-an unpack on the transfer stream would delay the next exchange until the exchange that it unpacks
-has arrived.
+an unpack on the transfer stream would delay the next exchange until the unpacked exchange has
+arrived.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ class SideStream:
         """
         event, compute = mark
         compute.wait_event(event)  # guard: its own stream waits
-        # The current stream waits too, since it reads the received data. The current stream is not
-        # the buffers' stream after a relay, or in a call by the garbage collector.
+        # After a relay, or in a call by the garbage collector, the current stream is not the stream
+        # of the buffers. The current stream waits too, since it reads the received data.
         current = self.backend.current_stream(self.index)
         if current != compute:
             current.wait_event(event)

@@ -17,7 +17,7 @@ since each block takes an SM from the kernels that hide the exchange
 (Note [Blocks of a communicator]).
 
 Two communicators hang if the GPUs of two ranks begin their kernels in different orders. NCCL begins
-the kernels in the host's order if `LAUNCH_ORDER` is set before its first launch (`launch_order`).
+kernels in the host's order if `LAUNCH_ORDER` is set before NCCL's first launch (`launch_order`).
 
 Ranks make the communicator at their first call, while other ranks may have collectives in flight.
 Two deadlocks are possible. First, NCCL allocates memory while it connects, and the allocation may
@@ -53,7 +53,7 @@ from .layout import all_equal
 # is the network card. NCCL counts on 14 GB/s for each block (P2P_PER_CHANNEL_NET_BW in its
 # src/graph/paths.cc), so 4 blocks fill a card of 400 Gbit/s = 50 GB/s for each GPU; this is not
 # measured. Beside 16 blocks, products on an H100 took 1.03 to 1.12 times as long, and attention
-# 1.04 times (benchmarks/results/h100/contention.csv). ``sp_overlap.max_ctas`` overrides both.
+# 1.04 times (benchmarks/results/h100/contention.csv). ``sp_overlap.max_ctas`` overrides 16 and 4.
 MAX_CTAS = 16
 NETWORK_CTAS = 4
 
@@ -62,7 +62,7 @@ Sizes = tuple[int, ...]
 
 
 class Handle(Protocol):
-    """The interface of a transfer in flight."""
+    """Defines the interface of a transfer in flight."""
 
     def wait(self) -> None:
         """Make the host (gloo) or the current stream (NCCL) wait for the transfer.
@@ -75,7 +75,7 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """The interface of a mover of bytes between ranks."""
+    """Defines the interface of a mover of bytes between ranks."""
 
     def launch(
         self,
@@ -107,7 +107,7 @@ class Transport(Protocol):
 
 
 class Named(Transport, Protocol):
-    """The interface of a transport that ``sp_overlap.transport`` names; prepared before use."""
+    """Defines the interface of a transport that the config names; prepared before use."""
 
     def prepare(self, sp_group: Any) -> None:
         """Set up the transport for ``sp_group``, for instance its communicator.
@@ -134,7 +134,7 @@ def _backends_of(group: Any) -> dict[str, str]:
 
 
 class Done:
-    """The handle of a transfer on the current stream, for which nothing needs to wait."""
+    """Stands for a transfer on the current stream, so that nothing needs to wait for it."""
 
     def wait(self) -> None:
         pass
@@ -148,8 +148,8 @@ class C10d:
 
     Args:
         own: Whether NCCL exchanges use a communicator of our own, see Note [Two communicators].
-        settings: Fields of NCCL's configuration for that communicator; ``max_ctas`` follows
-            Note [Blocks of a communicator] unless given.
+        settings: Fields of NCCL's configuration for our own communicator. For the default of
+            ``max_ctas``, see Note [Blocks of a communicator].
     """
 
     def __init__(self, own: bool = False, settings: dict[str, int] | None = None):
@@ -274,8 +274,8 @@ def _groups_made() -> int:
 def communicator(group: Any, user: Any, **settings: int) -> Any:
     """Return an NCCL communicator of our own over the ranks of ``group``, at high priority.
 
-    Layers with the same settings share one communicator, see Note [Two communicators]. Note [Given
-    back] says when it is destroyed.
+    Layers with the same group and settings share a communicator. See Note [Two communicators], and
+    for its destruction Note [Given back].
 
     Collective over ``group``; other ranks take no part.
 

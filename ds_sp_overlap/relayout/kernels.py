@@ -122,7 +122,7 @@ def _first_use() -> Library:
         finally:
             baton.release()
     else:
-        # Another rank of this machine is building.
+        # Another process of this machine builds the library.
         inform(
             "sp_overlap: another process compiles the kernels, wait for it; if none does, "
             f"remove {baton.lock_file_path}"

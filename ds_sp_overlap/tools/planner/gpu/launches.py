@@ -9,7 +9,7 @@ COMPUTE, TRANSFER, GATE = "compute", "transfer", "gate"
 
 
 class Gemm(NamedTuple):
-    """A matrix product: ``batch`` products [m, k] x [k, n]."""
+    """Describes a matrix product: ``batch`` products [m, k] x [k, n]."""
 
     stream: str
     m: int
@@ -19,7 +19,7 @@ class Gemm(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The forward or backward of causal attention.
+    """Describes the forward or backward of causal attention.
 
     Attributes:
         seq: The number of queries.
@@ -36,10 +36,10 @@ class Attention(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A kernel that takes the time of reading and writing ``n_bytes``.
+    """Describes a kernel whose time is that of reading and writing ``n_bytes``.
 
     Attributes:
-        permutes: Whether the kernel reads or writes a tensor in another order than memory's order.
+        permutes: Whether the kernel reads or writes a tensor in another order than that in memory.
     """
 
     stream: str
@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective that sends ``n_bytes``; ``stream`` is also the name of its communicator."""
+    """Describes a collective that sends ``n_bytes``; its communicator has the name ``stream``."""
 
     stream: str
     name: str
@@ -71,7 +71,7 @@ class Wait(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Work of the host before its next launch; takes ``times`` x the figure ``{name}_us``."""
+    """Describes the host's work before its next launch: ``times`` x the figure ``{name}_us``."""
 
     name: str
     times: int

@@ -45,7 +45,7 @@ def geometry_of(
 ) -> Geometry:
     """Return the geometry of a call, with the default number of head groups.
 
-    Equal calls get the same object.
+    Equal calls get the same `Geometry` object.
 
     Args:
         layer: The layer that is called.

@@ -5,9 +5,9 @@ Note [Heads alike]
 With head groups, each call of an attention function gets only some of a rank's heads. The rank may
 also have other heads than without groups (`Geometry.groups_first`). If the function has a value for
 each head (ALiBi slopes, a scale of each KV head, a sink), every group silently gets the values of
-the first heads. Nothing outside the function shows this: neither its name, nor a trial run, since
-the values may start equal for all heads. So a function that nobody has declared gets all of a
-rank's heads at once, in one head group.
+the first heads. This can't be seen from outside: the function's name does not tell, and in a trial
+run the values may still be equal for all heads. So a function that nobody has declared gets all of
+a rank's heads at once, in one head group.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def config_for(function: Any, config: SpOverlapConfig, heads_alike: bool) -> SpO
     """Return the config of a layer that runs a local attention of the caller.
 
     If the attention isn't known to treat all heads alike, the layer gets one head group, and a
-    warning says so once.
+    warning is logged once.
 
     Args:
         function: The local attention.

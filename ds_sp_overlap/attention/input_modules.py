@@ -158,7 +158,7 @@ class InputModules:
 
         Returns:
             The tables; () if there is no `Rotary` or it has no tables; None if a table needs a
-            gradient, in which case q and k can't be made part by part.
+            gradient: q and k can't be made part by part then.
         """
         is_rotary = isinstance(self.rope, Rotary)
         tables = self.rope.of(position_embeddings, self.head_dim) if is_rotary else None
@@ -187,7 +187,7 @@ class InputModules:
 
         Args:
             part: The kind, "q", "k" or "v", and the head group.
-            needs: For each name of x or of a parameter, whether the tensor needs a gradient.
+            needs: By name, for x and for each parameter: whether the tensor needs a gradient.
         """
         module, norm = self.cuts.rows[part].module, self.cuts.norms.get(part[0], ())
         return any(map(needs.get, ["x", ("weight", module), ("bias", module), *norm]))

@@ -77,13 +77,13 @@ class LatentAttention(ProjectedAttention):
         """Attend over the global sequence.
 
         Collective. Instead of latent and rotated key, the caller may pass k and v of all heads, for
-        instance if an adapter (LoRA) changes the expansion. This k and v are exchanged as they are.
+        instance if an adapter (LoRA) changes the expansion. Such k and v are exchanged as they are.
 
         Args:
             local: The local attention; called once per head group.
             query: [b, s/P, h, d] if ``tokens.batch_first``, else [s/P, b, h, d].
             key: The latent: as ``query``, with one head and the dim of the projection's input.
-            value: The rotated key: as ``query``, with one head of d_rot.
+            value: The rotated key: as ``query``, with one head of dim d_rot.
             **how: ``tokens``; and for k and v of all heads, the other keyword arguments of
                 `ProjectedAttention`.
 

@@ -256,8 +256,8 @@ class LayerRuntime:
             The geometry of the call, and whether to check all its exchanges.
 
         Raises:
-            ValueError: in a collective call, on all ranks, if ``geometry_of_call`` or ``types``
-                raises on any rank, or if the ranks differ; in another call, on this rank, if
+            ValueError: in a collective call, on all ranks: if ``geometry_of_call`` or ``types``
+                raises on some rank, or if the ranks differ. In other calls, on this rank: if
                 ``geometry_of_call`` raises.
         """
         is_first = not self.agreed

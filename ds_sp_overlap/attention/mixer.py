@@ -36,7 +36,7 @@ class Pieces:
         last_starts: [b]. The local index at which the last piece of each row starts; empty if this
             index is 0 in all rows.
         reached: [b, s/P]. For each token, whether its document began on an earlier rank; None if
-            all documents did.
+            true for all.
         reaches: [b, earlier rank]. For each earlier rank, whether the document of this rank's first
             token began on that rank or before; None if true for all.
     """

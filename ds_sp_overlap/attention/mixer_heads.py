@@ -9,7 +9,7 @@ delta net, for instance, has the most heads on v, so its v travels as q:
     Mamba 1       x          dt   B, C y      q by channels, k and v with one head for all
 
 The gate of the output does not travel; it is projected while the other tensors travel. Parameters
-are cut by heads: on each rank their gradient is zero for the heads of other ranks, see
+are cut by heads: on each rank, their gradients are zero for the heads of other ranks, see
 Note [Gradients of parts] in `latent`.
 """
 

@@ -142,7 +142,7 @@ class MixerLayer:
     def _mix(
         self, call: Call, splits: bool, pieces: Pieces, positions: Tensor | None, x: Tensor
     ) -> Any:
-        """Convolve, then exchange states and scan, or exchange heads and mix; return the output."""
+        """Convolve; then scan and exchange states, or mix and exchange heads; return the output."""
         mixer = self.mixer
         projected = of_heads = Projected(mixer.sources(splits), x)
         given = {} if positions is None else {"positions": positions}

@@ -179,7 +179,8 @@ class SelfAttention:
     def use(self, o_proj: Any, **inputs: Any) -> None:
         """Set the modules for the calls that follow.
 
-        Integrations do this before each call, since adapters may replace modules at any time.
+        Integrations call this before each call of the layer, since adapters may replace modules at
+        any time.
 
         Args:
             o_proj: The output projection.
@@ -372,7 +373,7 @@ class SelfAttention:
 
         Args:
             hidden: Hidden states, [b, s/P, m] or [s/P, b, m].
-            tokens: The tokens.
+            tokens: The tokens of the call.
             local: The local attention.
         """
         if hidden.dim() != 3:

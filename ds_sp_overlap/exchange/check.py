@@ -1,7 +1,7 @@
 """Compares every exchange of a layer's first call with a plain exchange: ``sp_overlap.check``.
 
 The plain exchange gathers every tensor on every rank, which is slow, and picks the parts of this
-rank. This file shares no code with pack, unpack and the transport.
+rank. The plain exchange shares no code with pack, unpack and the transport.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def between(rank: int, before: Sequence[Held], after: Sequence[Held]) -> tuple[S
 
 
 def _side(own: Held, peers: Sequence[Held]) -> Side:
-    """Return the end where this rank holds ``own``; each rank holds ``peers`` at the other end."""
+    """Return the end where this rank holds ``own``; at the other end, the ranks hold ``peers``."""
     # Both ends list the blocks of a part in the same order: the order of the whole tensor.
     parts = [tuple(product(*map(common, own, peer))) for peer in peers]
     return Side(tuple(map(total, own)), tuple(parts))

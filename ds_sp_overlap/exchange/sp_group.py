@@ -181,7 +181,7 @@ class SPGroup:
 
     @outside_modes()
     def gather(self, what: Any, where: str = "sp_overlap") -> list[Any]:
-        """Gather the values ``what`` of all ranks, in rank order, by slow pickling. Collective.
+        """Gather ``what`` of all ranks, in rank order; slow, since values are pickled. Collective.
 
         Raises:
             RuntimeError: on each rank on which the collective fails; or if a CUDA graph is being

@@ -21,7 +21,7 @@ kernels in the host's order if `LAUNCH_ORDER` is set before NCCL's first launch 
 
 Ranks make the communicator at their first call, while other ranks may have collectives in flight.
 Two deadlocks are possible. First, NCCL allocates memory while it connects, and the allocation may
-wait for a running kernel. If that kernel is a collective, it may wait for a rank that is already
+wait for a running kernel. A running collective may itself wait for a rank that is already
 connecting. So the device must be idle (`_make_connected`). Second, if the default group is bound to
 a device (DeepSpeed passes ``device_id``), torch splits the communicator of the default group at
 once, and the split waits for all ranks of the world. So the default group is unbound while our

@@ -1,19 +1,19 @@
 """Saves the results of attention over an activation checkpoint, so that recompute skips attention.
 
     forward      save o and the log-sum-exp of each layer in the checkpoint's `CheckpointCache`
-    recompute    load them in the same order
-    backward     as without a checkpoint
+    recompute    load o and the log-sum-exp, layer after layer in the same order
+    backward     the same as without a checkpoint
 
 Note [Order of offloaded checkpoints]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Backward reaches checkpoints in the reverse order of forward. So a checkpoint that is offloaded
-links to the checkpoint that was offloaded before it. The recompute of a checkpoint prefetches its
-own tensors, most of which are on the device already, and the tensors of the linked checkpoint,
-which backward reaches next.
+Backward reaches checkpoints in the reverse order of forward. So an offloaded checkpoint links to
+the previous offloaded checkpoint, which backward reaches next. The recompute of a checkpoint
+prefetches the checkpoint's tensors, most of which are on the device already, and the tensors of the
+linked checkpoint.
 
-The device memory of a layer's tensors is freed when the next layer offloads, in this checkpoint or
-in the next one. By then the copy to the host has overlapped with a whole layer. The tensors of the
-last layer are never freed, so backward, which begins with them, need not wait for a copy.
+The device memory of a layer's tensors is freed when the next layer offloads, in the same checkpoint
+or the next. By then the copy to the host has overlapped with a whole layer. The tensors of the last
+layer stay in device memory, so backward, which begins with this layer, need not wait for a copy.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class CheckpointCache:
     """Holds the tensors that layers in one checkpoint save, in the order of the layers' calls.
 
     Args:
-        offloads: Whether the checkpoint offloads its inputs; layers whose config leaves the choice
-            open then offload too.
+        offloads: Whether all layers in the checkpoint offload, as when the checkpoint offloads its
+            own inputs. If not, the config of each layer decides.
 
     Attributes:
-        entries: For each call of a layer, the layer's name and the tree that the call saved; an
-            `OffloadedTensor` in the tree stands for a tensor. For each nested checkpoint, an empty
-            name and the `CheckpointCache` of the nested checkpoint.
+        entries: For each call of a layer, the layer's name and the tree that the call saved. In the
+            tree, an `OffloadedTensor` stands for a tensor. For each nested checkpoint, an empty
+            name and the nested checkpoint's `CheckpointCache`.
         previous: Returns the checkpoint that was offloaded before this one, or None; see
             Note [Order of offloaded checkpoints].
     """
@@ -69,8 +69,8 @@ class CheckpointCache:
         Called whenever a layer in the checkpoint is about to offload.
         """
         most_recent = CheckpointCache._most_recent()
-        # The copies of the earlier layers, also of this checkpoint, have overlapped with a layer:
-        # their device memory can be freed, see Note [Order of offloaded checkpoints].
+        # The copies of earlier layers, in this or the previous checkpoint, have overlapped with a
+        # layer. So free their device memory, see Note [Order of offloaded checkpoints].
         if most_recent is not None:
             for x in most_recent.offloaded():
                 x.free()
@@ -81,7 +81,7 @@ class CheckpointCache:
     def prefetch(self) -> None:
         """Begin to copy the offloaded tensors of this and the previous checkpoint to the device.
 
-        Called when the recompute of this checkpoint takes its first entry.
+        Called when the recompute of this checkpoint loads its first entry.
         """
         # Backward reaches the previous checkpoint next.
         for cache in (self, self.previous()):
@@ -90,22 +90,22 @@ class CheckpointCache:
 
 
 class CheckpointPass:
-    """Saves or loads during one pass through the function of a checkpoint: forward or a recompute.
+    """Saves in the forward of a checkpointed function, or loads in its recompute.
 
     This is a context manager around the function. Every backward through the checkpoint recomputes,
-    and torch enters the same object for each recompute. A backward inside of the function starts a
-    recompute in the middle of another pass, so an active object may be entered again.
+    and torch enters the same object for each recompute. If the function itself runs a backward, a
+    recompute may begin in the middle of another pass. So an active object may be entered again.
 
     Args:
         cache: The cache of the checkpoint.
-        is_recompute: True for a recompute, which loads; False for the forward, which saves.
+        is_recompute: Whether the pass is a recompute, which loads; if not, forward, which saves.
     """
 
     def __init__(self, cache: CheckpointCache, is_recompute: bool):
         self.cache, self.is_recompute = cache, is_recompute
         # The index of the entry that the next `take` returns.
         self._next_entry = 0
-        # A stack: for each `__enter__`, the pass that was current and the `_next_entry` until then.
+        # A stack. Each `__enter__` pushes the pass that was current, and this pass's `_next_entry`.
         self._outer: list[tuple[CheckpointPass | None, int]] = []
 
     def __enter__(self) -> None:
@@ -124,11 +124,11 @@ class CheckpointPass:
             where: Name of the layer.
             what: A tree (dicts, lists) of tensors and other objects.
             offload: Whether the layer's config asks to offload the tensors.
-            shared: Tensors that stay in device memory anyhow; their views are not offloaded.
+            shared: Tensors that stay in device memory in any case. Their views are not offloaded.
         """
         if offload or self.cache.offloads:
             self.cache.register_as_most_recent()
-            # Offloading a view of a tensor that stays would free no memory.
+            # To offload a view of a tensor that stays would free no memory.
             stay = set(map(storage_of, shared))
             what = tree_map_only(
                 Tensor, lambda x: x if storage_of(x) in stay else OffloadedTensor(x), what
@@ -142,10 +142,10 @@ class CheckpointPass:
             where: Name of the layer that loads; empty for a nested checkpoint.
 
         Returns:
-            The tree that `put` was given, with all tensors on their device.
+            The tree that `put` saved, with all tensors on their device.
 
         Raises:
-            RuntimeError: if another layer saved this entry, or there are no more entries.
+            RuntimeError: if another layer saved the next entry, or there are no more entries.
         """
         entries, index = self.cache.entries, self._next_entry
         saved_by, what = entries[index] if index < len(entries) else ("nothing more", None)
@@ -166,22 +166,22 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
 
     Pass this function as ``context_fn`` to ``torch.utils.checkpoint.checkpoint(...,
     use_reentrant=False)``; torch calls it once for each forward through a checkpoint. Layers with
-    ``"checkpointing": "keep"`` or ``"offload"`` then save o and the log-sum-exp, and recompute runs
-    neither their attention nor its exchanges.
+    ``"checkpointing": "keep"`` or ``"offload"`` then save o and the log-sum-exp. Recompute runs
+    neither the attention nor the exchanges of these layers.
 
     Args:
-        offloads: Whether the checkpoint offloads its inputs; layers whose config leaves the choice
-            open then offload too.
+        offloads: Whether all layers in the checkpoint offload, as when the checkpoint offloads its
+            own inputs. If not, the config of each layer decides.
 
     Returns:
         A context manager for the forward, and one for recompute.
     """
     outer, cache, is_recompute = _current.get(), CheckpointCache(offloads), False
     if outer is not None and outer.is_recompute:
-        # The outer checkpoint recomputes, so this forward of the nested checkpoint recomputes too.
+        # In a recompute of the outer checkpoint, the nested checkpoint's forward also recomputes.
         cache, is_recompute = outer.take(""), True
     elif outer is not None:
-        # Save the cache for the next call of this function, in the outer checkpoint's recompute.
+        # In the outer checkpoint's recompute, the next call of this function takes this cache.
         outer.cache.entries.append(("", cache))
     return CheckpointPass(cache, is_recompute), CheckpointPass(cache, True)
 
@@ -189,14 +189,15 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
 def current_pass(where: str, where_possible: bool = False) -> CheckpointPass | None:
     """Return the pass of the checkpoint around the call of a layer; None without a checkpoint.
 
-    Layers that are configured to save attention call this.
+    Layers whose config asks to save attention call this function.
 
     Args:
         where: Name of the layer, for errors.
         where_possible: Whether to warn once, instead of raising, if the checkpoint can't save.
 
     Raises:
-        RuntimeError: in the recompute of a checkpoint that was not given `keep_attention`.
+        RuntimeError: in the recompute of a checkpoint that does not use `keep_attention`, unless
+            ``where_possible``.
     """
     checkpoint = _current.get()
     if checkpoint is None and torch.is_grad_enabled() and in_backward():

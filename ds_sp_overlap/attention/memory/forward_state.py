@@ -1,4 +1,4 @@
-"""Restores the state of a forward for its recompute: random generators, modes, autocast."""
+"""Restores the state of forward for a recompute: random generators, modes, autocast."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Random:
 
     Attributes:
         device: The device of attention.
-        states: The state of the host's generator; then, for another device, the state of the
-            device's generator.
+        states: The state of the host's generator; then the state of the device's generator, if the
+            device is not the host.
     """
 
     device: torch.device
@@ -42,7 +42,7 @@ class Random:
         return isinstance(other, Random) and self._bytes() == other._bytes()
 
     def _bytes(self) -> list[bytes]:
-        # The states of all generators are in host memory, also of a device's generator.
+        # Even the state of a device's generator is in host memory.
         return [state.numpy().tobytes() for state in self.states]
 
 
@@ -50,8 +50,8 @@ class Random:
 def drawing_again(before: Random | None) -> Iterator[None]:
     """Run the body with the generators in the states ``before``, to draw the same numbers again.
 
-    Afterwards the generators have the states from before the body. If ``before`` is None, since the
-    first run drew no random numbers, this leaves the generators alone.
+    Then set the generators back to their current states. ``before`` is None if the first run drew
+    no random numbers; then the generators are left alone.
     """
     if before is None:
         yield
@@ -65,7 +65,7 @@ def drawing_again(before: Random | None) -> Iterator[None]:
 
 
 def autocast_of(device: torch.device) -> dict[str, Any]:
-    """Return the autocast state, as keywords for ``torch.autocast`` to restore the state."""
+    """Return the autocast state, as keywords with which ``torch.autocast`` restores it."""
     kind = device.type
     return dict(
         device_type=kind,
@@ -76,7 +76,7 @@ def autocast_of(device: torch.device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
-    """Run the body with ``module.training`` of each module set as in ``training``."""
+    """Run the body with ``module.training`` of each module set to its item of ``training``."""
     before = [module.training for module in modules]
     for module, mode in zip(modules, training):
         module.training = mode  # guard: run again in its mode

@@ -1,4 +1,4 @@
-"""Offloads a tensor to host memory until backward; copies there and back overlap with compute."""
+"""Offloads a tensor to host memory until backward; both copies overlap with compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...exchange.streams import HostStream, SideStream, accelerator
 
 @functools.cache
 def copy_stream(device: torch.device) -> HostStream | SideStream:
-    """Return the stream for copies between ``device`` and the host; exchanges use another one."""
+    """Return the stream for copies between ``device`` and the host; not that of exchanges."""
     if device.type == "cpu":
         return HostStream()
     backend = accelerator(device.type)
@@ -22,16 +22,16 @@ def copy_stream(device: torch.device) -> HostStream | SideStream:
 
 
 class OffloadedTensor:
-    """Holds a tensor that is copied to host memory, and back to the device for backward.
+    """Holds a tensor that is copied to host memory, and for backward back to the device.
 
     Args:
         x: The tensor, on a device. The copy to the host begins at once.
 
     Attributes:
         host: The copy in host memory, pinned.
-        on_device: The tensor on its device, until `free` and from `prefetch` to `get`; else None.
-        copied: The mark of the last copy. The compute stream waits for the mark before
-            ``on_device`` is read or freed; the host does not wait.
+        on_device: The tensor on its device: until `free`, and from `prefetch` to `get`. Else None.
+        copied: The mark of the last copy in its stream. The compute stream waits for the mark
+            before ``on_device`` is read or freed; the host does not wait.
     """
 
     def __init__(self, x: Tensor):
@@ -42,7 +42,7 @@ class OffloadedTensor:
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Begin a copy, which waits for all earlier work on the compute stream."""
+        """Begin a copy to ``target``, which waits for all earlier work on the compute stream."""
         self.copied = self.side.begin()  # guard: copies what is ready
         try:
             target.copy_(source, non_blocking=True)
@@ -50,21 +50,21 @@ class OffloadedTensor:
             self.side.end(self.copied)
 
     def free(self) -> None:
-        """Free the device memory for use after the last copy; the host does not wait."""
+        """Free the device memory, which can be used again after the last copy; the host goes on."""
         if self.on_device is not None:
             self.side.before_compute(self.copied)  # guard: copied, then given back
             self.on_device = None
 
     def prefetch(self) -> None:
-        """Begin the copy back to the device, unless the tensor is on the device."""
+        """Begin the copy back to the device, unless the tensor is there already."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.device)
             self._copy(self.host, self.on_device)
 
     def get(self) -> Tensor:
-        """Return the tensor on its device, for the compute stream to read.
+        """Return the tensor on its device, ready for the compute stream to read.
 
-        This object keeps only the copy in host memory, so a later `get` copies back once more.
+        This object then holds only the copy in host memory. So the next `get` copies back again.
         """
         self.prefetch()
         x = self.on_device

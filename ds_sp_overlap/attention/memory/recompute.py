@@ -1,13 +1,13 @@
-"""Runs local attention without saving q, k and v, which are recomputed for its backward.
+"""Runs local attention without saving q, k and v; backward recomputes these three.
 
 Note [Saved tensors by name]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The backward of attention mostly reads q, k, v and o; beside these, flash kernels save only a
-log-sum-exp. So attention runs with autograd recording, under hooks for saved tensors. If a saved
-tensor is a view of q, k, v or o, the graph does not hold the view but a name ("q") and the view's
-shape and strides; other tensors are saved as they are. Before backward, each name gets its tensor:
-q, k and v are recomputed, o is received again. This works for every attention that saves no more
-than views of q, k, v and o and a log-sum-exp: PyTorch's fused kernels, flash-attn 2 and 3.
+log-sum-exp. So autograd records attention under hooks for saved tensors. For a view of q, k, v or
+o, the graph holds only a name (such as "q"), and the view's shape and strides. Other tensors are
+saved as they are. Before backward, each name gets its tensor: q, k and v are recomputed, o is
+received again. This works for every attention that saves only views of q, k, v and o, and a
+log-sum-exp: for PyTorch's fused kernels, flash-attn 2 and 3.
 
 If attention saves more (scores, k repeated for GQA, a mask that attention made), or changes q, k or
 v in place, its saved tensors are dropped. Backward then recomputes attention, with the same random
@@ -15,8 +15,8 @@ numbers.
 
 The graph holds both hooks. The hooks must not refer back to the graph, since such a cycle would
 keep tensors alive until the garbage collector runs. So both hooks are methods of a `SavedViews`,
-which does not refer to the graph (the `Attended` does), and forward empties the list that `pack`
-fills.
+which has no reference to the graph. (`Attended` has one.) Also, forward empties the list that
+`SavedViews.pack` fills.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from ..arguments import LocalAttention
 from .forward_state import Random, drawing_again, in_modes
 from .saved_views import SavedViews
 
-# q, k, v -> pieces of o, for successive ranges of tokens.
+# The attention of a head group: q, k, v -> pieces of o, for successive ranges of tokens.
 AttendGroup = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
-# The gradient edges of o, and of each of q, k and v; None for a tensor that needs no gradient.
+# The gradient edges of o and of q, k and v; None for a tensor that needs no gradient.
 Graph = tuple[GradientEdge | None, list[GradientEdge | None]]
 
 
 class _Source(torch.autograd.Function):
-    """Returns ``x`` with a gradient edge, although the graph does not hold ``x``.
+    """Returns ``x`` as a tensor with a gradient edge; the graph does not hold ``x``.
 
-    ``x`` itself requires no gradient. The result requires one because ``anchor``, an empty tensor,
-    requires one.
+    ``x`` itself requires no gradient. The result requires a gradient because ``anchor`` does, which
+    is an empty tensor.
     """
 
     @staticmethod
     def forward(ctx, anchor: Tensor, x: Tensor):
-        # Attention may change q, k or v in place. Autograd would forbid this for a view of ``x``.
+        # Attention may change q, k or v in place. For a view of ``x``, autograd would forbid this.
         return x.new_empty(0).set_(  # guard: no view, which nobody may change
             x.untyped_storage(), x.storage_offset(), x.size(), x.stride()
         )
 
     @staticmethod
     def backward(ctx, dx):
-        # Never runs: `torch.autograd.grad` takes the gradient at the edge and stops there.
+        # This never runs, since `torch.autograd.grad` stops at the edge.
         return None, None
 
 
 @dataclass
 class Attended:
-    """Holds the state that the backward of one head group's attention needs, except for tensors.
+    """Holds what the backward of one head group's attention needs beside tensors.
 
     Attributes:
         needs: For each of q, k and v, whether it needs a gradient.
         edges: The graph of attention; None if backward recomputes attention.
-        views: The hooks of the graph; in backward, they replace each name by its tensor.
-        foreign: A description of a tensor that needs a gradient through attention but is not in
-            `LocalAttention.learned`; empty for none.
+        views: The hooks of the graph. In backward, these hooks replace each name by its tensor.
+        foreign: A description of a tensor outside `LocalAttention.learned` that needs a gradient
+            through attention; empty for none.
         before: The states of the generators before attention; None if attention drew no numbers.
-        changes: Whether attention itself changes or replaces tensors that it holds; meaningful
-            only where ``edges`` is None.
+        changes: Whether attention itself changes or replaces tensors that it reads beside q, k and
+            v. Always False if ``edges`` is not None.
     """
 
     needs: Sequence[bool]
@@ -98,15 +98,15 @@ class Attended:
     ) -> list[Tensor | None]:
         """Run the backward of attention, in the autocast state of forward.
 
-        Uses the graph that `attend_once` recorded. Recomputes attention if there is no graph, or if
-        the tensors don't fit the graph (`SavedViews.put`).
+        This uses the graph that `attend_once` recorded. If there is no graph, or the tensors don't
+        fit the graph (`SavedViews.put`), this recomputes attention.
 
         Args:
             attend: The attention of the head group.
             heads: q, k and v, recomputed.
-            o: The output, received again; None if backward does not read o.
+            o: The output of forward, received again; None if backward does not read o.
             do: The gradient of o.
-            saved: The tensors that `attend_once` returned.
+            saved: The tensors that `attend_once` returned to be saved.
             local: The local attention of the call.
 
         Returns:
@@ -119,8 +119,8 @@ class Attended:
         graph = self.edges
         if graph is None or not self.views.put(heads, o, saved, do):
             graph = self._recompute(attend, heads, local)
-        # The graph of forward holds names and no tensors, so keeping it for another backward costs
-        # nothing.
+        # The graph of forward has names instead of tensors. So it costs nothing to keep this graph
+        # for another backward.
         try:
             return _gradients(graph, do, local.learned, retain_graph=graph is self.edges)
         finally:
@@ -129,7 +129,7 @@ class Attended:
     def _recompute(
         self, attend: AttendGroup, heads: Sequence[Tensor], local: LocalAttention
     ) -> Graph:
-        """Recompute attention under autograd; arguments as for `backward`."""
+        """Recompute attention, recorded by autograd; the arguments are those of `backward`."""
         if not (self.changes or local.is_as_begun()):  # guard: attention of forward
             raise RuntimeError(
                 f"{local.where}: a tensor that local attention reads (a mask, a bias, a buffer) "
@@ -138,7 +138,8 @@ class Attended:
                 "groups (leave out sp_overlap.window and checkpointing)"
             )
         sources, edges = _sources(heads, self.needs)
-        # These hooks hide the saved tensors from a checkpoint or an offload around this layer.
+        # With these hooks, a checkpoint or an offload around this layer does not see the tensors
+        # that attention saves.
         hooks = saved_tensors_hooks(  # guard: a checkpoint or offload around is not asked
             Tensor.detach, lambda x: x
         )
@@ -153,8 +154,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of q, k and v, then those of ``learned``; None for no gradient.
 
-    Hooks on ``learned`` are not called. Autocast is off, as in PyTorch's own backward: the graph
-    has the casts of forward.
+    Hooks on ``learned`` are not called. Autocast is off, since the graph already has the casts of
+    forward.
     """
     o, edges = graph
     # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
@@ -164,7 +165,7 @@ def _gradients(
         return [None] * len(wanted)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(do.device.type, enabled=False))
-        # Autograd calls the hooks later, with the sum over the groups.
+        # Remove the hooks for now. Autograd calls them later, with the sum over the groups.
         for hooks in filter(None, (x._backward_hooks for x in learned)):
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()  # guard: hooks run once
@@ -178,9 +179,9 @@ def _gradients(
 def _sources(
     heads: Sequence[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[GradientEdge | None]]:
-    """Return q, k and v as inputs of a graph, and the gradient edge of each.
+    """Return q, k and v as inputs of a new graph, and the gradient edge of each.
 
-    A tensor that needs no gradient is returned as it is, and its edge is None.
+    A tensor that needs no gradient is returned unchanged, with None as edge.
     """
     anchor = heads[0].new_empty(0).requires_grad_()
     sources: list[Tensor] = []
@@ -209,7 +210,7 @@ def attend_once(
 
     Returns:
         o, detached; the `Attended` for backward; and the tensors to save for backward beside q, k,
-        v and o. If backward will recompute attention, there are no such tensors.
+        v and o: none if backward is to recompute attention.
     """
     device, views = heads[0].device, SavedViews(heads, local.tensors, local.seq_dim)
     sources, edges = _sources(heads, needs_grad)
@@ -232,17 +233,17 @@ def attend_once(
 
 
 def join_pieces(pieces: Sequence[Tensor], seq_dim: int) -> Tensor:
-    """Concatenate o of successive ranges of queries; return a single piece as it is."""
+    """Concatenate the o of successive ranges of queries; a single piece is returned as it is."""
     return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), seq_dim)
 
 
 def _foreign(o: Tensor, edges: Sequence[GradientEdge | None], learned: Sequence[Tensor]) -> str:
     """Describe a tensor outside ``learned`` that needs a gradient through o; empty for none.
 
-    The gradient of such a tensor would be lost: `_gradients` computes only those of q, k, v and
-    ``learned``.
+    The gradient of such a tensor would be lost, since `_gradients` computes only the gradients of
+    q, k, v and ``learned``.
     """
-    # Walk the graph of o. Known tensors count as visited, so each leaf that is found is foreign.
+    # Walk the graph of o. Known tensors count as visited, so every other leaf is foreign.
     known = [get_gradient_edge(x) for x in learned] + [edge for edge in edges if edge is not None]
     visited = {None} | {edge.node for edge in known}
     todo: list[Any] = [o.grad_fn]

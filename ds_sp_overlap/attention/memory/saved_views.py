@@ -1,4 +1,4 @@
-"""Replaces the tensors that autograd saves by names, if they are views of q, k, v or o.
+"""Replaces views of q, k, v and o that autograd saves by names.
 
 See Note [Saved tensors by name] in `recompute`.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The limit on bytes saved beside q, k, v and o, as a share of the bytes of o. Above the limit,
-# nothing is saved. A log-sum-exp has 4 bytes per head and token.
+# The limit on the bytes that attention may save beside q, k, v and o, as a share of the bytes of o.
+# Above the limit, nothing is saved. A log-sum-exp has 4 bytes per head and token.
 MAX_SAVED = 0.5
 
 
@@ -21,11 +21,11 @@ def storage_of(x: Tensor) -> int:
 
 
 class _View(NamedTuple):
-    """Describes a tensor that autograd saves, as a view of its source.
+    """Describes a tensor that autograd saves, as a view of another tensor, its source.
 
     Attributes:
         source: The name of the source: "q", "k" or "v"; "o0" for the first range of o, "o1" for the
-            second and so on. For any other tensor, its index in the result of `settle`.
+            second and so on. For any other source, its index in the result of `SavedViews.settle`.
         size: The shape of the view.
         strides: The strides of the view, in elements.
         offset: The distance from the first element of the source to that of the view, in elements.
@@ -38,30 +38,30 @@ class _View(NamedTuple):
 
 
 class SavedViews:
-    """Provides the hooks of Note [Saved tensors by name].
+    """Provides the hooks of Note [Saved tensors by name] in `recompute`.
 
     Args:
         heads: q, k and v.
-        free: Tensors whose memory stays in use anyhow, so that saving them costs nothing.
+        free: Tensors that stay in memory in any case, so that to save them costs nothing.
         seq_dim: The dimension of the sequence in q, k, v and o.
 
     Attributes:
-        saved: The tensors that autograd saves, until `settle`; empty if they are too large.
+        saved: The tensors that autograd saves, until `settle`; empty if these are too large.
         views: The description of each saved tensor.
-        tensors: The tensor of each source, while a backward runs.
+        tensors: The tensor of each source, while backward runs.
     """
 
     def __init__(self, heads: Sequence[Tensor], free: Sequence[Tensor], seq_dim: int):
         self._seq_dim = seq_dim
-        # By the address of its storage: the name of q, k or v, and the tensor's storage offset.
+        # For q, k and v, by the address of the storage: the name, and the storage offset.
         self._sources: dict[int, tuple[str, int]] = {}
         for kind, x in zip("qkv", heads):
             self._sources[storage_of(x)] = kind, int(x.storage_offset())
         self._strides = [x.stride() for x in heads]
         self._free = set(map(storage_of, free))
         q, _, v = heads
-        # The bytes that may still be saved. They include the bytes of o, since the storage of o is
-        # not known yet, and the share MAX_SAVED beside o.
+        # The bytes that may still be saved: a share of MAX_SAVED of o, and o itself, whose storage
+        # is not known yet.
         self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
         # Length and strides of each range of o.
         self._lengths: list[int] = []
@@ -71,12 +71,12 @@ class SavedViews:
         self.tensors: dict[str | int, Tensor] = {}
 
     def pack(self, x: Tensor) -> int:
-        """Collect a tensor that autograd saves; return its index, which the graph holds instead."""
+        """Collect a tensor for autograd to save; return an index, which the graph holds instead."""
         self.saved.append(x)
         if storage_of(x) not in self._sources and storage_of(x) not in self._free:
             self._bytes_left -= x.nbytes
         if self._bytes_left < 0:
-            # Backward recomputes attention: free the tensors at once.
+            # Backward will recompute attention, so free the tensors at once.
             self.saved.clear()
         return len(self.saved) - 1
 
@@ -92,16 +92,16 @@ class SavedViews:
         """Describe each saved tensor, if possible as a view of q, k, v or o.
 
         Args:
-            pieces: The output, in successive ranges of tokens.
+            pieces: The pieces of o, for successive ranges of tokens.
 
         Returns:
-            The other tensors, which must be saved for backward; None if they are too large.
+            The other tensors, which must be saved for backward; None if these are too large.
         """
         if self._bytes_left < 0:
             return None
         beside: list[Tensor] = []
         size, names = 0, {}
-        # The storage alone doesn't identify o: attention may cut o out of a larger tensor.
+        # A storage alone doesn't identify o, since attention may cut o out of a larger tensor.
         for index, x in enumerate(pieces):
             names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
             self._lengths.append(x.shape[self._seq_dim])
@@ -134,9 +134,9 @@ class SavedViews:
             do: The gradient of o.
 
         Returns:
-            Whether the tensors fit the graph. False if q, k or v has other strides than in forward,
-            since the graph holds views. False if backward reads o, but ``o`` is None or has another
-            dtype than ``do``.
+            Whether the tensors fit the graph. q, k and v must have the strides that they had in
+            forward, since the graph holds views. If backward reads o, ``o`` must be a tensor with
+            the dtype of ``do``.
         """
         if self._strides != [x.stride() for x in heads]:
             return False
@@ -145,7 +145,7 @@ class SavedViews:
                 return False
             ranges = o.split(self._lengths, self._seq_dim)
             for index, (piece, strides) in enumerate(zip(ranges, self._strides_of_o)):
-                # The graph holds views of o, which expect the strides of forward.
+                # The graph holds views of o, so o must have the strides that it had in forward.
                 if piece.stride() != strides:
                     piece = o.new_empty_strided(piece.shape, strides).copy_(piece)
                 self.tensors[f"o{index}"] = piece

@@ -2,23 +2,23 @@
 
 The names, for group g:
 
-    "x"                   the layer's input; later the input in autocast's dtype
+    "x"                   the layer's input, which autocast may cast
     "rows"                x as a matrix, with a row for each token
-    "token"               an empty tensor that the piece before returned, see Note [Pieces]
+    "token"               an empty tensor that the previous piece returned (Note [Pieces] in `plan`)
     ("weight", i)         the weight of projection i of `InputModules`; for "o", that of o_proj
     ("bias", i)           the bias of this projection
     ("norm", "q", i)      parameter i of the norm of q
-    ("table", i)          cos and sin
-    ("heads", ("q", g))   q as projected, before norm and rotation
+    ("table", i)          table i of RoPE: cos or sin
+    ("heads", ("q", g))   q after its projection, before norm and RoPE
     ("q", g)              q, k, v or o: before its exchange, then after its exchange
     ("merged", g)         local o as a matrix, the input of the output projection
     "y"                   the layer's output
     ("learned", i)        entry i of `LocalAttention.learned`
-    ("kept", g)           tensors that backward of local attention needs beside q, k, v and o
+    ("kept", g)           tensors that the backward of local attention needs beside q, k, v and o
     ("beside", g)         o that travels with do: before its exchange, then after its exchange
     ("d", name)           the gradient of the value called ``name``
     ("d", "y rows")       dy as a matrix, with a row for each token
-    ("d", ("heads", ..))  the gradient of q as projected, with a row for each token
+    ("d", ("heads", ..))  the gradient of ("heads", ..), as a matrix with a row for each token
     ("pieces", name)      the gradient of the value ``name``, while its pieces are joined
 """
 
@@ -50,11 +50,10 @@ class Compiler:
     """Compiles the steps of one piece, in forward or in backward.
 
     Args:
-        call: A call of the form (`Call.form`) to compile for. Operations don't refer to the call.
-        needs: For each input of the nodes so far and each part that was exchanged so far, whether
-            its gradient is needed.
-        kinds: For each input of the nodes so far, its shape and dtype; None for an input that is
-            None.
+        call: The call. Operations don't refer to it, and serve all calls of its form (`Call.form`).
+        needs: For each input of a node so far, and each part exchanged so far: whether the gradient
+            is needed.
+        kinds: For each input of a node so far: shape and dtype; None for an input that is None.
         profiled: Whether to run the operations in profiler ranges.
     """
 
@@ -78,8 +77,8 @@ class Compiler:
         # The names of the values that the operations write, in order.
         self.written: dict[Name, None] = {}
         self.label = ""
-        # The cast is inside of the node, so that dx is summed in the dtype that x is given in. Only
-        # the first piece takes x.
+        # Cast x inside of the node, so that dx is summed in the dtype of the uncast x. Only the
+        # first piece takes x.
         takes_x = self.call.variant is None and "x" in self.shapes
         if takes_x and self.call.autocast["enabled"] and not backward:
             self.add(operations.cast, ["x"], ["x"])
@@ -93,7 +92,7 @@ class Compiler:
         return self.operations
 
     def add(self, function: Callable[..., Any], takes: Names, gives: Names = ()) -> None:
-        """Add an operation, in a profiler range if the list is profiled."""
+        """Add an operation; if the compiler is profiled, in the profiler range ``label``."""
         if self.is_profiled and self.label:
             function = partial(operations.in_range, self.label, function)
         self.operations.append(Operation(function, takes, gives))
@@ -102,7 +101,7 @@ class Compiler:
     # Exchanges.
 
     def start(self, step: Step) -> None:
-        """Start the exchange of values, of o together with do, or of the needed gradients."""
+        """Start the exchange of values, or of the needed gradients; o may travel with do."""
         if sent := self._exchanged(step):
             start: Callable = operations.start
             if step.beside:
@@ -117,7 +116,7 @@ class Compiler:
             self.add(partial(start, step.exchange, launch, f" {self.schedule.name(step)}"), [sent])
 
     def finish(self, step: Step) -> None:
-        """Finish the exchange of values, of o together with do, or of the needed gradients."""
+        """Finish the exchange of values, or of the needed gradients; o may travel with do."""
         if received := self._exchanged(step):
             self._transfer(step)
             finish = partial(operations.finish, step.exchange, f" {self.schedule.name(step)}")
@@ -141,19 +140,19 @@ class Compiler:
         return list(filter(self.needs.get, step.parts))
 
     def _head_dim(self, part: Part) -> int:
-        """Return the head dim of a part; a part that no node was given is projected."""
+        """Return the head dim of a part: from its shape if a node takes it, else as projected."""
         shape = self.shapes.get(part)
         return self.projections.head_dim if shape is None else shape[-1]
 
     def _transfer(self, step: Step) -> partial:
-        """Return the constructor of the transfer that a step starts or finishes; set its range.
+        """Return the constructor of the transfer that a step starts or finishes; set ``label``.
 
-        The constructor takes the arguments of `InFlight` after its layout.
+        The constructor takes the arguments of `InFlight`, without the layout.
         """
         kinds, geometry, group = step.tensors, self.geometry, step.group
         dims = tuple(map(self._head_dim, step.parts))
         if step.beside:
-            # o and do go to the ranks that attend, in the layout of q.
+            # o and do travel as q does: to the ranks that attend, in the layout of q.
             kinds, dims = ("q", "q"), dims * 2
         is_by_rank = len(kinds) == 1 and kinds[0] in self.call.by_rank
         layout = geometry.exchange(kinds, group, dims, is_by_rank)
@@ -163,7 +162,7 @@ class Compiler:
             needed = [part in self._needed(step) for part in step.parts]
             layout = layout.only(needed).inverse
             legs = None if legs is None else legs.gradient(needed)
-        if legs is not None:  # each leg opens a range of its own
+        if legs is not None:  # each leg opens its own profiler range
             return partial(Relayed, legs)
         self.label = f"{self.schedule.name(step)} {step.op.value}"
         return partial(InFlight, layout)
@@ -171,7 +170,7 @@ class Compiler:
     # Projections of q, k and v.
 
     def project(self, step: Step) -> None:
-        """Project a part of q, k or v, then apply its norm and rotation."""
+        """Project a part of q, k or v, then apply its norm and RoPE."""
         (part,) = step.parts
         tables, norm = self._tables(part), self.projections.cuts.norms.get(part[0])
         is_shaped = tables or norm is not None
@@ -180,20 +179,20 @@ class Compiler:
         operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
         self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
         if is_shaped:
-            # In forward each norm uses its own parameters; backward passes the saved ones.
+            # In forward, a norm reads its own parameters. Backward passes the saved parameters.
             saved = norm or [] if self.is_backward else []
             self.add(partial(operations.norm_and_rotate, part), [heads, tables, saved], [part])
 
     def _multiply(
         self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
     ) -> None:
-        """Multiply a matrix by a part of a weight; the result has a dimension of heads.
+        """Multiply a matrix by a part of a weight; the result has a dimension for the heads.
 
         Args:
-            operands: The matrix, the weight, and the bias if there is one.
-            dim: The dimension of ``part`` in the weight.
-            part: The ranges of the weight.
-            ranks: The size of the dimension for the ranks in the result; 0 for none.
+            operands: The names of the matrix, of the weight, and of the bias if there is one.
+            dim: The dimension of the weight that ``part`` cuts.
+            part: The ranges of this dimension.
+            ranks: The size of the result's dimension for ranks; 0 for no such dimension.
             head_dim: ``d``.
             heads: The name of the result.
         """
@@ -208,7 +207,7 @@ class Compiler:
         return None if ranges == ((0, self.shapes[name][dim]),) else ranges
 
     def _tables(self, part: Part) -> list[Name]:
-        """Return the names of the tables that rotate a part; none if the packing kernel rotates."""
+        """Return the names of the tables to rotate a part; none for v, or if packing rotates."""
         if part[0] == "v" or part in self.call.folded:
             return []
         return [name for name in self.shapes if name[0] == "table"]
@@ -218,16 +217,17 @@ class Compiler:
         return self._matrix("x", "rows", self.shapes["x"][-1])
 
     def _matrix(self, name: Name, rows: Name, width: int) -> Name:
-        """Return ``rows``, the name of a value as a matrix with a row of ``width`` for each token.
+        """Return ``rows``, the name of the value ``name`` as a matrix with a row for each token.
 
-        The first call for ``rows`` adds the operation that makes the matrix.
+        A row has ``width`` elements. The first call for ``rows`` adds the operation that makes the
+        matrix.
         """
         if rows not in self.written:
             self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
         return rows
 
     def _arrive(self, part: Part) -> None:
-        """Compute the backward of a part's rotation and norm."""
+        """Compute the backward of a part's RoPE and norm."""
         cuts, tables = self.projections.cuts, self._tables(part)
         dy, heads = ("d", part), ("d", ("heads", part))
         if part[0] in cuts.norms:
@@ -236,14 +236,14 @@ class Compiler:
             takes: Names = [dy, ("heads", part), tables, norm, sums]
             self.add(partial(operations.norm_back, part), takes, [heads, sums])
         elif tables:
-            # The rotation may have a wider dtype than the projection.
+            # RoPE may compute in a wider dtype than the projection.
             dtype = self.dtypes["weight", cuts.rows[part].module]
             self.add(partial(operations.rotate_back, dtype), [dy, tables], [heads])
         else:
             self._matrix(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
 
     def dgrad(self, step: Step) -> None:
-        """Compute do of a group; or add the term of a part of q, k or v to dx."""
+        """Compute do of a group; or for a part of q, k or v, add its term to dx."""
         (part,), dx = step.parts, ("d", "x")
         if not self.needs.get(part):
             return
@@ -259,7 +259,7 @@ class Compiler:
             self.add(add_to_dx, [("d", ("heads", part)), weight, dx], [dx])
 
     def wgrad(self, step: Step) -> None:
-        """Compute a group's columns of dWo; or a part's rows of dW and db of its projection."""
+        """Compute a group's columns of dWo; or, for a part of q, k or v, its rows of dW and db."""
         (part,) = step.parts
         if step.tensors == O:
             if self.needs[_WO]:
@@ -287,17 +287,17 @@ class Compiler:
     # The output projection.
 
     def merge(self, step: Step) -> None:
-        """Add a group's product o Wo to y, and write o as a matrix for the wgrad."""
+        """Add a group's product o Wo to y, and keep o as a matrix for the wgrad."""
         columns = self._some(self._columns[step.group], _WO, dim=1)
         (o,) = step.parts
-        if self.call.autocast["enabled"]:  # the weight is cast already, before the node
+        if self.call.autocast["enabled"]:  # the weight was cast before the node
             self.add(operations.cast, [o], [o])
         takes: Names = [o, _WO, ("bias", "o"), "y"]
         self.add(partial(operations.merge, columns), takes, ["y", ("merged", step.group)])
 
     @cached_property
     def _columns(self) -> Parts:
-        """Return for each head group the columns of Wo that belong to its heads."""
+        """Return the columns of Wo that belong to the heads of each head group."""
         geometry, head_dim = self.geometry, self.shapes[_WO][1] // self.geometry.heads
         return tuple([geometry.rows_of("o", g, 0, head_dim) for g in range(geometry.groups)])
 
@@ -315,7 +315,8 @@ class Compiler:
         (o,), kept = step.parts, ("kept", group)
         needs = {kind: self.needs[kind, 0] for kind in "qkv"}
         if self.is_backward:
-            # Compute gradients for the parts whose kind needs a gradient, then for ``learned``.
+            # The gradients to compute: of those parts of q, k and v that need one, then of
+            # ``learned``.
             wanted = [part for part in parts if needs[part[0]]]
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = gradients(wanted + learned)
@@ -332,7 +333,7 @@ class Compiler:
         dx = ("d", "x")
         if dx in self.written:
             self.add(partial(operations.reshape, self.shapes["x"]), [dx], [dx])
-        # Join one parameter at a time, and free its pieces before the next parameter is joined.
+        # Join the gradients of one parameter after another: each frees its pieces before the next.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [("d", name[1])])
         if self.needs.get(("bias", "o")):

@@ -12,19 +12,19 @@ from ...schedule import Part, Schedule
 from .flat import Name
 from .slices import Parts, Ranges
 
-# For each of q, k and v: the index of its projection; and, in this projection, the first row of
-# head 0 (an int) or of each head (a tuple).
+# For each of q, k and v: the index of its projection; and the first row, in this projection, of
+# head 0 (an int), or of each head (a tuple).
 OfKinds = tuple[tuple[str, tuple[int, int | tuple[int, ...]]], ...]
 
 
 class Rows(NamedTuple):
-    """The rows of a linear layer that project q, k or v of a head group.
+    """Names the rows of a linear layer that project q, k or v of a head group.
 
     Attributes:
         module: Index of the linear layer in `InputModules.projections`.
-        rows: The rows of the layer's weight.
-        ranks: `Geometry.parts` if the projected heads are laid out by rank in memory, as in the
-            send buffer; else 0.
+        rows: These rows of the layer's weight.
+        ranks: `Geometry.parts` if the projected heads lie by rank in memory, as in the send buffer;
+            else 0.
     """
 
     module: int
@@ -34,12 +34,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Holds the rows of the projections for each part; operations are compiled once per object.
+    """Holds which rows of the projections make each part.
+
+    Operations are compiled once for each object of this class.
 
     Attributes:
         rows: For each part, the rows that project it.
-        parts: For each linear layer, the rows of each of its parts.
-        norms: For each norm, by its kind ("q" or "k"): the names of its parameters.
+        parts: For each linear layer, the rows of every part that it projects.
+        norms: The names of a norm's parameters, for the norm of "q", of "k" or of both.
     """
 
     rows: dict[Part, Rows]
@@ -65,15 +67,15 @@ def cuts_of(
     head_dim: int,
     norms: tuple[tuple[str, int], ...],
 ) -> Cuts:
-    """Return how projections are cut; layers with equal arguments share one object.
+    """Return which rows of the projections make each part; cached, so that layers share an object.
 
     Args:
         geometry: The geometry of the call.
         schedule: The schedule of the call.
-        by_rank: Those of "q", "k" and "v" that are laid out by rank if exchanged alone, see `Call`.
-        of_kinds: For each of q, k and v, its projection and its first rows, see `OfKinds`.
+        by_rank: Those of "q", "k" and "v" that lie by rank in memory if exchanged alone.
+        of_kinds: The projection and the first rows of each of q, k and v, see `OfKinds`.
         head_dim: ``d``.
-        norms: For each norm, its kind and its number of parameters.
+        norms: For each norm, its kind ("q" or "k") and the number of its parameters.
     """
     rows, modules = {}, dict(of_kinds)
     of_modules: dict[int, list[Ranges]] = {module: [] for module, _ in modules.values()}

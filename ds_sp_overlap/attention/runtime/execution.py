@@ -19,8 +19,8 @@ from ..memory.recompute import Attended, join_pieces
 from .slices import cut_ranges
 
 # The local attention of a call: (group, q, k, v) -> o. The group is an index; q, k, v are [.., ..,
-# heads, d]; o is [.., .., heads, d_v] or [.., .., heads d_v]. Where ranks share query heads, the
-# attention is called for each range of the rank's queries, with the range as a fifth argument.
+# heads, d]; o is [.., .., heads, d_v] or [.., .., heads d_v]. If ranks share query heads, a rank
+# calls the attention once for each range of its queries, with the range as a fifth argument.
 Attend = Callable[..., Any]
 
 
@@ -35,26 +35,26 @@ class Call:
         geometry: The heads and tokens of each rank.
         schedule: The order of the steps.
         where: Name of the layer, for errors and logs.
-        checked: Whether to compare each exchange with a plain one.
+        checked: Whether to compare each exchange's result with that of a plain all-to-all.
         groups: The indices of the head groups.
-        in_flight: The transfer in flight of each exchange.
-        by_rank: Those of "q", "k", "v" and "o" whose local tensor has a dimension for the ranks
-            when it is exchanged alone (`Geometry.exchange`).
-        rope_tables: (cos, sin) for the kernels that pack q and k. A kernel rotates its tensor if
-            the tensor is exchanged alone. None if the kernels don't rotate.
+        in_flight: For each exchange in flight, its transfer.
+        by_rank: Those of "q", "k", "v" and "o" whose local tensor, if exchanged alone, has a
+            dimension for the ranks (`Geometry.exchange`).
+        rope_tables: (cos, sin), if the kernels that pack q and k also rotate; else None. A kernel
+            rotates only a tensor that is exchanged alone.
         projections: The `InputModules` of the call, if q, k and v are computed part by part; else
             None.
-        local: In a call with a window: the local attention.
-        attend: In a call with a window: the local attention with its extra arguments.
+        local: In a call with a window: the `LocalAttention`.
+        attend: In a call with a window: the same attention, as an `Attend`.
         agree: In a call with a window: `LayerRuntime.agree_on_o`.
         checkpoint: In a call with a window: the pass through the checkpoint around the call, if the
             checkpoint saves attention; else None.
-        offloads: Whether the config asks to save attention in host memory over checkpoints.
-        attended: In a call with a window: by head group, the state for the backward of attention.
+        offloads: Whether the config asks for checkpoints that save attention in host memory.
+        attended: In a call with a window: the state for the backward of each group's attention.
         autocast: The autocast state of forward, as keywords of ``torch.autocast``.
         empty: An empty tensor that needs no gradient.
         is_flat: Whether local attention returned o with heads and head dim flattened.
-        variant: The `plan.Variant` of the piece that ran last; None before the first.
+        variant: The `plan.Variant` of the piece that ran last; None before the first piece.
     """
 
     by_rank: frozenset[str] = frozenset()
@@ -86,14 +86,14 @@ class Call:
 
     @property
     def form(self) -> tuple:
-        """Return the properties of the call that the compiled operations depend on."""
+        """Return the properties of the call on which the compiled operations depend."""
         cuts = None if self.projections is None else self.projections.cuts
         folds, casts = self.rope_tables is not None, self.autocast["enabled"]
         return self.geometry, self.schedule, self.by_rank, folds, casts, cuts
 
     @property
     def folded(self) -> frozenset[Part]:
-        """Return the parts of q and k that are rotated by the kernels that pack them."""
+        """Return the parts of q and k that the packing kernels rotate."""
         if self.rope_tables is None:
             return frozenset()
         return frozenset(part for part in self.schedule.alone if part[0] in ("q", "k"))
@@ -110,7 +110,7 @@ def with_kv(geometry: Geometry, group: int, received: dict[Part, Tensor]) -> lis
     Returns:
         k and v with the KV heads of the group's query heads, each [s, b, heads, d], or
         [b, s, heads, d] for batch first. If the KV heads serve different numbers of query heads,
-        they are repeated to one for each query head (`Geometry.kv_expansion`).
+        each KV head is repeated for every query head that it serves (`Geometry.kv_expansion`).
     """
     both, index = [], geometry.kv_expansion(group)
     for kind in "kv":
@@ -127,7 +127,7 @@ def with_kv(geometry: Geometry, group: int, received: dict[Part, Tensor]) -> lis
 
 @functools.lru_cache(maxsize=4096)
 def _on_device(index: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return an index as a tensor on a device; cached, since the host waits for the copy."""
+    """Return ``index`` as a tensor on a device; cached, since the host waits for the copy."""
     with torch.inference_mode(False):  # guard: a backward may save it
         return torch.tensor(index, device=device)
 
@@ -138,14 +138,14 @@ def with_head_dim(o: Any, q: Tensor, call: Call) -> Tensor:
     Args:
         o: The output for ``q``, [.., .., heads, d_v] or [.., .., heads d_v].
         q: [.., .., heads, d]. The query heads of a group on this rank.
-        call: The call; its ``is_flat`` is set if ``o`` is 3-D.
+        call: The call. If ``o`` is 3-D, ``call.is_flat`` is set.
 
     Returns:
         o as [.., .., heads, d_v].
 
     Raises:
-        ValueError: for another type or shape. This rank alone raises, as with any error of local
-            attention.
+        ValueError: for another type or shape of ``o``; on this rank alone, as with any error of
+            local attention.
     """
     if not isinstance(o, Tensor):
         raise ValueError(
@@ -165,7 +165,7 @@ def with_head_dim(o: Any, q: Tensor, call: Call) -> Tensor:
 
 
 def attend_group(call: Call, attend: Attend, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run the local attention of a group by `attend_in_pieces`; return the joined o."""
+    """Run the local attention of a group; return o for all queries (`attend_in_pieces`, joined)."""
     return join_pieces(attend_in_pieces(call, attend, group, q, k, v), call.geometry.seq_dim)
 
 
@@ -174,27 +174,27 @@ def attend_in_pieces(
 ) -> list[Tensor]:
     """Run the local attention of a group, once for each range of this rank's queries.
 
-    Local attention may change q in place. It may change k and v in place only if no later call
-    attends to them.
+    Local attention may change q in place. Local attention may change k and v in place only if no
+    later call of it reads them.
 
     Returns:
-        o for each range; one o for all queries if ranks share no heads.
+        o for each range; if ranks share no query heads, one o for all queries.
 
     Raises:
-        RuntimeError: if attention changed k or v that a later call attends to.
+        RuntimeError: if attention changed k or v that a later call of it reads.
     """
     geometry = call.geometry
-    # A later group reads k and v again if groups share KV heads on any rank; the next range reads
-    # them again if ranks share query heads.
+    # k and v are read again by a later group if groups share KV heads on any rank, and by the next
+    # range if ranks share query heads.
     is_last = group == call.schedule.last_attended or not geometry.kv_is_shared
     if is_last and geometry.shares == 1:
         return [with_head_dim(attend(group, q, k, v), q, call)]
-    # Inference tensors have no version counter to detect a change by, so attention gets copies.
+    # A version counter detects changes. Inference tensors have none, so attention gets copies.
     before = None if k.is_inference() else (k._version, v._version)
     parts: Sequence[Tensor] = [q]
     if geometry.shares > 1:
         sizes = [stop - start for start, stop in geometry.own_queries]
-        # Autograd takes these parts for separate tensors, so that attention may change each.
+        # Autograd treats these parts as separate tensors, so attention may change each in place.
         parts = q.unsafe_split_with_sizes(sizes, geometry.seq_dim)
     pieces = []
     for tokens, part in zip(geometry.own_queries, parts):

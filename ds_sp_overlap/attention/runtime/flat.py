@@ -1,5 +1,7 @@
 """Compiles a list of operations to one Python function, with a local variable for each value.
 
+For two operations, f0 and f1, this is the function:
+
     def run(call, given):
         [v0, v1] = given; given.clear()
         v2 = f0(call, v0, v1); del v0, v1
@@ -27,11 +29,11 @@ Flat = Callable[[Any, list[Any]], tuple[Any, ...]]
 
 @dataclass(eq=False)
 class Operation:
-    """Describes an operation by its function and the names of the values it takes and gives.
+    """Describes an operation: its function, and the names of the values it takes and returns.
 
     Attributes:
-        function: Takes the call and the values of ``takes``. Returns the values of ``gives``; the
-            value itself if there is one; anything if there is none.
+        function: Takes the call and the values of ``takes``. Returns the values of ``gives``: a
+            tuple of several, or the only one. With no ``gives``, the result is ignored.
         takes: The names of the values that the operation takes, in lists if it takes lists.
         gives: The names of the values that the operation returns, in lists if it returns lists.
         reads: The names in ``takes``.
@@ -47,7 +49,7 @@ class Operation:
 
 
 def _names_in(names: Names) -> list[Name]:
-    """Return the names, also those in lists."""
+    """Return all names in one flat list."""
     found: list[Name] = []
     for name in names:
         found += name if isinstance(name, list) else [name]
@@ -62,25 +64,27 @@ def gradients(names: Iterable[Name]) -> list[Name]:
 def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence[Name]) -> Flat:
     """Return a function that runs operations and deletes each value after its last use.
 
-    The last use is the last operation that reads the value before its name is written again.
+    A name may be written several times, each time with a new value. The last use of a value is the
+    last operation that reads the name before the name is written again.
 
     Args:
-        operations: The operations. They read None for a value that was not written.
-        takes: The names of the values that the function takes.
-        gives: The names of the values that the function returns; a value that was not written is
+        operations: The operations. If an operation takes a name that was never written, it gets
             None.
+        takes: The names of the values that the function takes.
+        gives: The names of the values that the function returns: None for a name that was never
+            written.
     """
     # The first operation unpacks the values that the function takes.
     operations = [Operation(list, [], [list(takes)]), *operations]
-    # The dead values after each operation, from last to first: those that no later operation reads
-    # before writing them again.
+    # For each operation, from last to first: the values that are dead after it, since no later
+    # operation reads the name before it is written again.
     dead, live = list[list[Name]](), set(gives)
     for operation in reversed(operations):
         touched = dict.fromkeys(operation.reads + operation.writes)
         dead.append([name for name in touched if name not in live])
         live = live.difference(operation.writes).union(operation.reads)
     lines: list[str] = []
-    # The variable of each value that was written so far.
+    # The variable of each name that was written so far.
     variables: dict[Name, str] = {}
     for place, operation in enumerate(operations):
         arguments = ["call", *_texts(operation.takes, variables)]
@@ -98,7 +102,7 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
 
 
 def _texts(names: Names, variables: dict[Name, str]) -> list[str]:
-    """Return the variable of each value, "None" if it has none, or the list of several."""
+    """Return the source text of each name, or of each list of names: its variable, or "None"."""
     texts = []
     for name in names:
         if isinstance(name, list):
@@ -110,6 +114,6 @@ def _texts(names: Names, variables: dict[Name, str]) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _compiled(source: str) -> CodeType:
-    """Compile the function in ``source``; cached, since most shapes give the same source."""
+    """Compile the function in ``source``; cached, since calls of most shapes have equal sources."""
     module = compile(source, "<operations of a piece>", "exec")
     return next(code for code in module.co_consts if isinstance(code, CodeType))

@@ -1,12 +1,12 @@
-"""Decides which modules can be computed in parts, and calls them so that their hooks still run.
+"""Decides which modules can be computed part by part, and calls these so that their hooks run.
 
 Note [Calls of modules]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A projection that is computed part by part is still called once, around all its parts
-(`call_through`). So its hooks run as in any call; for instance, ZeRO-3's hooks gather a partitioned
-weight. For backward the parameters themselves are saved, and cut when they are needed: a saved view
-of a weight that ZeRO-3 has gathered would keep the whole weight alive until backward. Autograd
-passes the gradient to the parameter once, in the shape of the parameter.
+A projection that is computed part by part is still called once: one call surrounds the work on all
+parts (`call_through`). So the projection's hooks run as in any call; for instance, ZeRO-3's hooks
+gather a partitioned weight. For backward, whole parameters are saved, and backward cuts them. A
+saved view of a weight that ZeRO-3 has gathered would keep the whole weight alive until backward.
+Autograd passes the gradient to a parameter once, in the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from . import sharded
 
-# Forwards of linear layers that compute ``x w^T + b`` and nothing else. Some kinds of layer return
-# a pair: ``(x w^T, b)`` if the layer leaves b to its caller, else ``(x w^T + b, None)``. For these
-# kinds, the entry is a function that returns whether a layer leaves b to its caller. For layers
-# that return one tensor, the entry is None, or the function returns None.
+# The keys are the forwards of linear layers that compute ``x w^T + b`` and nothing else. Some kinds
+# of layer return a pair: ``(x w^T, b)`` if the layer leaves b to its caller, else ``(x w^T + b,
+# None)``. For such a kind, the value is a function that returns whether a layer leaves b to its
+# caller. For a layer that returns one tensor, the value is None, or a function that returns None.
 Plain = dict[Callable[..., object], Callable[[Any], bool | None] | None]
 PLAIN: Plain = {nn.Linear.forward: None}
-# Prefixes of the names of Python modules. Hooks from these modules are known to work if a call
-# computes only parts of the output. `deepspeed.initialize` adds DeepSpeed.
+# Prefixes of the names of Python modules. Hooks that these modules define work although the output
+# is computed part by part. `deepspeed.initialize` adds DeepSpeed.
 harmless: set[str] = {sharded.FSDP}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # The dicts of the hooks that PyTorch runs on every module's call.
@@ -40,12 +40,12 @@ _CALLS = (nn.Module.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call
 def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     """Return whether ``module`` is a plain linear layer that may be computed in parts.
 
-    Returns False if the forward was replaced (LoRA, quantised, tensor-parallel layers) or compiled,
-    or if a hook on the module's call, or on every module's call, would see parts of the output.
+    Returns False if the forward was compiled or replaced (LoRA, quantised, tensor-parallel layers),
+    or if a hook would see parts of the output: a hook on this module or on all modules.
 
     Args:
         module: The module.
-        plain: Forwards that may be computed in parts.
+        plain: The forwards of plain linear layers.
     """
     kind: Any = type(module)
     if kind.forward not in plain:  # guard: no forward of its own
@@ -57,44 +57,44 @@ def can_split(module: nn.Module, plain: Plain = PLAIN) -> bool:
     if weight is not None:
         # A quantised or distributed tensor has another type.
         is_plain = type(weight) in (nn.Parameter, Tensor)
-        # A class attribute may hide the parameter, for instance a property that scales it.
+        # A class attribute may hide the parameter: for instance, a property that scales the weight.
         for name in _descriptors(kind):
             if name in parameters:  # guard: what the forward would read
                 is_plain = False
     else:
-        # A parametrization may compute a new weight at each access, so check the parameters that it
-        # computes the weight from.
+        # A parametrization may compute the weight anew at each access. So check the parameters from
+        # which the weight is computed.
         is_plain = all(type(x) in (nn.Parameter, Tensor) for x in module.parameters())
     return is_plain or sharded.is_gathered(module)
 
 
 @lru_cache(maxsize=1024)
 def _descriptors(kind: Any) -> list[str]:
-    """Return those of "weight" and "bias" that are attributes of a class; cached to save time."""
+    """Return which of "weight" and "bias" are attributes of a class; cached to save time."""
     return [name for name in ("weight", "bias") if hasattr(kind, name)]
 
 
-# Forwards of norms that are functions of their input and their parameters alone.
+# Forwards of norms that depend only on their input and their parameters.
 Pure = frozenset[Callable[..., object]]
 PURE: Pure = frozenset((nn.LayerNorm.forward, nn.RMSNorm.forward))
 
 
 def can_recompute(norm: object, pure: Pure = PURE) -> bool:
-    """Return whether backward may recompute ``norm`` with no visible side effect.
+    """Return whether backward may recompute ``norm`` without visible side effects.
 
-    Returns False if the norm's call, or one of its parameters, has a hook: the hook would run once
-    for each head group, on a part of the output or of the gradient.
+    Returns False if there is a hook on the norm or one of its parameters. Such a hook would run
+    once for each head group, on a part of the output or of the gradient.
 
     Args:
         norm: A module, or another callable.
-        pure: Forwards that are known to be functions of their input and their parameters.
+        pure: Forwards known to depend only on their input and their parameters.
     """
     if not isinstance(norm, nn.Module) or not can_call_through(norm):
         return False
     if type(norm).forward not in pure:  # guard: only known norms
         return False
-    # A tensor attribute may replace a parameter, as FSDP's views do. ``parameters()`` does not
-    # contain such a tensor.
+    # A tensor that is a plain attribute may replace a parameter, as FSDP's views do.
+    # ``parameters()`` does not contain such a tensor.
     if any(isinstance(x, Tensor) for x in vars(norm).values()):
         return False
     return not any(  # guard: its hooks run once
@@ -103,9 +103,9 @@ def can_recompute(norm: object, pure: Pure = PURE) -> bool:
 
 
 def can_call_through(module: nn.Module) -> bool:
-    """Return whether `call_through` may call a module with no visible side effect.
+    """Return whether `call_through` may call a module without visible side effects.
 
-    `call_through` calls the module with other inputs than usual, for another output.
+    In `call_through`, the module's inputs and output are not those of its own forward.
     """
     is_replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     if is_replaced:  # guard: a replaced forward runs
@@ -119,7 +119,7 @@ def hooks_are_harmless(module: nn.Module) -> bool:
     """Return whether all hooks that a call of ``module`` runs come from ``harmless`` modules."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
-            # `__module__` of a hook names the Python module that defines the hook.
+            # A hook's `__module__` names the Python module that defines the hook.
             where = getattr(hook, "__module__", "") or ""
             if not where.startswith(tuple(harmless)):  # guard: only harmless hooks
                 return False
@@ -127,7 +127,7 @@ def hooks_are_harmless(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[dict]:
-    """Return the hooks that a call of ``module`` runs: its own, and those of every module's call.
+    """Return the hooks that a call of ``module`` runs: its own, and those on all modules.
 
     Returns:
         The dicts of hooks, one for each kind of hook; empty dicts are left out.
@@ -144,20 +144,20 @@ def hooks_of(module: nn.Module) -> list[dict]:
 
 
 def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs: Tensor) -> Any:
-    """Run ``body(*inputs)`` as the forward of all ``modules``, see Note [Calls of modules].
+    """Run ``body(*inputs)`` inside calls of all ``modules``, see Note [Calls of modules].
 
-    Each module is called once: the forward of the first module calls the second, and so on; the
-    innermost forward is ``body``. When ``body`` runs, all forward pre-hooks have run and all
+    The calls are nested: the first module's call contains the second's, and so on, and ``body``
+    replaces the innermost forward. So when ``body`` runs, all forward pre-hooks have run, and all
     weights are gathered. A module that has neither hooks nor a ``__call__`` of its own is not
     called.
 
     Args:
         modules: The modules; `can_call_through` must be true for each.
-        body: Takes ``inputs`` as the hooks have changed them.
-        *inputs: The inputs of the first module; each module passes them on to the next.
+        body: Takes ``inputs``, which pre-hooks may have changed.
+        *inputs: The inputs of the first module. Each module passes them on to the next.
 
     Returns:
-        The result of ``body``, as the hooks have changed it.
+        The result of ``body``, which hooks may have changed.
     """
     for index, first in enumerate(modules):
         if hooks_of(first) or type(first).__call__ not in _CALLS:
@@ -170,8 +170,8 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
         del vars(first)["forward"]  # guard: given back at once
         return call_through(rest, body, *args)
 
-    # The instance attribute replaces the module's forward for one call: ``forward`` first deletes
-    # the attribute.
+    # This instance attribute replaces the module's forward for one call only: the first thing that
+    # ``forward`` does is to delete the attribute.
     vars(first)["forward"] = forward
     try:
         return first(*inputs)
@@ -182,7 +182,7 @@ def call_through(modules: list[nn.Module], body: Callable[..., object], *inputs:
 def without_hooks(module: nn.Module) -> Any:
     """Return a copy of a module with the same parameters and children, but without hooks.
 
-    Hooks of the children still run. A ``forward`` that was set on the instance is not copied.
+    Hooks of the children still run. A ``forward`` that was set on the instance is left out.
     """
     copy = object.__new__(type(module))
     vars(copy).update(vars(module), _compiled_call_impl=None)
@@ -195,23 +195,23 @@ def without_hooks(module: nn.Module) -> Any:
 def parameter_of(module: nn.Module, name: str) -> Any:
     """Return a parameter of ``module``, or the attribute that replaces the parameter.
 
-    Takes the host less time than ``module.weight``, which looks in other places first.
+    This takes the host less time than ``module.weight``, which searches other places first.
     """
     parameters = module._parameters
-    # Python finds an attribute of the instance before a parameter.
+    # An attribute of the instance has precedence over a parameter.
     if name in parameters and name not in module.__dict__:
         return parameters[name]
     return getattr(module, name)
 
 
 def autocast(*tensors: Any) -> Sequence[Any]:
-    """Cast tensors, also weights, as autocast casts the operands of a product: all but float64.
+    """Cast the operands of a product, such as x and a weight, as autocast would: all but float64.
 
     Args:
         *tensors: The operands. The first must be a tensor; others may be None.
 
     Returns:
-        The operands in their order; unchanged without autocast.
+        The operands in the same order; unchanged if autocast is off.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -223,7 +223,7 @@ def autocast(*tensors: Any) -> Sequence[Any]:
 def products_of(modules: Sequence[nn.Module], plain: Plain) -> list[Tensor | None]:
     """Return weight and bias of each plain linear layer, cast as autocast would cast them.
 
-    The bias is None if the layer has none, or leaves it to its caller (`Plain`).
+    The bias is None if the layer has no bias, or leaves the bias to its caller (`Plain`).
     """
     parameters: list[Tensor | None] = []
     for module in modules:
@@ -235,9 +235,10 @@ def products_of(modules: Sequence[nn.Module], plain: Plain) -> list[Tensor | Non
 
 
 def returned_by(module: nn.Module, plain: Plain, y: Tensor) -> Any:
-    """Return ``y`` in the form in which a plain linear layer returns its output (`Plain`).
+    """Return ``y`` in the form in which ``module``, a plain linear layer, returns its output.
 
-    This is y; or, for a kind of layer that may leave the bias to its caller, (y, bias or None).
+    The form is y, or (y, bias or None) for a kind of layer that may leave the bias to its caller
+    (`Plain`).
     """
     leaves_bias = plain[type(module).forward]
     leaves = None if leaves_bias is None else leaves_bias(module)

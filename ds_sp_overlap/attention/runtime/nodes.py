@@ -20,12 +20,12 @@ from .plan import OF_CHECKPOINT, Piece
 
 
 class _Node(Node):
-    """Runs a piece as a node of autograd; takes the inputs called ``names``."""
+    """Runs a piece as a node of autograd; ``names`` are the names of the node's inputs."""
 
     @staticmethod
     def forward(ctx, piece: Piece, call: Call, names: tuple[Name, ...], *given):
-        # Autograd passes zeros for a gradient that is missing on this rank, so that this rank makes
-        # the same exchanges as the others.
+        # If a gradient is missing on this rank, autograd passes zeros to backward. So this rank
+        # makes the same exchanges as the others.
         variant = piece.variant(call, names, ctx.needs_input_grad[3:], given)
         ctx.call, ctx.variant, call.variant = call, variant, variant
         made, count = variant.forward(call, [*given]), len(piece.gives)
@@ -34,7 +34,7 @@ class _Node(Node):
             ctx.mark_non_differentiable(*[made[place] for place in variant.undifferentiable])
         if piece.gives[0] == "y":
             return made[:count]
-        # Autograd would make a view of an input that is returned, which costs the host more.
+        # If a node returns its input, autograd makes a view, which takes the host more time.
         return call.empty.detach(), *made[1:count]
 
     @staticmethod
@@ -46,13 +46,13 @@ class _Node(Node):
         del gradients
         device = call.autocast["device_type"]
         if torch.is_autocast_enabled(device):
-            # Disable the autocast around backward: forward has cast the operands of the products.
+            # Backward was called in autocast. Disable it: forward has cast the products' operands.
             with torch.autocast(device, enabled=False):
                 results = ctx.variant.backward(call, given)
         else:
             results = ctx.variant.backward(call, given)
         if results[0] is None:
-            # Instead of zeros that autograd would make for the token of the piece before.
+            # The gradient of the token. For None, autograd would make zeros, which takes time.
             results = call.empty, *results[1:]
         return None, None, None, *results
 
@@ -60,8 +60,8 @@ class _Node(Node):
 def run_piece(
     piece: Piece, call: Call, names: tuple[Name, ...], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Run a piece, as a node of autograd if gradients are recorded; return the node's outputs."""
-    # Forward-mode AD may run without recording gradients. Use the node, which refuses such a call.
+    """Run a piece and return its outputs; a node of autograd runs it if gradients are recorded."""
+    # In forward-mode AD, gradients may not be recorded. The node refuses such a call, so use it.
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         node = _Window if call.schedule.is_windowed else _Node
         return node.apply(piece, call, names, *given)
@@ -70,26 +70,27 @@ def run_piece(
 
 
 class _Window(Node):
-    """Runs a layer that has a window as one node of autograd; takes the inputs called ``names``.
+    """Runs a layer that has a window as one node of autograd.
 
-    Backward runs the backward program of a windowed schedule, which recomputes q, k and v.
+    Backward runs the backward program of a windowed schedule, which recomputes q, k and v. In
+    forward, ``names`` are the names of the node's inputs.
     """
 
     @staticmethod
     def forward(ctx, piece, call, names, *given):
-        """Run the forward program, or only its merges if a checkpoint has saved attention."""
+        """Run the forward program, or only its merges in a recompute if attention was saved."""
         needs = ctx.needs_input_grad[3:]
-        # Drop the call's reference to the checkpoint. The graph may outlive its backward, but must
-        # not keep the tensors that the checkpoint saves.
+        # Drop the call's reference to the checkpoint. The graph may stay alive after its backward,
+        # but must not keep alive the tensors that the checkpoint saves.
         checkpoint, call.checkpoint = call.checkpoint, None
         device, is_recompute = given[0].device, checkpoint is not None and checkpoint.is_recompute
         if is_recompute:
             kept, call.attended, after, call.schedule = checkpoint.take(call.where)
         variant = piece.variant(call, names, needs, given)
         if is_recompute:
-            # The checkpoint has saved o, so only the merges run again. torch passes the tensors
-            # that this node saves to the node of the first forward, and runs that node's backward.
-            # The backward of this node runs only if the checkpoint's function calls backward.
+            # The checkpoint has saved o, so only the merges run again. torch gives the tensors that
+            # this node saves to the node of the first forward, and runs the backward of the first
+            # node. This node's own backward runs only if the checkpointed function calls backward.
             merged = [kept["merged", group] for group in call.groups]
             attended = [o.view(*given[0].shape[:2], o.shape[-1]) for o in merged]
             y, *made = variant.again(call, [*given, *attended])
@@ -112,8 +113,8 @@ class _Window(Node):
                 after = Random.now(device)
                 moved = None if after == before else after
                 kept = {name: x for name, x in values.items() if name[0] in OF_CHECKPOINT}
-                # The checkpoint saves no graphs, since they may refer to the checkpoint. Backward
-                # uses the graphs of this node.
+                # The checkpoint must not save graphs, which may refer to the checkpoint. Backward
+                # uses the graphs in this node.
                 records = {  # guard: nothing circular
                     group: replace(record, edges=None) for group, record in call.attended.items()
                 }
@@ -145,9 +146,10 @@ class End:
 
     Attributes:
         modules: The modules to call with `linear.call_through`, so that their weights are gathered.
-        names: The names of the inputs of the node; first x, or the token for the output projection.
-        tensors: Returns the inputs of the node after the first: weights, biases and others; called
-            when the weights are gathered.
+        names: The names of the node's inputs. The first is x, or the token for the output
+            projection alone.
+        tensors: Returns the node's other inputs: weights, biases and others. Called when the
+            weights are gathered.
     """
 
     modules: list[nn.Module]

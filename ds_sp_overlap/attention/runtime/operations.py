@@ -1,7 +1,7 @@
 """Implements the operations to which `compiler` compiles the steps of a schedule.
 
-The compiler binds the first arguments of an operation. At run time the operation takes the call and
-the values that it reads, and returns the values that it writes.
+The compiler binds the arguments before ``call``. At run time, an operation takes the call and the
+values that it reads, and returns the values that it writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
 
 def _sum(so_far: Tensor | None, term: Tensor | None) -> Tensor | None:
     """Return the sum of a gradient's terms so far plus one more term; None stands for zero."""
-    # Not in place: attention may return the same tensor for two gradients.
+    # Do not add in place: attention may return the same tensor for two gradients.
     return term if so_far is None else so_far if term is None else so_far + term
 
 
@@ -74,7 +74,7 @@ def cast(call: Call, x: Tensor) -> Tensor:
 
 
 def reshape(shape: tuple[int, ...], call: Call, x: Tensor) -> Tensor:
-    # PyTorch parses sizes given one by one faster than a tuple, by a third of a view's time.
+    # PyTorch parses separate sizes faster than a tuple. This saves a third of a view's time.
     return x.reshape(*shape)
 
 
@@ -93,13 +93,13 @@ def multiply(
     Args:
         dim: 0 for rows, 1 for columns.
         part: The rows or columns; None for all.
-        run: The rows or columns as a `Run`, if the product has the layout of the send buffer, so
-            that no kernel packs it; else None.
+        run: The rows or columns as a `Run`, to write the product in the layout of the send buffer,
+            so that no kernel packs it; None for the plain layout.
         form: The shape of the result.
         call: The call.
         x: A matrix.
-        weight: The weight.
-        bias: The bias of all rows, or None.
+        weight: The whole weight.
+        bias: The whole bias, or None.
     """
     if run is not None:
         biases = None if bias is None else run.view(bias[None])
@@ -119,7 +119,7 @@ def norm_and_rotate(
 
 
 def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, tables: list[Tensor]) -> Tensor:
-    # The backward of a rotation needs only the tables, no saved input.
+    # The backward of RoPE needs only the tables, no saved input.
     dx = call.projections.rope.rotate(dy.flatten(2, -2), *tables, back=True)
     return matrix(dx.to(dtype))
 
@@ -133,21 +133,21 @@ def norm_back(
     parameters: list[Tensor],
     sums: list[Tensor | None],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute the backward of rotation and norm, for q or k.
+    """Compute the backward of RoPE and norm, for q or k.
 
     Args:
-        part: The kind and the group.
+        part: The kind, "q" or "k", and the group.
         call: The call.
         dy: The gradient of q or k.
         heads: The input of the norm.
-        tables: The tables.
+        tables: The tables of RoPE.
         parameters: The parameters of the norm.
         sums: For each parameter, the sum of its gradients over earlier groups, or None.
 
     Returns:
         The gradient of ``heads``, with a row for each token; and the new sums.
     """
-    # The norm is recomputed under autograd, since it may be any module.
+    # Autograd differentiates the norm, which may be any module. So run the norm again, recorded.
     x = heads.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(**call.autocast):  # guard: as in forward
         y = call.projections.shape(part, x, tables, parameters)
@@ -157,7 +157,7 @@ def norm_back(
     dx, *gradients = torch.autograd.grad(y, ends, dy, allow_unused=True)
     for place, gradient in zip(wanted, gradients):
         if gradient is not None:
-            # Sum in fp32: in half precision each group would round. Autograd casts the result.
+            # Sum in fp32: in half precision, each group would round. Autograd casts the sum.
             sums[place] = _sum(sums[place], gradient.to(sum_dtype(gradient.dtype)))
     return matrix(dx), sums
 
@@ -174,12 +174,12 @@ def add_to_dx(
     part = weight if rows is None else cut_ranges(weight, 0, rows)
     if dx is None:
         product = dy @ part
-        # Without autocast the dtypes are equal; skipping the cast saves the host time.
+        # Without autocast the dtypes are equal. Then to skip the cast saves the host time.
         return product if product.dtype == dtype else product.to(dtype)
     if rounds or dx.dtype != dy.dtype:
-        dx += dy @ part  # rounds each product, as the layer that is replaced does
+        dx += dy @ part  # rounds each product, as the replaced layer does
         return dx
-    # One kernel instead of a product and a sum; in half precision one rounding instead of two.
+    # This is one kernel instead of two, and rounds once instead of twice in half precision.
     return dx.addmm_(dy, part)
 
 
@@ -187,7 +187,7 @@ def add_to_dx(
 
 
 def sum_rows(dy: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sum dy over its rows, the tokens; the argument ``dy`` is the transpose of dy."""
+    """Sum a transposed gradient, ``dy`` [rows of the weight, tokens], over the tokens."""
     return torch.sum(dy, 1) if out is None else torch.sum(dy, 1, out=out)
 
 
@@ -227,7 +227,7 @@ def merge(
     rows, some = matrix(o), weight if columns is None else cut_ranges(weight, 1, columns)
     if y is None:
         y = F.linear(rows, some, bias)
-        # Not a plain view: autograd forbids in-place updates of a view that a node returns.
+        # No plain view, since autograd forbids in-place updates of views that a node returns.
         return _unsafe_view(y, (*o.shape[:2], y.shape[1])), rows
     matrix(y).addmm_(rows, some.t())
     return y, rows
@@ -237,7 +237,7 @@ def merge(
 
 
 def _heads(parts: list[Part], call: Call, received: list[Tensor]) -> list[Tensor]:
-    """Return q, k and v of a group, from its q and the parts of k and v that the group needs."""
+    """Return q, k and v of a group, given q and the parts of k and v that the group attends to."""
     return received[:1] + with_kv(call.geometry, parts[0][1], dict(zip(parts, received)))
 
 
@@ -268,14 +268,14 @@ def attend_backward(
 
     Args:
         parts: The parts that the group attends to: q, then those of k, then those of v.
-        wanted: Those of ``parts`` whose gradients are needed.
+        wanted: The parts, out of ``parts``, whose gradients are needed.
         call: The call.
         received: The received tensors of ``parts``.
         kept: The tensors that `attend` returned beside o.
         do: The gradient of o.
-        o: The output; None if o was not exchanged again.
-        sums: For each of ``wanted`` and each of `LocalAttention.learned`, the sum of its gradients
-            over earlier groups, or None.
+        o: The output of attention; None if o did not travel with do.
+        sums: For each part in ``wanted``, then each tensor in `LocalAttention.learned`: the sum of
+            its gradients over earlier groups, or None.
 
     Returns:
         The new sums.
@@ -297,6 +297,6 @@ def attend_backward(
     inputs = [x for x in leaves if x.requires_grad]
     terms = dxs
     if not all(map(operator.is_, ends, inputs)):
-        # `_heads` cut, joined or repeated heads: autograd computes its backward.
+        # `_heads` has cut, joined or repeated heads. Autograd computes the backward of this.
         terms = list(torch.autograd.grad(ends, inputs, dxs))
     return list(map(_sum, sums, terms + gradients[3:]))

@@ -1,8 +1,8 @@
 """Cuts tensors into parts along one dimension, and joins parts to tensors.
 
-`Pieces` joins the pieces of a gradient as they are computed, inside of nodes of autograd. `cut` and
-`join` are differentiable. They serve heads, fused projections (`input_modules`), and the weights of
-latents (`latent`) and of mixers by heads (`mixer_heads`).
+`Pieces` joins the pieces of a gradient, each as soon as it is computed, inside of nodes of
+autograd. `cut` and `join` are differentiable. They cut and join heads, fused projections
+(`input_modules`), and the weights of latents (`latent`) and of mixers by heads (`mixer_heads`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .slices import Parts, Ranges, cut_ranges, mm_to_slices, put_ranges, tile
 
 
 class Pieces:
-    """Joins pieces along ``dim`` to one tensor.
+    """Joins pieces along ``dim`` to one tensor; a part is the place of a piece.
 
-    The tensor is the sum of the pieces where parts overlap, and zero where there is no part.
-    Call `put` once for each piece, then `whole`.
+    Where parts overlap, the tensor is the sum of their pieces; where there is no part, zero. Call
+    `put` once for each piece, then `whole`.
 
     Args:
         shape: The shape of the tensor.
         dim: The dimension of the parts.
-        parts: The parts of all pieces that `put` will be given.
-        late: Whether to allocate the tensor only in `whole`, when other memory has been freed.
+        parts: The parts of all pieces to come.
+        late: Whether to allocate the tensor only in `whole`, when the caller has freed memory.
     """
 
     def __init__(self, shape: Sequence[int], dim: int, parts: Parts, late: bool = False):
@@ -39,19 +39,19 @@ class Pieces:
         self._waiting: list[tuple[Ranges, Tensor]] = []
 
     def put(self, part: Ranges, compute: Callable[..., Tensor], *operands: Any) -> None:
-        """Put the piece of a part in its place.
+        """Compute a piece, and put it in its place.
 
         Args:
             part: The part.
-            compute: Computes the piece from ``operands``. Takes ``out=``, a tensor to write the
-                piece to; this avoids a copy where parts don't overlap.
-            operands: The operands. The first has the dtype and the device of the tensor.
+            compute: Computes the piece from ``operands``. Takes ``out=``, a tensor to write to:
+                where parts don't overlap, this avoids a copy.
+            operands: The operands. The first has the dtype and the device of the joined tensor.
         """
         if self.late:
             self._waiting.append((part, compute(*operands)))
             return
         if self._whole is None:
-            # This piece is the whole tensor: no copy.
+            # If one piece is the whole tensor, no copy is needed.
             if self._once and part == ((0, self.shape[self.dim]),):
                 self._whole = compute(*operands)
                 return
@@ -61,12 +61,14 @@ class Pieces:
             self._whole = make(*self.shape)
         add = not self._once  # guard: shared rows are summed
         if len(part) == 1 and not add:
-            # Write one range in place. An empty range may follow a part that is the whole tensor.
+            # Write to the range directly. (The range may be empty, after a piece that is the whole
+            # tensor.)
             ((start, stop),) = part
             compute(*operands, out=self._whole.narrow(self.dim, start, stop - start))
         elif compute is torch.mm:
             a, b = operands
-            # `mm_to_slices` writes columns. Rows are columns of the transpose, (a b)^T = b^T a^T.
+            # `mm_to_slices` writes columns. For rows, write columns of the transpose: (a b)^T =
+            # b^T a^T.
             if self.dim == 0:
                 mm_to_slices(b.t(), a.t(), self._whole.t(), part, add=add)
             else:
@@ -75,9 +77,9 @@ class Pieces:
             put_ranges(self._whole, self.dim, part, compute(*operands), add=add)
 
     def whole(self) -> Tensor | None:
-        """Join the pieces that waited, and return the tensor; None if there was no piece."""
+        """Return the joined tensor; None if there was no piece. If ``late``, join only now."""
         self.late = False
-        # Pop the pieces one by one, so that each is freed once it is in place.
+        # Pop the pieces one by one, to free each as soon as it is in place.
         while self._waiting:
             part, piece = self._waiting.pop()
             self.put(part, copied, piece)
@@ -85,7 +87,7 @@ class Pieces:
 
 
 def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copy a piece to ``out``; used as ``compute`` of `Pieces.put` for an existing piece."""
+    """Copy ``piece`` to ``out``, if given: the ``compute`` of `Pieces.put` for existing pieces."""
     return piece if out is None else out.copy_(piece)
 
 
@@ -94,8 +96,8 @@ def _joined(
 ) -> Tensor | None:
     """Join the pieces that are not None; return None if all are None."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
-    # Leave empty pieces out. If one piece is the whole tensor, it is returned without a copy, and
-    # writing an empty piece into it would increase its version counter.
+    # Leave empty pieces out. A piece that is the whole tensor is returned without a copy, and
+    # writing an empty piece to that tensor would increase its version counter.
     present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
     joined = Pieces(shape, dim, tuple([part for part, _ in present]))
     for part, piece in present:
@@ -104,17 +106,17 @@ def _joined(
 
 
 class _Parts(Node):
-    """Cuts a tensor into parts, or joins parts to a tensor; each is the backward of the other.
+    """Cuts a tensor into parts, or joins parts to a tensor; cut and join are inverse in backward.
 
-    The backward of a cut writes the gradient in one pass. With PyTorch's slicing, autograd would
-    sum one padded tensor for each part.
+    The backward of a cut writes the gradient in one pass. For PyTorch's slicing, autograd would pad
+    the gradient of each part to the whole shape, and sum these tensors.
     """
 
     @staticmethod
     def forward(ctx, is_cut, shape, dim, parts, *tensors):
         """Cut ``tensors[0]`` into parts if ``is_cut``; else join ``tensors`` to ``shape``."""
-        # In the backward of a cut, the gradient of a part may be None, and is left out. In the
-        # backward of a join, a missing gradient is replaced by zeros.
+        # The backward of a cut leaves out parts whose gradient is None. The backward of a join
+        # needs a gradient: zeros if there is none.
         ctx.set_materialize_grads(not is_cut)
         ctx.given = is_cut, shape, dim, parts
         if not is_cut:
@@ -122,7 +124,7 @@ class _Parts(Node):
         pieces = []
         for part in parts:
             piece = cut_ranges(tensors[0], dim, part)
-            # Copy, since a norm or RoPE may change its part in place.
+            # Copy the part, since a norm or RoPE may change it in place.
             if piece is tensors[0] or piece._is_view():
                 piece = piece.clone(memory_format=torch.contiguous_format)
             pieces.append(piece)
@@ -154,7 +156,7 @@ def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
     Args:
         pieces: The pieces.
         dim: The dimension of the parts.
-        parts: The part of each piece; they tile the dimension.
+        parts: The part of each piece. The parts cover the dimension, and don't overlap.
 
     Returns:
         The joined tensor; if there is one piece, the piece itself.
@@ -170,7 +172,8 @@ def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
     """Cut local q, k or v [.., .., heads, d] into the heads that travel with each group.
 
     Returns:
-        The heads of each part of ``kind``. A group that sends q alone has no part of k and v.
+        The heads of each part of ``kind``. There is no part of k and v for a group that sends q
+        alone.
     """
     parts = [part for part in call.schedule.parts if part[0] == kind]
     return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))

@@ -1,28 +1,28 @@
-"""Cuts the schedule of a layer into pieces, and compiles each to functions once.
+"""Cuts the schedule of a layer into pieces, and compiles each piece to functions once.
 
     piece         consecutive steps that one node of autograd runs (`nodes`), forward and backward
-    variant       a piece compiled for one choice of inputs that need a gradient: two functions
-    operation     a function of values that have names (`operations`)
+    variant       two functions: a piece compiled for given shapes and needed gradients
+    operation     a function on named values (`operations`), which the variants call
 
 Note [Pieces]
 ~~~~~~~~~~~~~
 The programs are cut where foreign code runs: at local attention, at projections that are called
-whole, at RoPE of the caller. Foreign code runs between two pieces, once, and autograd records it as
+whole, at RoPE of the caller. Foreign code runs between two pieces, and autograd records it as
 usual. The programs are also cut between the sections of a schedule, since a node keeps its inputs
 and its incoming gradients alive until it returns.
 
-Each piece but the last returns an empty tensor, the token, which the next piece takes. So a
-backward that reaches the last piece runs all pieces in reverse, on every rank, even if local
-attention on some rank does not use q, k or v: all ranks make the same exchanges.
+Each piece but the last returns an empty tensor, the token, and the next piece takes this token. So
+a backward that reaches the last piece runs all pieces in reverse, also where local attention on
+this rank does not use q, k or v. In this way, all ranks make the same exchanges.
 
 A layer that has a window is one piece. Its backward recomputes q, k and v, and uses autograd only
 for the backward of local attention, one head group at a time.
 
 Note [What a node saves]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A node saves the values that its backward reads from forward. It uses ``save_for_backward``, so that
-hooks for saved tensors see the values, and autograd detects in-place changes. Every value is freed
-after its last use (`flat`). Saved values and last uses are determined when a variant is compiled.
+A node saves the values of forward that its backward reads. The node uses ``save_for_backward``, so
+that hooks for saved tensors see the values, and autograd detects in-place changes. Every value is
+freed after its last use (`flat`). Compiling a variant determines its saved values and last uses.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat, gradients
 
-# The values whose names begin with one of these words are saved by a checkpoint around a window.
+# If a checkpoint around a layer with a window saves attention, it saves the values whose names
+# begin with these words.
 OF_CHECKPOINT = ("merged", "kept")
 
 
 @dataclass(eq=False)
 class Variant:
-    """Holds the compiled functions of a piece, for one choice of inputs that need a gradient.
+    """Holds the compiled functions of a piece, for given shapes, dtypes and needed gradients.
 
     Attributes:
-        needs: For each part that was exchanged so far, and for each input of the nodes so far,
-            whether its gradient is needed.
-        kinds: For each input of the nodes so far, its shape and dtype.
+        needs: For each part exchanged so far, and each input of a node so far: whether the gradient
+            is needed.
+        kinds: For each input of a node so far: shape and dtype; None for an input that is None.
         forward: Takes the inputs of the node. Returns the outputs of the node, then the values that
             ``held`` names.
         backward: Takes the values that ``saved`` names, then the gradients of the node's outputs.
             Returns the gradient of each input, or None.
-        again: In a window: the forward if a checkpoint has saved attention. Takes the inputs of the
-            node, then o of all groups; returns what ``forward`` returns.
+        again: In a window: the forward of a recompute, if the checkpoint saved attention. Takes the
+            inputs of the node, then o of all groups. Returns the same as ``forward``.
         saved: The names of the values that the node saves for backward.
-        held: ``saved``, and the names of the values that a checkpoint saves.
+        held: The names in ``saved``, and those of the values that a checkpoint saves.
         undifferentiable: The indices of the outputs whose gradients are not needed.
     """
 
@@ -75,10 +76,10 @@ class Variant:
 
 @dataclass(eq=False)
 class Piece:
-    """Consecutive steps that one node runs, see Note [Pieces].
+    """Holds consecutive steps that one node runs, see Note [Pieces].
 
     Attributes:
-        section: The section of the schedule that the steps are from.
+        section: The steps' section of the schedule; empty with a window.
         foreign: The steps that run outside of nodes, before the piece.
         forward: The steps of the piece in forward.
         backward: The steps of the piece in backward.
@@ -98,7 +99,7 @@ class Piece:
     def variant(
         self, call: Call, names: tuple[Name, ...], needs: tuple[bool, ...], given: Sequence[Any]
     ) -> Variant:
-        """Return the variant for the inputs of a node; compile the variant if it does not exist.
+        """Return the variant for the given inputs of a node; compile a missing variant.
 
         Args:
             call: The call; ``call.variant`` is the variant of the previous piece.
@@ -109,8 +110,8 @@ class Piece:
         kinds: list[Kind | None] = []
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
-        # The previous piece's variant was compiled for the form of the call, so it can replace the
-        # form in the key.
+        # The previous piece's variant was compiled for the form of this call. So in the key, that
+        # variant can stand for the form.
         key = (call.variant or call.form, names, needs, is_profiled(), *kinds)
         variant = self.variants.get(key)
         if variant is None:
@@ -125,7 +126,7 @@ class Piece:
         return variant
 
 
-# The limit on variants of a piece; for instance, each sequence length needs one.
+# The limit on variants of a piece. For instance, each sequence length needs a variant.
 _MOST = 256
 
 
@@ -138,7 +139,12 @@ def _compiled(
 ) -> Variant:
     """Compile a variant.
 
-    ``kinds`` are shape and dtype of each input. The other arguments are those of `Piece.variant`.
+    Args:
+        piece: The piece.
+        call: The call.
+        names: The names of the inputs.
+        needs: For each input, whether it needs a gradient.
+        kinds: For each input, its shape and dtype; None for an input that is None.
     """
     needed, kinds_of = dict(zip(names, needs)), dict(zip(names, kinds))
     if call.variant is not None:
@@ -155,15 +161,15 @@ def _compiled(
                     part, needed
                 )
     if call.schedule.is_windowed:
-        # ``reaches`` is equal on all ranks: in the first call, the ranks compared which projections
-        # and norms need a gradient. They did not compare ``learned``; users must give the same
-        # arguments on all ranks.
+        # ``reaches`` must be equal on all ranks. In the first call, the ranks compare which
+        # projections and norms need a gradient. The ranks don't compare ``learned``: users must
+        # give the same arguments on all ranks.
         learned = [needed[name] for name in names if name[0] == "learned"]
         reaches = any(learned) or any(needed[kind, 0] for kind in "qkv")
         for group in call.groups:
             needed["o", group] = reaches
         if not reaches:
-            # Only Wo and its bias need a gradient: nothing is recomputed or exchanged.
+            # Only Wo and its bias need a gradient, so backward recomputes and exchanges nothing.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
     compiler = Compiler(call, needed, kinds_of, is_profiled())
     program = piece.forward  # guard: starts in the order drawn
@@ -196,7 +202,7 @@ def _compiled(
 
 
 def _saved(operations: list[Operation], of_forward: list[Name]) -> list[Name]:
-    """Return the values ``of_forward`` that a backward reads, before it writes them if it does."""
+    """Return the names ``of_forward`` that the operations of backward read before writing them."""
     read: dict[Name, None] = {}
     left = set(of_forward)
     for operation in operations:
@@ -207,18 +213,18 @@ def _saved(operations: list[Operation], of_forward: list[Name]) -> list[Name]:
 
 @lru_cache(maxsize=_MOST)
 def pieces_of(schedule: Schedule, ends: tuple[str, ...], given: bool, arrives: bool) -> list[Piece]:
-    """Cut the programs of a schedule into pieces, see Note [Pieces]; once for each schedule.
+    """Cut the programs of a schedule into pieces, see Note [Pieces]; cached.
 
     Args:
         schedule: The schedule.
         ends: Those of the sections "inputs" and "output" whose projections are computed part by
             part.
-        given: Whether the caller gives q, k and v, so that nothing projects them.
-        arrives: Whether foreign code changes q, k and v on arrival.
+        given: Whether the caller passes q, k and v, so that no step projects.
+        arrives: Whether foreign code (RoPE of the caller) changes q, k and v after their exchange.
     """
     if schedule.is_windowed:
         return [Piece("", (), schedule.forward, schedule.backward, takes=(), gives=("y",))]
-    # For each piece, the foreign steps before it, and its own steps.
+    # For each piece: the foreign steps before the piece, and the steps of the piece.
     cut: list[tuple[list[Step], list[Step]]] = [([], [])]
     for step in schedule.forward:
         of_projections = step.op is Op.PROJECT and "inputs" not in ends

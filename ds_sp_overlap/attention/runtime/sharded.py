@@ -2,15 +2,15 @@
 
 Note [Units of FSDP2]
 ~~~~~~~~~~~~~~~~~~~~~
-A module that was given to ``fully_shard`` is a unit. Hooks on the unit's call gather all parameters
-of the unit, except those of inner units. Before the call a parameter is a `DTensor` of this rank's
-part, inside the call a plain parameter. Backward gathers the unit again when the output of the call
-gets its gradient. As soon as the inputs of the call have their gradients, FSDP2 reduces the unit's
-gradients and frees its gathered parameters. So every use of a unit's parameters must lie in the
-graph between inputs and output of the call.
+A module that was passed to ``fully_shard`` is a unit. Hooks on the unit's call gather all
+parameters of the unit, except those of inner units. Before the call, a parameter is a `DTensor`
+with this rank's part. Inside the call, the parameter is plain. Backward gathers the unit again when
+the output of the call gets its gradient. As soon as the inputs of the call have their gradients,
+FSDP2 reduces the unit's gradients and frees its gathered parameters. So in the graph, every use of
+a unit's parameters must lie between inputs and output of the call.
 
-Projections are still called (Note [Calls of modules] in `linear`), so a unit may be a projection,
-or a module around the layer.
+A unit may be a module around the layer, or a projection: a projection is called even if computed
+part by part (Note [Calls of modules] in `linear`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# The beginning of the name of the module in which FSDP2 defines its hooks.
+# The prefix of the names of the Python modules that define FSDP2's hooks.
 FSDP = "torch.distributed.fsdp._fully_shard"
-# The modules whose weight is plain inside a call of the unit around the module, and sharded outside
-# of the call. `look_for_units` fills this set.
+# The modules whose weight is sharded, but plain inside a call of the unit that contains the module.
+# `look_for_units` fills this set.
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -34,7 +34,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Yield module and name of each parameter that a unit gathers to a plain parameter.
+    """Yield the module and the name of each parameter that is plain once its unit has gathered it.
 
     A parameter that several modules share is yielded for each of these modules.
     """
@@ -43,7 +43,7 @@ def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in filter(None, groups):
         for parameter in group.fsdp_params:
-            # With tensor parallelism or quantisation, the gathered parameter has another type.
+            # With tensor parallelism or quantisation, a gathered parameter is not plain.
             is_other = hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather")
             if not parameter.is_dtensor and not is_other:
                 info = parameter._module_info
@@ -52,9 +52,9 @@ def _gathered_by(unit: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def look_for_units(model: nn.Module) -> None:
-    """Remember the modules of ``model`` whose weights its units gather.
+    """Remember the modules of ``model`` whose weights are gathered by units.
 
-    `enable` calls this, and so does the first forward, since units may be made in between.
+    `enable` calls this function. The first forward calls it again, since units may be made between.
     """
     for unit in filter(is_unit, model.modules()):
         _gathered.update(module for module, name in _gathered_by(unit) if name == "weight")
@@ -72,10 +72,10 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def has_plain_parameters(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are plain tensors, or FSDP2's shards of such.
+    """Return whether a module's own parameters are plain tensors, or FSDP2's shards of plain ones.
 
-    A quantised parameter has another type. Its product may be scaled by values that depend on all
-    tokens of the input.
+    A quantised parameter has another type. A product with such a parameter may be scaled by values
+    that depend on all tokens of the input.
     """
     parts = (getattr(x, "_local_tensor", x) for x in module.parameters(recurse=False))
     return all(

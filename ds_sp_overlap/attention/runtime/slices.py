@@ -1,36 +1,36 @@
 """Multiplies with parts of weights.
 
-A part is a tuple of ranges along one dimension. Parts may overlap (KV heads that two ranks need);
-then the gradients of the parts are summed (`parts`).
+A part is a tuple of ranges along one dimension. If two ranks need the same KV heads, parts overlap.
+Then the gradients of these parts are summed (`parts.Pieces`).
 
 Note [Slices of weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-The rows of a weight that make the heads of a group may lie apart, one slice for each rank (see
-Note [Groups first] in `heads`). Products of two kinds read or write them:
+The rows of a weight for the heads of a group may lie apart: one slice for each rank (see
+Note [Groups first] in `heads`). There are two kinds of products with such slices:
 
     y = x w_g^T, do = dy w_g, dw_g = dy^T x     the slices belong to the columns of the result
     dx += dy w_g, y += o_g w_g^T                the slices are summed over
 
-A product of the first kind is one batched product over a view of the slices, [slices, .., ..]; it
-copies no weight (`mm_of_slices`, `mm_to_slices`).
+A product of the first kind is one batched product over a view of the slices, [slices, .., ..],
+which copies no weight (`mm_of_slices`, `mm_to_slices`).
 
-A product of the second kind copies the slices (`cut_ranges`), since a copy moves the fewest bytes.
-No strided view joins slices along the dimension that is summed over. Beyond one product, the
-alternatives move this many elements, for K rows of a group in S slices, t tokens, model dim m:
+A product of the second kind copies the slices (`cut_ranges`), since no strided view joins slices
+along the dimension of the sum, and the alternatives move more bytes. Beside the product itself,
+these elements are moved, for K rows of a group in S slices, t tokens, model dim m:
 
     copy the slices                             2 K m           read once, written once
     one product a slice, added in place         2 (S - 1) t m   reads and writes dx or y each time
     one batched product, then a sum             2 S t m         writes and reads S terms of dx or y
 
-So the copy is the cheapest from t > K / (S - 1) tokens on. The table shows MB per product for Llama
-at P = 8 and G = 2, with 8192 tokens per rank in bf16. A layer has four such products in a step:
-dgrad of q and merge of o, for each group (with 8 KV heads, k and v of a group are one slice).
+So the copy is the cheapest for t > K / (S - 1). The table shows MB per product for Llama at P = 8
+and G = 2, with 8192 tokens per rank in bf16. A layer has four such products in a step: for each of
+two groups, the dgrad of q and the merge of o. (With 8 KV heads, k and v of a group are one slice.)
 
               K      copy   added in place   batched and summed   copy is cheaper from
     8B     2048        34              939                 1074             293 tokens
     70B    4096       134             1879                 2147             586 tokens
 
-Adding in place would also round half precision once a slice.
+In half precision, adding in place would also round once for each slice.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from ...exchange.layout import Range
 # A part is a tuple of ranges along one dimension.
 Ranges = tuple[Range, ...]
 Parts = tuple[Ranges, ...]
-# Devices on which batched products of half precision into views are slow: up to a hundred times as
-# slow as one product. The planner records for a GPU on a CPU, so it empties this set.
+# Devices on which batched products in half precision into views are slow: up to a hundred times as
+# slow as one product. The planner empties this set, since it records a GPU's work on a CPU.
 unbatched = {"cpu"}
 
 
 def batched_is_slow(x: Tensor) -> bool:
-    """Return whether batched products with ``x`` are slow: half precision on a slow device."""
+    """Return whether batched products with ``x`` are slow: in half precision, on ``unbatched``."""
     if x.device.type not in unbatched or x.dtype == torch.float64:
         return False
     return x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
 
 
 def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Return the slices of ``parameter`` along ``dim``, one after another.
+    """Return the slices of ``parameter`` along ``dim``, joined in order.
 
-    The result is a view of the parameter if one view can hold all slices, else a copy.
+    The result is the parameter or a view of it if the slices are adjacent, else a copy.
     """
     if len(ranges) == 1:
         ((start, stop),) = ranges
@@ -72,7 +72,7 @@ def cut_ranges(parameter: Tensor, dim: int, ranges: Ranges) -> Tensor:
         return parameter[(slice(None),) * dim + (slice(start, stop),)]
     runs = _runs(ranges)
     if len(runs) == 1:
-        # The flatten copies once, instead of once for each slice.
+        # The flatten copies all slices in one kernel.
         return runs[0][0].view(parameter, dim, in_place=True).flatten(dim, dim + 1)
     return torch.cat([parameter.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
@@ -84,7 +84,7 @@ class Run(NamedTuple):
         slices: The number of slices.
         size: The length of each slice.
         start: The start of the first slice.
-        step: The distance from the start of a slice to the start of the next.
+        step: The distance between the starts of successive slices.
     """
 
     slices: int
@@ -94,7 +94,7 @@ class Run(NamedTuple):
 
     @classmethod
     def dealt(cls, part: Ranges, count: int) -> Run:
-        """Return ``part`` as ``count`` equal slices; adjacent slices may form one range."""
+        """Return ``part`` as a run of ``count`` slices, also if all slices are one range of it."""
         start, size = part[0][0], sum(stop - start for start, stop in part) // count
         return cls(count, size, start, part[1][0] - start if len(part) > 1 else size)
 
@@ -105,25 +105,25 @@ class Run(NamedTuple):
             If ``in_place``, ``dim`` becomes two dimensions: [.., slices, size, ..]. Otherwise
             [slices, other dim, size], for a matrix.
         """
-        # Parts of a plain tuple cost the host less than parts of a `torch.Size`.
+        # Slicing a plain tuple takes the host less time than slicing a `torch.Size`.
         shape, strides = tuple(x.shape), x.stride()
         one, step = strides[dim], self.step * strides[dim]
         if in_place:
             wide = shape[:dim] + (self.slices, self.size) + shape[dim + 1 :]
             steps = strides[:dim] + (step, one) + strides[dim + 1 :]
         else:
-            # One `as_strided`, where a view and a transpose would cost the host more.
+            # One `as_strided` takes the host less time than a view and a transpose.
             wide, steps = (self.slices, shape[1 - dim], self.size), (step, strides[1 - dim], one)
         return x.as_strided(wide, steps, x.storage_offset() + self.start * one)
 
 
 @lru_cache(maxsize=4096)
 def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
-    """Group the slices of a part into runs; adjacent ranges count as one slice.
+    """Group the ranges of a part into runs of slices; adjacent ranges are one slice.
 
     Returns:
-        For each group of slices, two `Run` objects: the places of the slices in the whole
-        dimension, and their places in the part, in which all slices lie end to end.
+        For each run: the places of its slices in the whole dimension, and their places in the
+        joined part, where slices lie end to end.
     """
     merged: list[Range] = []
     for start, stop in part:
@@ -135,9 +135,10 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
         size = stop - start
         if runs:
             count, last_size, first, step = runs[-1]
-            # A view has no negative stride, and the slices of a batched product must not overlap.
+            # The slices of a run ascend, since a view has no negative stride. They don't overlap,
+            # since a batched product must not write an element twice.
             is_next = last_size == size <= start - first
-            # The second slice of a run sets its step; later slices must have the same step.
+            # The second slice of a run sets the run's step. Later slices must have the same step.
             if is_next and (count == 1 or start == first + count * step):
                 runs[-1] = Run(count + 1, size, first, (start - first) // count)
                 continue
@@ -150,7 +151,7 @@ def _runs(part: Ranges) -> tuple[tuple[Run, Run], ...]:
 
 
 def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``x`` by the weights of each rank; the result has the order of the send buffer.
+    """Multiply ``x`` by each rank's weights, to a result in the order of the send buffer.
 
     Args:
         x: [tokens, k].
@@ -168,14 +169,14 @@ def by_rank(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
 def mm_of_slices(a: Tensor, whole: Tensor, part: Ranges, bias: Tensor | None = None) -> Tensor:
     """Multiply by several slices of the columns of a matrix, see Note [Slices of weights].
 
-    Only for use inside nodes of autograd, since autograd does not support ``out=``. The columns are
-    the rows of a weight, given as ``weight.t()``; or the columns of Wo, in its dgrad.
+    Only nodes of autograd call this function, since autograd does not support ``out=``. The matrix
+    is a transposed weight; or Wo, in its dgrad.
 
     Args:
         a: [m, k].
-        whole: [k, n].
+        whole: [k, n]. The matrix.
         part: The slices of n.
-        bias: [n]; None without bias.
+        bias: [n], for all columns; None for no bias.
 
     Returns:
         ``a @ whole[:, part]``, contiguous.
@@ -200,7 +201,7 @@ def mm_to_slices(a: Tensor, b: Tensor, whole: Tensor, part: Ranges, add: bool) -
         a: [m, k].
         b: [k, n].
         whole: [m, N].
-        part: The slices of N; n columns in all.
+        part: The slices of N, with n columns in all.
         add: Whether to add the product to the slices instead of overwriting them.
     """
     if batched_is_slow(a):
@@ -223,7 +224,7 @@ def put_ranges(whole: Tensor, dim: int, ranges: Ranges, piece: Tensor, add: bool
         piece: The new values of the slices, one slice after another.
         add: Whether to add the values to the slices instead of overwriting them.
     """
-    # The slices of a run don't overlap, so one sum loses no terms.
+    # The slices of a run don't overlap, so an in-place sum loses no terms.
     for run, own in _runs(ranges):
         target = run.view(whole, dim, in_place=True)
         source = own.view(piece, dim, in_place=True)

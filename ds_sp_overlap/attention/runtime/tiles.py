@@ -2,25 +2,26 @@
 
 Note [Tiles]
 ~~~~~~~~~~~~
-A norm in bf16 holds up to 14 times its input in temporaries, an MLP a multiple of its inner width.
-Both compute each token by itself. So forward runs one tile of tokens after the other, and backward
-recomputes and differentiates each tile::
+A norm in bf16 has temporaries of up to 14 times its input's size, an MLP several of its inner
+width. Both compute each token by itself. So forward runs one tile of tokens after the other, and
+backward recomputes and differentiates each tile::
 
     x ──► _Saved ──► _Tiles ──► y       forward:  y[tile] = f(x[tile]), without a graph
           saves x                       backward: dx[tile], dw += of f(x[tile]), with a graph
           and weights
 
-`_Saved` comes before `_Tiles`, because a non-reentrant checkpoint stops its recompute once it has
-all saved tensors. So if tiles are the end of the checkpoint, the recompute does not run them.
+A non-reentrant checkpoint stops its recompute as soon as it has all saved tensors. So `_Saved`
+comes before `_Tiles`: if the tiled module is the last in a checkpoint, the recompute runs no tile.
 
 The modules with weights are called once, around the nodes (`call_through`), so that ZeRO-3 and
-FSDP2 gather the weights as usual. The tiles run on copies of the modules, without hooks, with
-detached weights: a weight's gradient is summed here and reaches the weight through autograd once.
+FSDP2 gather the weights as usual. The tiles run on copies of the modules, which have no hooks and
+have detached weights. `_Tiles` sums a weight's gradient over the tiles, so autograd passes the
+gradient to the weight once.
 
 In half precision, a gradient that is rounded in each tile has a larger error than the untiled
 gradient, which is rounded once. So each tile computes the weight gradient of a `nn.Linear` as an
-fp32 product (`_Linear`), and the tiles of a norm run in fp32 in backward. Other kinds of linear
-layer (transformers' Conv1D, Megatron's) round in each tile.
+fp32 product (`_Linear`), and in backward the tiles of a norm run in fp32. Other kinds of linear
+layers (transformers' Conv1D, Megatron's) round in each tile.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
         tokens: The most tokens in a tile.
 
     Returns:
-        [.., width]. The output of the module; autocast may decide the dtype.
+        [.., width]. The output of the module. In autocast, the dtype may differ from that of ``x``.
     """
     with_weights = [part for part in module.modules() if part._parameters and part is not module]
 
     def run(x: Tensor) -> Tensor:
-        # Inside of the modules' calls the weights are gathered.
+        # The weights are gathered now, inside of the modules' calls.
         weights = list(module.parameters())
         hidden = _Saved.apply(x, *weights)
         # The node of `_Saved` holds the saved tensors.
@@ -64,10 +65,10 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
 def _over(
     module: nn.Module, weights: Mapping[nn.Parameter, Tensor], add: _Add | None = None
 ) -> Any:
-    """Return a copy of a module with other weights and without hooks, also in its children.
+    """Return a copy of a module and its children, with the given weights and without hooks.
 
-    With ``add``, linear layers in the copy pass the gradients of their weights to ``add``, instead
-    of returning them to autograd.
+    If ``add`` is given, linear layers in the copy pass their weights' gradients to ``add`` instead
+    of autograd.
     """
     copy = without_hooks(module)
     own, children = {}, {}
@@ -86,7 +87,7 @@ _Add = Callable[[Tensor, Tensor], None]
 
 
 class _Linear(torch.autograd.Function):
-    """Runs a linear layer in half precision; passes its weight gradients on in fp32.
+    """Runs a linear layer in half precision; passes its weights' gradients to ``add`` in fp32.
 
     forward: y = x w^T + b
     backward: dx = dy w; add dw = dy^T x and db = sum of dy, in fp32
@@ -109,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices in half precision; return the product in fp32, without rounding it."""
+    """Multiply matrices of half precision to a product in fp32."""
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -145,12 +146,12 @@ class _Tiles(Node):
         x: Tensor,
         *weights: nn.Parameter,
     ) -> Tensor:
-        # The copy keeps the module's current modes and active adapters for backward.
+        # For backward, the copy keeps the modes and active adapters that the module has now.
         ctx.copy = _over(module, dict(zip(weights, weights)))
         ctx.tokens, ctx.saved, ctx.autocast = tokens, saved, autocast_of(x.device)
-        # Autocast caches casts of weights that need a gradient. Here casts have no graph, so a
-        # later use of a cached cast would lose the gradient. Casts of detached weights are not
-        # cached.
+        # Autocast caches the casts of weights that need a gradient. Here a cast has no graph, so a
+        # cached cast would later lose the weight's gradient. Detached weights need no gradient, so
+        # their casts are not cached.
         detached = {weight: weight.detach() for weight in weights}
         copy, rows = _over(module, detached), x.flatten(0, -2)
         y: Any = None
@@ -180,7 +181,7 @@ class _Tiles(Node):
 
         dtype = torch.promote_types(x.dtype, torch.float32)
         rounds = dtype != x.dtype and not ctx.autocast["enabled"]
-        # The module is a norm if all its weights are vectors.
+        # A module whose weights are all vectors is a norm.
         widens = rounds and all(weight.dim() < 2 for weight in weights)
         leaves = []
         for weight, wanted in zip(weights, ctx.needs_input_grad[4:]):
@@ -206,7 +207,7 @@ class _Tiles(Node):
             if dx is not None:
                 dx[tile] = gradients.pop()
             for leaf, gradient in zip(sources, gradients):
-                if gradient is not None:  # None: `_Linear` has added it, or f does not use the leaf
+                if gradient is not None:  # None if `_Linear` added it, or f does not use the leaf
                     add(leaf, gradient)
             del gradients
         dws = []

@@ -16,8 +16,8 @@ from .linear import call_through
 from .nodes import End, run_piece
 from .plan import Piece, pieces_of
 
-# Changes q, k or v after its exchange. Takes the kind, the tensor, and the ranges of tokens that q
-# holds (empty if q holds the whole sequence); returns the changed tensor.
+# A function that changes q, k or v after its exchange. Takes the kind, the tensor, and the ranges
+# of tokens in q (empty if q has the whole sequence); returns the changed tensor.
 Arrive = Callable[[str, Tensor, tuple[Range, ...]], Tensor]
 
 
@@ -28,16 +28,16 @@ class Walk:
     Args:
         call: The call.
         attend: The local attention.
-        project: Returns q, k or v of a group if projections are called whole; None if they are
-            computed part by part, or if the caller puts q, k and v into ``values``.
+        project: If projections are called whole: returns q, k or v of a group. None if projections
+            are computed part by part, or if the caller puts q, k and v into ``values``.
         arrive: Changes q, k and v after their exchange; None for no change.
-        ends: By section, the ends that are computed part by part. A layer that has a window has one
-            end, with the key "".
+        ends: The ends of the layer that are computed part by part, by section. A layer that has a
+            window has one end, with the key "".
 
     Attributes:
-        values: The current values outside of nodes: q, k, v and o of head groups, and the token.
-            Before `run`, the caller sets "x" if there are ends; after it, "y" is the layer's output
-            if the output projection is an end.
+        values: The current values outside of nodes: q, k, v and o of head groups, and the token. If
+            there are ends, the caller sets "x" before `run`. If the output projection is an end,
+            "y" is the layer's output after `run`.
     """
 
     call: Call
@@ -61,7 +61,7 @@ class Walk:
                 self.values.update(zip(piece.gives, made))  # guard: leads to each of them
 
     def _piece(self, piece: Piece) -> tuple[Tensor, ...]:
-        """Run a piece on ``values``; return the outputs of its node."""
+        """Run a piece with inputs from ``values``; return the outputs of its node."""
         end = self.ends.get(piece.section)
         if end is None:
             given = [self.values.pop(name) for name in piece.takes]

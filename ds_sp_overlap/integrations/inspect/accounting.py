@@ -6,11 +6,11 @@ See Note [Operations, not numbers].
 
 Note [Operations, not numbers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-To run a forward on some numbers and look at the results proves little: a clamp at 8, a temperature
-of 1 and a gate of 0 don't change small numbers. So operations are judged by their names. One
-operation that is not allowed makes the code unknown. A comparison of sizes or dtypes does as well,
-since the code could then compute something else in another call. Third-party code never runs: its
-result could depend on anything, and it could write anywhere.
+The results of a forward for some numbers prove little: for instance, a clamp at 8, a temperature of
+1 and a gate of 0 don't change small numbers. So operations are judged by their names. One operation
+that is not allowed makes the code unknown. So does a comparison of sizes or dtypes, since the code
+may then compute something else in another call. Third-party code never runs: its result could
+depend on anything, and the code could write anywhere.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ MOVES = frozenset(
 )
 
 
-# In order: modules that code may use; prefixes of torch's functions that return torch's state;
-# names by which code reaches objects without naming them; opcodes that import or set a global.
+# In this order: modules that code may use; prefixes of the names of torch's functions that return
+# torch's state; names by which code can reach objects that it does not name; opcodes that import or
+# set a global.
 _MODULES = {math, torch, torch.functional, nn, nn.functional}
 _QUESTIONS = "is_", "are_", "get_"
 _INDIRECT = frozenset("super __class__ globals vars eval exec __import__".split())
@@ -47,26 +48,27 @@ _STATEMENTS = {dis.opmap["IMPORT_NAME"], dis.opmap["STORE_GLOBAL"]}
 
 
 class Unknown(Exception):
-    """Says why the computation of some code is not known."""
+    """Says why it is not known what some code computes."""
 
 
 def free_primes(fixed_sizes: Collection[int]) -> list[int]:
     """Return primes, in ascending order, to use as batch size and sequence length of a run.
 
-    No prime in the result divides one of a layer's ``fixed_sizes``. So no prime is mistaken for
-    such a size or for a factor of one. All primes divide 0, so ``fixed_sizes`` must not contain 0.
+    The result has no prime that divides one of a layer's ``fixed_sizes``. So a prime can't be
+    mistaken for such a size or for its factor. Every prime divides 0, so ``fixed_sizes`` must not
+    contain 0.
     """
     primes = [n for n in range(3, 72) if all(n % divisor for divisor in range(2, n))]
     return [prime for prime in primes if all(size % prime for size in fixed_sizes)]
 
 
 class LoadedGlobal(NamedTuple):
-    """A global variable that some code refers to.
+    """Describes a global variable that some code refers to.
 
     Attributes:
         namespace: The dict that holds the variable.
         name: The name of the variable.
-        value: The value of the variable when `Code` looked it up; `MISSING` if it had none.
+        value: The value that `Code` found; `MISSING` if the variable did not exist.
     """
 
     namespace: dict[str, Any]
@@ -74,20 +76,20 @@ class LoadedGlobal(NamedTuple):
     value: Any
 
     def has_changed(self) -> bool:
-        """Return whether the global now has another value."""
+        """Return whether the variable now has another value."""
         return self.namespace.get(self.name, MISSING) is not self.value
 
 
 class Size(int):
-    """A size of a tensor that varies between calls: the batch, the sequence, or a multiple of one.
+    """Replaces a size that varies between calls: of the batch, the sequence, or a multiple of one.
 
-    Code may only use a `Size` as the size of another tensor. Every other use fails.
+    Code may use a `Size` only as the size of another tensor. Every other use fails.
     """
 
     accounting: Accounting
 
     def refuse(self, *_: Any) -> Any:
-        """Fail; replaces all attributes and operators of ``int`` except ``__index__``."""
+        """Fail; this replaces all attributes and operators of ``int`` except ``__index__``."""
         fail = self.accounting.fail
         return fail("computes with a size of its tensors")  # guard: nothing goes by a size
 
@@ -109,25 +111,25 @@ def is_plain(value: Any) -> bool:
 
 
 class Code:
-    """The functions that a layer's forward may run, found by the names in their code.
+    """Finds the functions that a layer's forward may run, by the names in their code.
 
-    Runs none of them. Their results depend only on arguments, on attributes of the layer, and on
-    ``loaded_globals``.
+    None of these functions runs here. Their results depend only on arguments, on attributes of the
+    layer, and on ``loaded_globals``.
 
     Args:
         kind: The class of the layer.
 
     Attributes:
-        forward: The forward of the class, without decorators that only rename the argument of a KV
-            cache.
+        forward: The forward of the class, without a decorator that only renames the argument of a
+            KV cache.
         functions: All functions that may run.
-        loaded_globals: The globals that the functions name, except modules, by the id of the
-            namespace and the name. Later calls check that these have not changed.
-        words: The identifiers among the string constants of the functions. Code that looks up a
-            keyword by name contains the name.
+        loaded_globals: The globals that the functions name, except modules. The keys are the id of
+            the namespace and the name. Later calls check that no global has changed.
+        words: The string constants of the functions that are identifiers. If code looks up a
+            keyword by its name, the name is among these words.
 
     Raises:
-        Unknown: if a function is not transformers', or uses anything except arguments, attributes,
+        Unknown: if a function is not transformers' own, or uses anything but arguments, attributes,
             constants, torch's operations and other functions of transformers.
     """
 
@@ -143,7 +145,7 @@ class Code:
         left: list[tuple[str, Any]] = [("forward", self.forward)]
         while left:
             name, function = left.pop()
-            # The package ``kernels`` wraps a function in a module, and may replace its forward.
+            # The package ``kernels`` wraps a function in a module whose forward it may replace.
             if isinstance(function, nn.Module) and type(function).__module__.startswith("kernels."):
                 loaded = LoadedGlobal(vars(function), "forward", MISSING)
                 self.loaded_globals[id(function), "forward"] = loaded
@@ -158,7 +160,7 @@ class Code:
     ) -> Iterator[tuple[str, Any]]:
         """Yield the methods of the layer and the globals that some code names, each with its name.
 
-        Omits modules, constants, loggers and the registry of attention functions.
+        Modules, constants, loggers and the registry of attention functions are left out.
 
         Args:
             code: The code.
@@ -182,14 +184,14 @@ class Code:
             is_registry = value is attention_functions()
             if not (is_plain(value) or is_registry or isinstance(value, logging.Logger)):
                 yield name, value
-        # The functions that are nested in the code.
+        # The functions defined inside the code.
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 yield from self._named_in(inner, names, kind)
 
 
 def _is_plain_function(function: Any) -> bool:
-    """Return whether a function is transformers', has no decorator and holds no state."""
+    """Return whether a function is transformers' own, without decorator and without state."""
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
         return False
     defaults = function.__defaults__, *(function.__kwdefaults__ or {}).values()
@@ -198,9 +200,9 @@ def _is_plain_function(function: Any) -> bool:
 
 
 def _asks_torch(name: str) -> bool:
-    """Return whether ``name`` is a function or module by which code can read torch's state.
+    """Return whether ``name`` is a function or module that gives torch's state to code.
 
-    An example of a module is ``torch.backends``.
+    ``torch.backends`` is such a module.
     """
     for module in _MODULES:
         value = getattr(module, name, None)
@@ -217,17 +219,17 @@ class Accounting(TorchFunctionMode):
 
     Args:
         allowed: Names of the operations on tensors that are allowed besides `MOVES`.
-        sizes: The sizes that vary between calls, each 1 or from `free_primes`. Their multiples vary
-            as well, since code may merge dims; a size of 1 does not count.
+        sizes: The sizes that vary between calls, each 1 or from `free_primes`. Multiples of these
+            vary as well, since code may merge dims. A size of 1 is not checked.
 
     Attributes:
-        fault: The reason why the code is unknown; empty if there is none so far.
+        fault: The reason why the code is unknown; empty if no reason was found so far.
         hidden: The object that code gets as the dtype or device of a tensor; None to show the true
             value.
 
     Raises:
-        Unknown: if the code does anything that is not allowed, even if the code itself catches the
-            exception.
+        Unknown: if the code does anything that is not allowed. `__exit__` raises it again, in case
+            the code caught it.
     """
 
     def __init__(self, allowed: Iterable[str], sizes: Collection[int]):
@@ -237,7 +239,7 @@ class Accounting(TorchFunctionMode):
         self.hidden: Any = None
 
     def fail(self, reason: str) -> NoReturn:
-        """Raise Unknown, and record the first reason, for `__exit__` to raise it once more."""
+        """Raise Unknown; record the first reason, with which `__exit__` raises again."""
         self.fault = self.fault or reason
         raise Unknown(f"its forward {self.fault}")
 
@@ -250,7 +252,7 @@ class Accounting(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Check an operation by its name, and return its result; called for each operation."""
+        """Check an operation by its name, and return its result; torch calls this for each."""
         name, kwargs = getattr(function, "__name__", str(function)), kwargs or {}
         # An access to an attribute of a tensor, such as ``x.shape``.
         if name == "__get__":
@@ -260,7 +262,7 @@ class Accounting(TorchFunctionMode):
             if isinstance(result, int):
                 return self.wrap_size(result)
             return tuple(map(self.wrap_size, result))
-        # ``len()`` converts a `Size` to a plain int, whose uses can't be checked.
+        # ``len()`` would turn a `Size` into a plain int, whose uses can't be checked.
         if name == "__len__" and isinstance(self.wrap_size(args[0].shape[0]), Size):
             self.fail("asks for the len() of a tensor")
         if name in ("dtype", "device"):
@@ -278,7 +280,7 @@ class Accounting(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def wrap_size(self, count: int) -> int:
-        """Return ``count``, as a `Size` if it varies between calls (see ``sizes``)."""
+        """Return ``count``, or a `Size` if the count varies between calls (see ``sizes``)."""
         if all(count % size for size in self.sizes):  # guard: joined dims too
             return count
         size = Size(count)
@@ -286,7 +288,7 @@ class Accounting(TorchFunctionMode):
         return size
 
     def _is_constant_index(self, index: Any) -> bool:
-        """Return whether an index contains no tensor or list, whose values may differ by call."""
+        """Return whether an index has no tensor or list, whose values may differ between calls."""
         if isinstance(index, slice):
             edges = index.start, index.stop, index.step
             return all(x is None or isinstance(x, int) for x in edges)
@@ -297,7 +299,7 @@ class Accounting(TorchFunctionMode):
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Return the input of a dropout that drops nothing; fail for any other dropout."""
+        """Return ``input`` if the dropout drops nothing; else fail."""
         if p == 0 or not training:
             return input
         self.fail("computes what is not known here: dropout")

@@ -1,8 +1,8 @@
 """Determines from symbolic traces what the forward of a transformers attention layer computes.
 
 A `Reading` describes the computation completely, since a trace checks everything that the forward
-does (`accounting`). So this package recognises a layer by its computation, independently of its
-source code, its class and the version of transformers.
+does (`accounting`). So this package recognises a layer by its computation, whatever its source
+code, its class and the version of transformers are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Source:
     """Describes how a layer computes q, k or v.
 
     Attributes:
-        chain: The names of the modules that the hidden states pass through. The last one is a
-            linear layer, or a norm over all heads after a linear layer.
+        chain: The names of the modules through which the hidden states pass, in order. The last
+            module is a linear layer, or a norm over all heads after a linear layer.
         rows: The index of the first feature of each head in the output of the chain.
         norm: The name of a norm over the d dims of each head; None if there is none.
-        is_rotated: Whether the heads are rotated.
+        is_rotated: Whether RoPE rotates the heads.
         last: Whether the norm comes after the rotation; False without a norm or a rotation.
     """
 
@@ -50,17 +50,16 @@ class Source:
 class Reading:
     """Describes a layer's forward: attention over q, k, v, then an output projection.
 
-    `transformers.driven` makes a `SelfAttention` from it.
+    `transformers.driven` makes a `SelfAttention` from a reading.
 
     Attributes:
         sources: How each of "q", "k" and "v" is computed.
         head_dim: d.
         rotary: The keywords of the `Rotary` for q and k; None if they are not rotated.
         output: The name of the output projection.
-        per_head: For each keyword of the attention function whose value is a parameter of the layer
-            with one slice for each query head: the name of the parameter.
-        passes_keywords: Whether further keywords of the forward are passed on to the attention
-            function.
+        per_head: Names of parameters of the layer that have one slice for each query head, by the
+            keyword with which the forward passes the parameter to the attention function.
+        passes_keywords: Whether the forward passes further keywords on to the attention function.
         options: The constant keywords that the forward passes to the attention function, in
             training (True) and in evaluation (False).
         lookups: The attributes that the forward looked up.
@@ -84,9 +83,9 @@ class Reading:
 
     @property
     def children(self) -> dict[str, tuple[str, ...]]:
-        """Return for each keyword of `SelfAttention` the names of the modules to pass for it.
+        """Return the names of the modules to pass to `SelfAttention`, by keyword.
 
-        Several modules for one keyword are called in this order.
+        If a keyword has several modules, they are called in this order.
         """
         children = {f"{kind}_proj": source.chain for kind, source in self.sources.items()}
         if len(set(children.values())) == 1:
@@ -101,11 +100,11 @@ class Reading:
     def first_rows(self) -> dict[str, tuple[int, ...]] | None:
         """Return the first row of each head in its projection, by kind ("q", "k", "v").
 
-        None if the heads are adjacent and in order, which `SelfAttention` expects by default.
+        None if the heads are adjacent and in order, the default of `SelfAttention`.
         """
         rows_by_kind = {kind: source.rows for kind, source in self.sources.items()}
         projections = list(rows_by_kind.values())
-        # A fused projection: by default it has the rows of q, then k, then v.
+        # By default, a fused projection has the rows of q, then k, then v.
         if "qkv_proj" in self.children:
             projections = [sum(projections, ())]
         for rows in projections:
@@ -116,30 +115,30 @@ class Reading:
     def changed(self, module: Any) -> list[str]:
         """Return the names of the attributes and globals that have other values for ``module``.
 
-        `Reader.options` calls this in each call of the layer. `Reader` calls it to find out whether
-        a reading also describes another layer.
+        `Reader.options` calls this method in each call of the layer. `Reader` also calls it to find
+        out whether the reading of one layer describes another layer.
         """
         names = [".".join(path) for path, value in self.lookups if has_changed(module, path, value)]
         return names + [loaded.name for loaded in self.loaded_globals if loaded.has_changed()]
 
 
 class Reader:
-    """Determines the `Reading` of a layer, and again after a change that may affect the reading.
+    """Determines the `Reading` of a layer; if the layer changes later, determines it again.
 
     In `enable`, `transformers.layers` makes one `Reader` for each attention layer.
 
     Args:
         where: The layer's name.
         module: The layer.
-        known: The readers of other layers. If one of their readings also describes this layer, this
-            reader shares that reading. Otherwise, this reader is added to the list.
+        known: The readers of other layers. If the reading of one also describes this layer, the new
+            reader shares that reading. Otherwise, the new reader is added to the list.
 
     Attributes:
         reading: What the layer's forward computes.
         probes: The schedule of probes, which layers with the same reading share.
 
     Raises:
-        Unknown: if the computation of the layer's forward can't be determined.
+        Unknown: if it can't be determined what the layer's forward computes.
     """
 
     def __init__(self, where: str, module: Any, known: list[Reader]):
@@ -154,7 +153,7 @@ class Reader:
         known.append(self)
 
     def options(self, module: Any) -> Keywords:
-        """Return the current keywords of the attention function; called in each call of the layer.
+        """Return the attention function's keywords for this call; each call of the layer calls it.
 
         Raises:
             RuntimeError: on this rank, if the layer's computation has changed since `enable`.
@@ -177,7 +176,10 @@ class Reader:
 
 
 def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
-    """Return whether ``path`` of ``module`` (a `Lookup`) now has another value than ``value``."""
+    """Return whether the attribute at ``path`` of ``module`` now has another value than ``value``.
+
+    Path and value are those of a `Lookup`.
+    """
     for step in path:
         if step == "__class__":
             module = own_class(type(module))
@@ -185,7 +187,7 @@ def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
             module = getattr(module, step, MISSING)
     if module is value:
         return False
-    # Another tensor counts as changed, whatever its values. So does a parameter in place of a
+    # A different tensor is a change, whatever its values are. So is a parameter in place of a
     # constant, since training changes a parameter. (``!=`` with a tensor would return a tensor.)
     return isinstance(module, Tensor) or isinstance(value, Tensor) or module != value
 
@@ -193,7 +195,7 @@ def has_changed(module: Any, path: tuple[str, ...], value: Any) -> bool:
 def _form(module: Any) -> tuple:
     """Return the classes and output widths of a layer's modules, and the shapes of its parameters.
 
-    Only layers for which all of these are equal may share a reading.
+    Layers may share a reading only if all of these are equal.
     """
     parts = []
     for name, part in module.named_modules():
@@ -204,7 +206,7 @@ def _form(module: Any) -> tuple:
 def _read(module: Any) -> Reading:
     """Determine the `Reading` of a layer on the CPU; raise Unknown for any error.
 
-    Preserves torch's random state.
+    torch's random state stays as it was.
     """
     if has_own_call(module):
         raise Unknown("it has a __call__ of its own")
@@ -213,23 +215,24 @@ def _read(module: Any) -> Reading:
             return _read_cases(module)
     except Unknown:
         raise
-    except Exception as error:  # The code was not written for labels, and may raise any error.
+    except Exception as error:  # Code that is not written for labels may raise any error.
         message = f"{type(error).__name__}: {error}"
         raise Unknown(f"its forward computes what is not known here ({message})") from error
 
 
 def _read_cases(module: Any) -> Reading:
-    """Determine the `Reading` of a layer in every case, with the lookups of all cases.
+    """Determine the `Reading` of a layer, the same in all `CASES`, with the lookups of all cases.
 
     Raises:
-        Unknown: if the cases don't all give the same reading.
+        Unknown: if two cases give different readings.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
     lookups: dict[Any, Lookup] = {}
     rotary = functools.cache(rotary_of)  # All cases call it with the same arguments.
     first, options, is_optional = None, dict[bool, Keywords](), False
-    # The last case has no tables, so the forward may omit the rotation (`is_optional`). The case
-    # has position_ids, so that a forward that computes tables from position_ids raises Unknown.
+    # The last case has no tables of RoPE, so the forward may omit the rotation (`is_optional`).
+    # This case has position_ids, so that Unknown is raised for a forward that computes tables from
+    # position_ids.
     for case in [*CASES, Case(True, True, True, gives_tables=False)]:
         try:
             given = keywords if case.gives_optional else set()
@@ -267,8 +270,8 @@ def _read_cases(module: Any) -> Reading:
 class _Interpreted(Trace):
     """Follows the labels of a trace backwards, from the results to the inputs.
 
-    `reading` returns the computation. All other methods are its helpers, and raise Unknown for
-    anything that a `Reading` can't express.
+    `reading` returns what the forward computes. All other methods are helpers of `reading`. They
+    raise Unknown for anything that a `Reading` can't express.
 
     Attributes:
         used: The names of the layer's children whose role in the computation is known.
@@ -297,7 +300,7 @@ class _Interpreted(Trace):
             raise Unknown("q and k are not alike, or v is like them")
         self._check_calls({source.chain for source in sources.values()})
         options = dict(self.options)
-        # The overlapped attention does not use position_ids, so the layer may pass them or not.
+        # The overlapped attention ignores position_ids, so the layer may pass them.
         if options.get("position_ids") is None or options["position_ids"] is self.position_ids:
             options.pop("position_ids", None)
         passed = [options.pop(name, None) is x for name, x in self.further_keywords.items()]
@@ -307,7 +310,7 @@ class _Interpreted(Trace):
         per_head = {}
         for name, parameter in self.module.named_parameters(recurse=False):
             for keyword, option in options.items():
-                # A parameter of the layer itself, with an entry for each query head.
+                # The option is a parameter of the layer itself, with an entry for each query head.
                 if option is parameter and whole_shape(option)[:1] == (self.q.shape[1],):
                     per_head[keyword] = name
         constants = {key: value for key, value in options.items() if key not in per_head}
@@ -315,7 +318,7 @@ class _Interpreted(Trace):
             raise Unknown("its attention takes more than q, k and v")
         self.used.update(per_head.values())
         for name, _ in (*self.module.named_parameters(), *self.module.named_buffers()):
-            # An unused parameter or buffer could be used in another call.
+            # The forward might use an unused parameter or buffer in another call.
             if name.split(".")[0] not in self.used:  # guard: all that learns is known
                 raise Unknown(f"its forward does nothing that is known here with {name}")
         return Reading(
@@ -331,7 +334,7 @@ class _Interpreted(Trace):
         )
 
     def _check_calls(self, chains: set[tuple[str, ...]]) -> None:
-        """Raise Unknown if the forward calls its children otherwise than `SelfAttention` does.
+        """Raise Unknown if the forward calls its children in another way than `SelfAttention`.
 
         `SelfAttention` calls each projection and norm once, and uses all rows of a projection.
 
@@ -353,7 +356,7 @@ class _Interpreted(Trace):
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
     def _rotary(self, rotary_of: Callable) -> Keywords:
-        """Return the keywords of the layer's `Rotary`; raise Unknown if its calls differ."""
+        """Return the keywords of the layer's `Rotary`; raise Unknown if rotary calls differ."""
         found = []
         for call in self.rotations:
             try:
@@ -365,7 +368,7 @@ class _Interpreted(Trace):
         first = found[0]
         if any(other != first for other in found):
             raise Unknown("q and k are not alike")
-        # The forward may also rotate part of a head by passing only these dims to the function.
+        # To rotate only some dims of a head, the forward may pass only these dims to the function.
         widths = [x.labels.shape[-1] for x in self.outputs if x.name == ROTATION]
         narrow = min(widths) < self.q.shape[-1]
         return {**first, "partial": first["partial"] or narrow}
@@ -390,7 +393,7 @@ class _Interpreted(Trace):
 
     def _source(self, heads: Tensor) -> Source:
         """Return how ``heads`` [b, s, h, d] are computed."""
-        # Backwards from attention: a norm, the rotation, or both in either order.
+        # Backwards from attention, find a norm, the rotation, or both in either order.
         steps, size = list[str](), heads.shape[-1]
         while True:
             first = heads[0, 0, 0, 0]
@@ -409,13 +412,13 @@ class _Interpreted(Trace):
         # The projection.
         labels = output.labels.view(self.batch, self.seq, -1)
         first_rows = heads[0, 0, :, 0] - labels[0, 0, 0]
-        # All runs of d successive rows; a head that goes past the last row is none of them.
+        # All runs of d successive rows. A head that would go past the last row equals none of them.
         runs = labels.unfold(-1, size, 1)
         if not torch.equal(runs[:, :, first_rows % runs.shape[2]], heads):
             raise Unknown("a head is not d successive rows of one projection, at its own token")
         rows = first_rows[:, None] + torch.arange(size)
         self.covered.setdefault(output.name, set()).update(rows.flatten().tolist())
-        # The modules between the hidden states and the projection.
+        # Add the modules between the hidden states and the projection.
         chain = [output]
         while not torch.equal(chain[0].input, self.x):
             earlier = [x for x in self.outputs if torch.equal(x.labels, chain[0].input)]
@@ -430,15 +433,15 @@ class _Interpreted(Trace):
         return Source(names, tuple(first_rows.tolist()), norm, is_rotated, is_last)
 
     def _check_step(self, output: TracedOutput, rows: Tensor, size: int) -> None:
-        """Check that an output with the shape of its input is a rotation, or a norm over each head.
+        """Check that an output is that of a rotation, or of a norm over each head.
 
         Args:
-            output: The output.
-            rows: [b, s, h]. The row of ``output`` that each head is (`TracedOutput.rows_of`).
+            output: The output, which has the shape of its input.
+            rows: [b, s, h]. For each head, its row of ``output`` (`TracedOutput.rows_of`).
             size: The head dim.
 
         Raises:
-            Unknown: if it is neither, or if heads of other tokens were rotated.
+            Unknown: if the output is neither, or if the rotated heads are those of other tokens.
         """
         if output.name == ROTATION:
             # The dims before the last are the batch, then heads and sequence in either order.

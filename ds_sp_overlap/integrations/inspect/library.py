@@ -22,21 +22,21 @@ from torch import Tensor, nn
 
 _Result = TypeVar("_Result")
 
-# Keyword arguments of a call, by name.
+# The keyword arguments of a call, by name.
 Keywords = dict[str, Any]
 
 # The "value" of an attribute or a global that does not exist.
 MISSING: Any = object()
 
-# The names of a forward's argument for a KV cache or a recurrent state. transformers 5.24 renamed
-# them to a single name.
+# The names that forwards have for the argument with a KV cache or a recurrent state. transformers
+# 5.24 replaced them by a single name.
 CACHES = "cache", "past_key_values", "past_key_value", "cache_params", "layer_past"
 
 
 def once(function: Callable[[Any], _Result]) -> Callable[[Any], _Result]:
     """Cache a function of one argument.
 
-    Typed, unlike ``functools.cache``, so that mypy accepts a class as the argument.
+    Unlike ``functools.cache``, this function has types with which mypy accepts a class as argument.
     """
     return functools.cache(function)
 
@@ -55,7 +55,7 @@ def attention_functions() -> Any:
 
 @contextlib.contextmanager
 def replaced(names: Any, name: str, value: Any) -> Iterator[None]:
-    """Set the entry ``name`` of a dict to ``value`` while the body runs, then restore it."""
+    """Set the entry ``name`` of a dict to ``value`` while the body runs; then restore the entry."""
     before = names.get(name, MISSING)
     names[name] = value
     try:
@@ -78,7 +78,7 @@ def own_class(kind: type) -> type:
 
     ``fully_shard`` changes the class of a module to a new subclass.
     """
-    # The subclass has this method.
+    # Only the subclass has this method.
     if not hasattr(kind, "_get_fsdp_state"):
         return kind
     bases = kind.__mro__
@@ -108,7 +108,7 @@ def names_around(layer: nn.Module) -> dict[str, Any]:
 
 
 def defined_in(function: Any) -> str:
-    """Return the name of the module that defines a function or its outermost decorator.
+    """Return the name of the module that defines a function, or its outermost decorator if any.
 
     Returns "" for an object without globals, such as the result of functools.cache.
     """
@@ -117,7 +117,7 @@ def defined_in(function: Any) -> str:
 
 
 def _packages_of(function: Any) -> list[str]:
-    """Return the packages of a function's decorators, outermost first, then of the function."""
+    """Return the packages of a function's decorators, outermost first, and of the function."""
     packages = [defined_in(function).split(".")[0]]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -141,13 +141,13 @@ def renames_cache(function: Any) -> bool:
 
 
 def digest(holder: Any, *names: str) -> str:
-    """Return a digest of the source of some functions, which ignores comments and line breaks.
+    """Return a digest of the source of some functions, without comments and line breaks.
 
-    It serves to recognise code that can't be traced, such as the code of a known fork.
+    The digest serves to recognise code that can't be traced, such as the code of a known fork.
 
     Args:
-        holder: A class, or a module of functions.
-        names: Names of the functions; a name that ``holder`` doesn't have is skipped.
+        holder: A class or a module that has the functions.
+        names: Names of the functions. A name that ``holder`` doesn't have is skipped.
 
     Returns:
         The digest; empty if a function has a decorator that is not transformers'.
@@ -163,7 +163,7 @@ def digest(holder: Any, *names: str) -> str:
 
 
 def source_of(function: Any) -> str:
-    """Return the source of a function below its decorators, without comments; "" if unavailable."""
+    """Return a function's source without comments, below its decorators; "" if unavailable."""
     try:
         return re.sub("#.*", "", inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):

@@ -1,7 +1,7 @@
-"""Schedules probes, and describes what differs in a probe.
+"""Schedules probes, and describes differences that a probe finds.
 
-A probe (`transformers.probe`) runs a layer's own forward and its replacement on the same input, and
-compares the results, to verify the reading of the forward.
+To verify the reading of a layer's forward, a probe (`transformers.probe`) runs this forward and its
+replacement on the same input, and compares the results.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ...profiling.steps import in_backward
 
 # With ``sp_overlap.check``, a probe is due in every hundredth call.
 EVERY = 100
-# The result of a comparison in which some tensor has no finite number.
+# The result of a comparison if some tensor has no finite number.
 UNSEEN = "no number is finite"
 
 
 @dataclass
 class ProbeSchedule:
-    """Decides in which calls a layer of one kind is probed.
+    """Decides in which calls layers of one kind are probed.
 
     Attributes:
-        where: The name of the layer that is probed: the first of its kind that is called. Empty
+        where: The name of the only layer that is probed: the first of its kind to be called. Empty
             before the first call.
         calls: The number of calls of this layer; reset to 0 to probe the next call.
     """
@@ -34,15 +34,15 @@ class ProbeSchedule:
     calls: int = 0
 
     def is_due(self, where: str, check: bool, lengths: Sequence[int]) -> bool:
-        """Return whether to probe this call, and count the call; the same on every rank.
+        """Return whether to probe this call, the same on every rank; also count the call.
 
         Args:
-            where: The name of the layer that is called.
-            check: Whether to probe every hundredth call as well as the first.
+            where: The name of the called layer.
+            check: Whether to probe every hundredth call, in addition to the first.
             lengths: [P]. Local sequence length of every rank in this call, in tokens.
         """
         self.where = self.where or where
-        # A call that a checkpoint recomputes is neither probed nor counted.
+        # Neither probe nor count a call that a checkpoint recomputes.
         if in_backward():
             return False
         # Don't probe without tokens, which few forwards accept.
@@ -53,10 +53,10 @@ class ProbeSchedule:
 
 
 def first_difference(named: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """Describe the first pair of tensors that differ, by name.
+    """Describe the first pair of tensors that differ, with its name.
 
-    A pair holds a result of the layer's own forward, and the same result of its replacement.
-    Returns "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
+    A pair has a result of the layer's own forward and the same result of the replacement. Returns
+    "" if no pair differs, or `UNSEEN` if some tensor has no finite number.
     """
     is_seen = True
     for name, (own, driven) in named.items():
@@ -77,8 +77,8 @@ def _describe_difference(own: Tensor, driven: Tensor) -> str:
         return "" if torch.equal(own, driven) else " differs"
     # Detach, so that autograd saves nothing: a checkpoint around the module counts saved tensors.
     own, driven = own.detach(), driven.detach()
-    # Where a number overflows in one tensor, the number in the other must be at least half of the
-    # dtype's largest number, with the same sign.
+    # If a number overflows in one tensor, the number in the other must have the same sign, and be
+    # at least half of the dtype's largest number.
     limit, finite = torch.finfo(own.dtype).max / 2, own.isfinite() & driven.isfinite()
     unlike = (own.abs() < limit) | (driven.abs() < limit) | (own.sign() * driven.sign() < 0)
     if bool(unlike[~finite].any()):
@@ -86,9 +86,9 @@ def _describe_difference(own: Tensor, driven: Tensor) -> str:
     own, driven = own.where(finite, 0), driven.where(finite, 0)
     error, size = (own - driven).double().norm(), own.double().norm()
     relative = float(error / (size or 1))
-    # Allow fp32 rounding even for fp64 tensors, since norms may compute in fp32.
+    # Tolerate fp32 rounding even in fp64 tensors, since norms may compute in fp32.
     rounding = max(256 * torch.finfo(torch.float32).eps, 4 * torch.finfo(own.dtype).eps)
-    # Under autocast, hidden states may be fp32 while products are rounded to a narrower dtype.
+    # In autocast, products are rounded to a narrower dtype, although hidden states may be fp32.
     if torch.is_autocast_enabled(own.device.type):
         narrow = torch.get_autocast_dtype(own.device.type)
         rounding = max(rounding, 4 * torch.finfo(narrow).eps)

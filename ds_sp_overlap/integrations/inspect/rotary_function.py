@@ -21,12 +21,12 @@ from .library import Keywords
 
 CosSin = tuple[Tensor, Tensor]
 
-# The following functions turn position embeddings, [b, s, d_rot] or [b, s, d_rot / 2], into
-# (cos, sin) [b, s, 1, d_rot].
+# The following functions turn position embeddings, [b, s, d_rot] or [b, s, d_rot / 2], into the
+# tables (cos, sin) [b, s, 1, d_rot].
 
 
 def as_given(tables: Any) -> CosSin:
-    """Return (cos, sin) with their values as they are, and a dim for heads."""
+    """Return (cos, sin) with unchanged values and an additional dim for heads."""
     cos, sin = tables
     return cos.unsqueeze(2), sin.unsqueeze(2)
 
@@ -48,23 +48,23 @@ def each_twice(tables: Any) -> CosSin:
 
 
 def first_half_each_twice(tables: Any) -> CosSin:
-    """Return tables with each entry of the first half repeated: a, a, b, b, .."""
+    """Return tables with only the first half of the entries, each repeated: a, a, b, b, .."""
     return each_twice(tuple(table[..., : table.shape[-1] // 2] for table in tables))
 
 
 def of_complex(table: Any) -> CosSin:
-    """Return real and imaginary part of a complex table, each entry repeated: a, a, b, b, .."""
+    """Return a complex table's real and imaginary parts, each entry repeated: a, a, b, b, .."""
     return each_twice((table.real, table.imag))
 
 
-# The functions for tables of width d_rot, and for tables of width d_rot / 2.
+# The functions that expect tables of width d_rot, and those that expect width d_rot / 2.
 WIDE = as_given, backwards, first_half_each_twice
 NARROW = half_twice, each_twice
 ROUNDINGS = "promoted", "kept", "fp32"
 
 
 class Table(Enum):
-    """Placeholders for arguments with position embeddings: both tables, or one of them."""
+    """Stands for an argument with position embeddings: both tables, or one of them."""
 
     WHOLE, COS, SIN = range(3)
 
@@ -82,22 +82,22 @@ def rotary_of(
 
     Args:
         function: The function, which rotates q and k.
-        args: Its positional arguments. A `Table` represents position embeddings. A tuple represents
-            q or k by its shape, with "batch" and "seq" for these sizes, and the heads before or
-            after "seq". Anything else is the argument itself.
-        kwargs: Its keyword arguments, as pairs.
+        args: The positional arguments of the call. A `Table` stands for position embeddings. A
+            tuple stands for q or k: it is the shape, with "batch" and "seq" for these sizes, and
+            the heads before or after "seq". Anything else is the argument itself.
+        kwargs: The keyword arguments of the call, as pairs.
 
     Returns:
         The keywords of the `Rotary`.
 
     Raises:
-        LookupError: if no `Rotary` computes the same, or several do.
+        LookupError: if no `Rotary` or more than one computes the same.
         Unknown: if the function uses an operation that is not allowed (`Accounting`).
     """
     call = _Call(functools.partial(function, **dict(kwargs)), args)
-    # Assume that a function with both tables in one argument expects complex numbers.
+    # If one argument has both tables, assume that the function expects complex numbers.
     possible = (of_complex,) if Table.WHOLE in args else WIDE + NARROW
-    # For each function of tables and order of dims, the first rounding with which results agree.
+    # For each function of tables, and each order of dims, the first rounding that fits.
     fitting: dict[Any, str] = {}
     for tables, neighbours, rounding in product(possible, (False, True), ROUNDINGS):
         if call.agrees(Rotary(tables, False, neighbours, rounding)):
@@ -105,27 +105,27 @@ def rotary_of(
     if len(fitting) != 1:
         raise LookupError
     (((tables, neighbours), rounding),) = fitting.items()
-    # A function that agrees with narrower tables, too, supports partial rotation.
+    # A function that also agrees with narrower tables supports partial rotation.
     partial = call.agrees(Rotary(tables, True, neighbours, rounding))
     return dict(tables=tables, neighbours=neighbours, rounding=rounding, partial=partial)
 
 
 class _Call:
-    """A call of a rotary function, on random q and k of the recorded shapes.
+    """Calls a rotary function, on random q and k of the recorded shapes.
 
     Args:
-        function: The function, with its keyword arguments.
-        args: Its positional arguments, as in `rotary_of`.
+        function: The function, with its keyword arguments bound.
+        args: The positional arguments, in the form that `rotary_of` describes.
 
     Attributes:
-        accounting: Checks the operations of the function in all runs.
+        accounting: Checks the function's operations in all calls.
     """
 
     def __init__(self, function: Callable, args: tuple[Any, ...]):
         self.function, self.args = function, args
         shapes = [x for x in args if isinstance(x, tuple)]
         self.dims = max(shape[-1] for shape in shapes)
-        # The widths of the tables in all runs, and the fixed sizes of q and k.
+        # The widths of tables in all calls, and the fixed sizes of q and k.
         half = self.dims // 2
         used = {self.dims, self.dims - 2, half, half - 1}.union(*shapes) - {0, "batch", "seq"}
         batch, seq = free_primes(used)[:2]
@@ -136,15 +136,15 @@ class _Call:
         """Return whether the function and ``rotary`` agree bit for bit on random q and k.
 
         Args:
-            rotary: The rotary embedding to compare with. If ``rotary`` is partial, the tables are
-                narrower, and rotate all dims except the last two.
+            rotary: The rotary embedding to compare with. A partial ``rotary`` is compared with
+                narrower tables, which rotate all dims but the last two.
 
         Raises:
             Unknown: if the function uses an operation that is not allowed.
         """
         width = (self.dims - 2 * rotary.partial) // (1 if rotary.tables in WIDE else 2)
         low, single = torch.bfloat16, torch.float32
-        # Pairs (dtype of q and k, dtype of the tables), which show how the function rounds.
+        # Pairs (dtype of q and k, dtype of tables). Together they show how the function rounds.
         dtypes = [(low, single), (single, single), (torch.float64, single)]
         if rotary.tables is not of_complex:
             dtypes += [(low, low), (torch.float16, torch.float16)]
@@ -156,13 +156,13 @@ class _Call:
     def _agrees(
         self, rotary: Rotary, width: int, dtype: torch.dtype, table_dtype: torch.dtype
     ) -> bool:
-        """Return whether the results for tables [b, s, width] of these dtypes agree."""
+        """Return whether the results agree for tables [b, s, width] and these dtypes."""
         generator = torch.Generator().manual_seed(0)
         tables = [self._random(("batch", "seq", width), generator, table_dtype) for _ in range(2)]
         whole: Any = tuple(tables)
         if rotary.tables is of_complex:
-            # In a product of complex numbers, a CPU may round both terms, or only their sum. Make
-            # the terms exact in fp32: by factors of 8 and 11 bits, or by tables of 1 and -1.
+            # In a product of complex numbers, a CPU may round both terms, or only their sum. With
+            # factors of 8 and 11 bits, or tables of 1 and -1, the terms are exact in fp32.
             exact = torch.Tensor.half if dtype == torch.bfloat16 else torch.sign
             whole = torch.complex(*[exact(table).to(table_dtype) for table in tables])
         of_table = dict(zip(Table, (whole, *tables)))
@@ -172,7 +172,7 @@ class _Call:
         for x in self.args:
             if isinstance(x, tuple):
                 inputs.append(self._random(x, generator, dtype))
-                # ``rotary`` expects the dim of heads after the sequence.
+                # ``rotary`` expects the dim of heads after that of the sequence.
                 at = 2 if x[1] == "seq" else 1
                 heads = inputs[-1].transpose(2, at)
                 expected.append(rotary(heads, whole).transpose(2, at))
@@ -187,6 +187,6 @@ class _Call:
     def _random(
         self, shape: tuple[Any, ...], generator: torch.Generator, dtype: torch.dtype
     ) -> Tensor:
-        """Return random numbers of ``shape``, in which "batch" and "seq" stand for sizes."""
+        """Return random numbers of ``shape``, where "batch" and "seq" stand for these sizes."""
         sizes = [self.sizes.get(size, size) for size in shape]
         return torch.randn(sizes, generator=generator).to(dtype)

@@ -1,9 +1,9 @@
 """Traces the forward of an attention layer of transformers symbolically.
 
-The forward runs on labels instead of data: whole numbers, each of which occurs only once. Its
-inputs are labels. Stand-ins for projections, norms, rotary functions and the attention function
-return new labels. Only operations that move numbers are allowed (`accounting`), so the final place
-of each label shows how the forward moved it. The trace uses no weights and calls no module.
+Instead of data, the forward runs on labels: whole numbers that are all different. The inputs are
+labels. Stand-ins for projections, norms, rotary functions and the attention function return new
+labels. Only operations that move numbers are allowed (`accounting`). So the final place of a label
+shows how the forward moved it. The trace uses no weights and calls no module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .rotary_function import Table
 from .tensor_parallel import out_features
 from .tokenwise import has_own_call
 
-# Arguments that layers ignore in training; `Driven` drops them.
+# Arguments that layers ignore in training. `Driven` drops these arguments.
 UNUSED = (*CACHES, "cache_position", "use_cache", "output_attentions")
-# The name of the outputs of rotary functions; no child has this name.
+# The name of every output of a rotary function. No child has this name.
 ROTATION = "rotation()"
 # An attribute that a forward looked up: its path, starting at the layer, and its value.
 Lookup = tuple[tuple[str, ...], Any]
@@ -36,15 +36,15 @@ Lookup = tuple[tuple[str, ...], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to call a forward; a forward must give the same reading in all `CASES`.
+    """Describes a way to call a forward; the reading must be the same in all `CASES`.
 
-    The sequence length differs between cases with and without a mask. The batch size is 1 without
-    optional arguments, and larger with them.
+    Cases with a mask have another sequence length than cases without. The batch size is 1 without
+    optional arguments, and larger with optional arguments.
 
     Attributes:
         training: Whether the layer is in training.
         masked: Whether a mask is given.
-        gives_optional: Whether optional arguments are given, such as positions.
+        gives_optional: Whether optional arguments, such as positions, are given.
         gives_tables: Whether the tables of RoPE are given.
     """
 
@@ -59,11 +59,11 @@ CASES = [Case(*values) for values in product((True, False), (True, False), (Fals
 
 @dataclass(eq=False)
 class TracedOutput:
-    """The labels that a stand-in returned.
+    """Holds the labels that a stand-in returned.
 
     Attributes:
         name: The name of the child that the stand-in replaces; `ROTATION` for a rotary function.
-        input: The labels that the stand-in was given.
+        input: The labels that the stand-in received.
         labels: The new labels that the stand-in returned.
     """
 
@@ -74,8 +74,9 @@ class TracedOutput:
     def rows_of(self, heads: Tensor) -> Tensor | None:
         """Return, for each row of ``heads`` [.., d], the index [..] of the equal row of ``labels``.
 
-        Compares the first dims of ``heads``, as many as ``labels`` have. Returns None if some row
-        equals no row of ``labels``, or if output and input have different numbers of elements.
+        If rows of ``heads`` are wider than rows of ``labels``, only their first elements count.
+        Returns None if some row equals no row of ``labels``, or if output and input have different
+        numbers of elements.
         """
         labels = self.labels.flatten(0, -2)
         count, width = labels.shape
@@ -84,14 +85,14 @@ class TracedOutput:
         return rows if is_equal and self.labels.numel() == self.input.numel() else None
 
     def before(self, heads: Tensor, rows: Tensor) -> Tensor:
-        """Return ``heads`` with these ``rows`` of the output replaced by rows of the input."""
-        # Input and output have the same order of rows.
+        """Return ``heads`` with the rows of the input instead of these ``rows`` of the output."""
+        # Input and output have their rows in the same order.
         width = self.labels.shape[-1]
         return torch.cat((self.input.reshape(-1, width)[rows], heads[..., width:]), -1)
 
 
 class Opaque:
-    """Replaces an argument that code may only pass on, or compare with None.
+    """Replaces an argument that code may only pass on or compare with None.
 
     Args:
         fail: `Accounting.fail`, called for any other use.
@@ -106,7 +107,7 @@ class Opaque:
         return self._fail(f"looks at {self.what}")
 
     def __eq__(self, other: object) -> bool:
-        """Return True for this object; fail for any other."""
+        """Return True if ``other`` is this object; else fail."""
         return other is self or self._refuse()
 
     __bool__ = __getattr__ = _refuse
@@ -120,7 +121,7 @@ class HiddenDtype(Opaque):
 
 
 class Tables(tuple):
-    """Position embeddings: (cos, sin), which a forward may unpack and move to another device."""
+    """Holds position embeddings (cos, sin), which a forward may unpack and move to a device."""
 
     def to(self, target: Any) -> Tables:
         """Return the tables unchanged; raise Unknown for a dtype that is not a tensor's."""
@@ -130,10 +131,10 @@ class Tables(tuple):
 
 
 class Proxy:
-    """Replaces a layer, its config or an object in them while a forward runs.
+    """Replaces a layer, its config, or an object in one of the two, while a forward runs.
 
-    A proxy records the attributes that the forward looks up. For a child module of the layer, the
-    proxy returns a `ChildProxy`.
+    A proxy records the attributes that the forward looks up. Instead of a child module of the
+    layer, the proxy returns a `ChildProxy`.
 
     Args:
         value: The object.
@@ -150,7 +151,7 @@ class Proxy:
         with torch._C.DisableTorchFunction():
             value = getattr(self._value, name, MISSING)
         if value is MISSING:
-            # Somebody may set the attribute before a later call.
+            # Record this too, since the attribute may be set before a later call.
             trace.lookups.append((path, MISSING))
             raise AttributeError(name)
         # Return the mode of the case, not the current mode of the layer.
@@ -162,10 +163,10 @@ class Proxy:
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
             if function not in trace.code.functions:
                 trace.fail(f"looks up {name} by no name in its code")
-            # Bind the method to this proxy, so that its code is traced, too.
+            # Bind the method to this proxy, so that the method is traced, too.
             trace.lookups.append(((name, "__func__"), function))
             return types.MethodType(function, self)
-        # Record constants and tensors, which later calls compare.
+        # Record constants and tensors, for later calls to compare.
         if is_plain(value) or isinstance(value, Tensor):
             trace.lookups.append((path, value))
             return value
@@ -181,11 +182,11 @@ class Proxy:
         self._trace.lookups.append((self._path + ("__class__",), kind))
         return kind
 
-    # For isinstance: a proxy of a layer is an instance of the layer's class.
+    # For isinstance, so that a proxy of a layer is an instance of the layer's class.
     __class__ = property(_class)
 
     def _refuse(self, *_: Any) -> Any:
-        """Fail; implements every other operation on an object."""
+        """Fail; this implements every other operation on the object."""
         return self._trace.fail(f"looks into {'.'.join(self._path)}")
 
     __eq__ = __len__ = __iter__ = __contains__ = __bool__ = __getitem__ = _refuse
@@ -197,7 +198,7 @@ class ChildProxy(Proxy):
     """Replaces a child module of the layer; a call returns labels."""
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return new labels in the shape of the child's output; or ``x`` for an identity."""
+        """Return new labels in the shape of the child's output; ``x`` for an identity."""
         trace, (name,) = self._trace, self._path
         if args or kwargs or not isinstance(x, Tensor):
             trace.fail(f"gives {name} more than one tensor")
@@ -218,13 +219,13 @@ class ChildProxy(Proxy):
     def _is_identity(self) -> bool:
         """Return whether the child is ``nn.Identity``, or a dropout that drops nothing.
 
-        Records as lookups the attributes that decide this. Fails for a dropout that drops.
+        Fails for a dropout that drops. The attributes that are read here are recorded as lookups.
         """
         trace, (name,), module = self._trace, self._path, self._value
         if has_own_call(module):
             trace.fail(f"calls {name} ({type(module).__name__}), which has a __call__ of its own")
-        # Don't record the forward of a projection: an adapter may wrap a projection between calls,
-        # since each call of the layer uses its current projections (`Driven.use`).
+        # Don't record the forward of a projection. Each call of the layer uses the current
+        # projections (`Driven.use`), so an adapter may wrap a projection between calls.
         kind = own_class(type(module))
         if getattr(module, "out_features", None) is None:
             if "forward" in vars(module):
@@ -240,7 +241,7 @@ class ChildProxy(Proxy):
 
 @dataclass
 class _AttentionFunctions:
-    """Replaces transformers' registry of attention functions; has one function for all names."""
+    """Replaces transformers' registry of attention functions, with one function for all names."""
 
     attend: Callable
 
@@ -251,25 +252,25 @@ class _AttentionFunctions:
 
 
 class Trace(Accounting):
-    """Runs a layer's forward on labels, and checks the code that runs; all in the constructor.
+    """Runs a layer's forward on labels, and checks the code; all in the constructor.
 
     Args:
         module: The layer.
         case: The way to call the forward.
         code: The functions that the forward may run.
-        keywords: Names of further keywords to pass if the forward accepts any keyword. Such a
-            forward is also passed "sp_overlap", a keyword that it can't know.
+        keywords: Names of further keywords to pass, if the forward accepts any keyword. The trace
+            then also passes "sp_overlap", a keyword that the forward can't know.
 
     Attributes:
         x: [b, s, m]. The labels of the hidden states.
         mask: The `Opaque` that replaces the mask; None without a mask.
         tables: The position embeddings (cos, sin), each labels [b, s, 2].
         position_ids: The `Opaque` that replaces the positions.
-        further_keywords: The values of the further keywords that are passed, by name.
-        widths: The number of output features of each child; None if the child doesn't have one.
-        outputs: The outputs of children and of rotary functions, in the order of their calls.
-        rotations: The calls of rotary functions: the function, its arguments in the form that
-            `rotary_of` expects, and its keywords.
+        further_keywords: The values of the passed further keywords, by name.
+        widths: The number of output features of each child; None if this number is not known.
+        outputs: The outputs of children and of rotary functions, in the order of the calls.
+        rotations: For each call of a rotary function: the function, the arguments in the form that
+            `rotary_of` expects, and the keywords.
         q, k, v: [b, h, s, d]. The arguments of the attention function.
         options: The keywords of the attention function.
         o: [b, s, h, d]. The labels that the attention function returned.
@@ -286,20 +287,20 @@ class Trace(Accounting):
         self.outputs: list[TracedOutput] = []
         self.rotations: list[tuple[Callable, tuple, tuple]] = []
         kind = own_class(type(module))
-        # The functions of the class that a call of a module runs.
+        # A call of a module runs these functions of its class.
         self.lookups: list[Lookup] = []
         for name in ("forward", "__call__"):
             self.lookups.append((("__class__", name), getattr(kind, name)))
         self._label_count = 0
         self.further_keywords: dict[str, Opaque] = {}
         self.layer = Proxy(module, (), self)
-        # Read widths before `Accounting` begins: ZeRO-3 runs code of its own for every weight read.
+        # Read widths before `Accounting` begins: reading a weight runs code of ZeRO-3.
         children = module._modules.items()
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
         used: set[int] = set()
-        # Leave out zeros, which every prime divides, and the ids that ZeRO-3 gives to modules: the
-        # ids in a layer with adapters would exclude all primes.
+        # Leave out zeros, which every prime divides. Leave out the ids that ZeRO-3 gives to
+        # modules, since the ids in a layer with adapters would exclude all primes.
         for holder in [config, *module.modules()]:
             for name, x in vars(holder).items():
                 if isinstance(x, int) and x and name != "ds_id":
@@ -307,7 +308,7 @@ class Trace(Accounting):
         batch, *lengths = free_primes(used)
         self.batch, self.seq = batch if case.gives_optional else 1, lengths[not case.masked]
         super().__init__((), {self.batch, self.seq, self.batch * self.seq})
-        # Hide the dtype of labels, which are integers, unlike hidden states.
+        # Hide the labels' dtype, an integer, since hidden states have another.
         self.hidden = HiddenDtype(self.fail)
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         self.tables = Tables(self.new_labels(self.batch, self.seq, 2) for _ in ("cos", "sin"))
@@ -329,7 +330,7 @@ class Trace(Accounting):
             raise Unknown("its forward calls no attention function")
 
     def new_labels(self, *shape: int) -> Tensor:
-        """Return labels of ``shape``: whole numbers that no earlier call returned."""
+        """Return new labels of ``shape``: whole numbers that no earlier call has returned."""
         count = torch.Size(shape).numel()
         self._label_count += count
         return torch.arange(self._label_count - count, self._label_count).view(shape)
@@ -366,14 +367,14 @@ class Trace(Accounting):
     def _rotate(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Record a call of a rotary function, for `rotary_function.rotary_of`.
 
-        Returns labels for each tensor among the positional arguments, except the tables.
+        Returns new labels for each tensor among the positional arguments, except the tables.
         """
         tables = dict(zip(map(id, (self.tables, *self.tables)), Table))
         sizes = {self.batch: "batch", self.seq: "seq"}
         recorded, labels = [], []
         with torch._C.DisableTorchFunction():
             for argument in args:
-                # A table is recorded as a `Table`, and gets no labels.
+                # Record tables as `Table`, and return no labels for them.
                 argument = tables.get(id(argument), argument)
                 if isinstance(argument, Tensor):
                     labels.append(self.new_labels(*argument.shape))
@@ -394,7 +395,7 @@ class Trace(Accounting):
     ) -> tuple:
         """Record the call of the attention function; return labels for o [b, s, h, d], and weights.
 
-        Replaces every attention function.
+        This replaces every attention function.
         """
         if self.o is not None or module is not self.layer or attention_mask is not self.mask:
             self.fail(

@@ -1,8 +1,8 @@
 """Determines the heads and widths of layers that DeepSpeed's AutoTP has cut.
 
-AutoTP replaces ``nn.Linear`` by its own classes, which hold a slice of the weight, and does not
-change the model's config. So the number of heads on a tensor-parallel rank follows from its slices,
-and differs from the config.
+AutoTP replaces ``nn.Linear`` by its own classes, which hold a slice of the weight. AutoTP does not
+change the model's config. So the number of heads on a tensor-parallel rank differs from the config,
+and follows from the slices.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
     """
     config, cut = module.config, cut_layers(module)
     heads = config.num_attention_heads
-    # Without KV heads in the config, there are as many as query heads.
+    # A config without a number of KV heads has as many KV heads as query heads.
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Fused layers don't store the sizes of the slices: assume equal slices.
+    # Assume equal slices for fused layers, which don't store the sizes of slices.
     sizes: Sequence[int] = (1,) * (cut[0].tp_world_size if cut else 1)
     for layer in cut:
         # AutoTP cuts all projections of an attention layer along the same KV heads; take the first.
@@ -91,5 +91,5 @@ def _is_parallel(layer: Any) -> bool:
 
 
 def _is_cut(layer: Any) -> bool:
-    """Return whether AutoTP cut this layer itself; in a group of one rank it cuts nothing."""
+    """Return whether AutoTP cut this layer itself; AutoTP cuts nothing in a group of one rank."""
     return _is_parallel(layer) and layer.is_tp_parallel

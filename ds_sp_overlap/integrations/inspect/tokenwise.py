@@ -1,14 +1,14 @@
 """Checks that a norm or an MLP computes each token independently of the other tokens.
 
 The module's code must be torch's, transformers' or PEFT's. A copy with random weights runs on all
-tokens at once, then on the tokens in parts. Outputs and gradients must agree. See Note [Alike
-tokens].
+tokens at once, and then on the tokens in several parts. Outputs and gradients must agree. See
+Note [Alike tokens].
 
 Note [Alike tokens]
 ~~~~~~~~~~~~~~~~~~~
-The result of an expert may depend on the other tokens that are routed to it, for instance if its
-capacity is limited. A few random tokens are rarely routed to the same expert. So the input also has
-`CROWD` tokens that differ so little that all are routed to the same experts.
+An expert of limited capacity, for instance, returns a result for a token that depends on the other
+tokens of the expert. A few random tokens rarely get the same expert. So the input also has `CROWD`
+tokens that differ so little that all get the same experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .library import is_library_function, own_class, whole_shape
 BATCH, SEQ, DTYPE = 2, 5, torch.float64
 # See Note [Alike tokens].
 CROWD = 32
-# A prime, so that it is unlikely to divide the width of a layer.
+# This is a prime, which is unlikely to divide the width of a layer.
 TOKENS = SEQ + CROWD
-# The largest number of elements in a parameter of the copy.
+# The limit on the elements of a parameter of the copy.
 MOST = 2**26
 
 
@@ -63,15 +63,16 @@ class _RankOneLinear(nn.Module):
 def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) -> nn.Module:
     """Copy a module without hooks, with random parameters and buffers.
 
-    Replaces linear layers by `_RankOneLinear`, and dropouts, which drop nothing, by identities.
+    In the copy, `_RankOneLinear` replaces linear layers, and identities replace dropouts, which
+    drop nothing.
 
     Raises:
         Unknown: if a parameter of the copy would have more than `MOST` elements.
     """
     if own_class(type(module)) is nn.Linear:
         return _RankOneLinear(module, generator)
-    # `_check_parts` has refused dropouts that drop, and each call checks the probability again
-    # (`fixed_state`).
+    # This dropout drops nothing: `_check_parts` has refused others, and each call of the layer
+    # checks the probability again (`fixed_state`).
     if own_class(type(module)).__module__ == nn.Dropout.__module__:
         return nn.Identity()
     copy = without_hooks(module)
@@ -84,12 +85,12 @@ def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) 
         if math.prod(shape) > MOST:
             raise Unknown(f"a {type(module).__name__} is too large to be tried out")
         numbers = torch.randn(shape, generator=generator, dtype=DTYPE)
-        # Scale a matrix so that products with it keep the magnitude of their input.
+        # Scale a matrix so that its products have the magnitude of their input.
         if len(shape) > 1:
             numbers = numbers / shape[-1] ** 0.5
         copy._parameters[name] = numbers.requires_grad_()
     for name, x in module.named_buffers(recurse=False):
-        # Keep the values of integers, which may be indices.
+        # Integers keep their values, since they may be indices.
         copy._buffers[name] = x.clone()
         if x.is_floating_point():
             copy._buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
@@ -101,10 +102,10 @@ def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) 
 def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
     """Check that ``module`` computes each token [.., size] independently of the others.
 
-    Called in `enable`, and again if the layer has changed. A random copy runs on the CPU; the
-    module itself doesn't run. A module without children is a norm, which has parameters, but no
-    buffers. Other modules may consist of linear layers, of modules without parameters, and of
-    transformers' modules.
+    Called in `enable`, and again if the layer has changed. A random copy of the module runs, on the
+    CPU. A module without children counts as a norm, and may have parameters but no buffers. Other
+    modules may consist of linear layers, of modules without parameters, and of transformers'
+    modules.
 
     Args:
         name: The module's name, for errors.
@@ -125,22 +126,22 @@ def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
         # See Note [Alike tokens].
         x[:, SEQ:] = x[:1, :1] + 0.01 * x[:, SEQ:]
         whole = _run(where, copy, x)
-        # For an MLP, also try a part without tokens.
+        # For an MLP, one of the parts has no tokens.
         cuts = (2, TOKENS - 2) if norm else (2, SEQ, 0, CROWD - 2)
         parts = [_run(where, copy, part) for part in x.split(cuts, 1)]
         if not torch.equal(random_state, torch.get_rng_state()):
             raise Unknown(f"{where} draws random numbers")
         for index, expected in enumerate(whole):
             of_parts = [part[index] for part in parts]
-            # The first tensor has a row for each token; the others are sums over tokens.
+            # The first tensor has a row for each token. The other tensors are sums over tokens.
             actual: Any = sum(of_parts) if index else torch.cat(of_parts, 1)
-            # The module may compute in fp32, and rounding may depend on a token's position.
+            # Tolerate rounding: the module may compute in fp32, and round by a token's position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 raise Unknown(f"{where} makes something else of some tokens than of all")
 
 
 def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
-    """Check the classes and parameters of a module's submodules; see `probe_tokenwise`.
+    """Check the classes and parameters of a module and its submodules for `probe_tokenwise`.
 
     Raises:
         Unknown: if a submodule is not allowed.
@@ -168,9 +169,10 @@ def _check_parts(name: str, module: nn.Module, norm: bool) -> None:
 
 
 def fixed_state(module: nn.Module) -> list[tuple]:
-    """Return the state of a module that must not change after its probe; compare it with ``==``.
+    """Return the state that a module must still have in each call after its probe.
 
-    For each submodule: its class, its forward, and the probability of a dropout.
+    This is, for each submodule, the class, the forward, and the probability of a dropout. Compare
+    states with ``==``.
     """
     parts = []
     for part in module.modules():
@@ -182,15 +184,15 @@ def fixed_state(module: nn.Module) -> list[tuple]:
 def has_own_call(module: nn.Module) -> bool:
     """Return whether the class of a module has a ``__call__`` that may do more than its forward."""
     call = type(module).__call__
-    # Accept transformers' ``__call__``, which only checkpoints the forward, and torch's.
+    # Accept torch's ``__call__``, and transformers', which only checkpoints the forward.
     libraries = "transformers.modeling_layers", "torch.nn."
     return call is not nn.Module.__call__ and not (call.__module__ or "").startswith(libraries)
 
 
 def is_library_code(part: nn.Module) -> bool:
-    """Return whether class and forward of a module are torch's, transformers' or PEFT's.
+    """Return whether a module's class and forward are torch's, transformers' or PEFT's.
 
-    Also checks the functions that the forward names, since somebody may have replaced one.
+    The functions that the forward names must be so as well, since a user may have replaced one.
     """
     kind: Any = own_class(type(part))
     libraries = "torch.nn.", "transformers.", "peft."
@@ -223,7 +225,7 @@ def _run(where: str, copy: nn.Module, x: Tensor) -> list[Tensor]:
     parameters = list(copy.parameters())
     with torch.enable_grad():
         x = x.clone().requires_grad_()
-        # The forward may change its input in place, which is not allowed for a leaf: pass x * 1.
+        # The forward may change its input in place, which is forbidden for the leaf x: pass x * 1.
         y = type(copy).forward(copy, x * 1)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         raise Unknown(f"{where} doesn't return hidden states alone")

@@ -54,8 +54,8 @@ PLANTED = {  # one fault of each kind: file, a text that occurs once and begins 
     ),
     "gradient missing on one rank": (
         "attention/runtime/operations.py",
-        "return received if len(received) > 1 else received[0]",
-        'return None if call.sp_group.rank == 1 and name.startswith(" d") else received if len(received) > 1 else received[0]',
+        "return in_flight.finish()",
+        'return [None for _ in in_flight.finish()] if call.sp_group.rank and name.startswith(" d") else in_flight.finish()',
     ),
     "silent refusal": (
         "integrations/registry.py",

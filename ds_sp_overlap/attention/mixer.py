@@ -103,7 +103,7 @@ class Mixer:
     """Describes one kind of mixer to a `MixerLayer`; each kind has a subclass.
 
     Attributes:
-        layer: The layer.
+        layer: The layer. A mixer has all attributes of its layer, unless it defines them itself.
         split: The name of the projection that is computed in parts where possible; may be empty.
         beside: The names of the results that are projected while the last tokens of earlier ranks
             travel.
@@ -160,6 +160,9 @@ class Mixer:
 
     def __init__(self, layer: Any):
         self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
 
     def reach(self) -> int:
         """Return the number of tokens before its own tokens that a rank needs."""

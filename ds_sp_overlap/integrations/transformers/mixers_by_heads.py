@@ -45,11 +45,11 @@ class _DeltaNet(Mixer):
 
     def counts(self) -> Heads:
         """Return the number of heads of v, and the number of heads of q and k."""
-        return self.layer.num_v_heads, self.layer.num_k_heads
+        return self.num_v_heads, self.num_k_heads
 
     def parameters(self) -> Parameters:
         """Return weight and bias of the convolution, the log decays, and the bias of a."""
-        few, many = self.layer.head_k_dim, self.layer.head_v_dim
+        few, many = self.head_k_dim, self.head_v_dim
         return self._learned(self.layer, few, many)
 
     def _learned(self, gate: Any, few: int, many: int) -> Parameters:
@@ -60,7 +60,7 @@ class _DeltaNet(Mixer):
             few: The head dim of q and k.
             many: The head dim of v.
         """
-        convolution, (heads, _) = self.layer.conv1d, self.counts()
+        convolution, (heads, _) = self.conv1d, self.counts()
         channels: Sections = (("k", few), ("k", few), ("q", many))
         return [
             (convolution.weight, channels),
@@ -83,17 +83,17 @@ class _DeltaNet(Mixer):
         Returns:
             o [b, s, h', d_v].
         """
-        layer, (taps, taps_bias, decay, bias) = self.layer, learned
+        taps, taps_bias, decay, bias = learned
         v, b, a = vba.split([vba.shape[-1] - 1 - bias.shape[-1], 1, bias.shape[-1]], -1)
         flat = [x.flatten(2) for x in (q, k, v)]
         joined = torch.cat(flat, -1)
-        mixed = convolve(layer, joined, taps, taps_bias, activation=layer.activation)
+        mixed = convolve(self.layer, joined, taps, taps_bias, activation=self.activation)
         parts = zip(mixed.split([x.shape[-1] for x in flat], -1), (q, k, v))
         beta = b.squeeze(-1).sigmoid()
-        output, *_ = names_around(layer)[self.rule](
+        output, *_ = names_around(self.layer)[self.rule](
             *[x.unflatten(-1, like.shape[2:]) for x, like in parts],
             g=self._log_decay(a, decay, bias),
-            beta=beta * 2.0 if getattr(layer, "allow_neg_eigval", False) else beta,
+            beta=beta * 2.0 if getattr(self, "allow_neg_eigval", False) else beta,
             initial_state=None,
             output_final_state=False,
             use_qk_l2norm_in_kernel=True,
@@ -106,7 +106,7 @@ class _DeltaNet(Mixer):
 
     def merge(self, o: Tensor, z: Tensor) -> Tensor:
         """Apply the gated norm and the output projection to o and z [b, s/P, h, d_v]."""
-        norm, out = [getattr(self.layer, name) for name in self.norm_and_out]
+        norm, out = [getattr(self, name) for name in self.norm_and_out]
         width = o.shape[-1]
         y = norm(o.reshape(-1, width), z.reshape(-1, width))
         return out(y.view(o.shape).flatten(2))
@@ -119,8 +119,8 @@ class Fused(_DeltaNet):
         return [Source("qkvz", self._project)]
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        projected = self.layer.in_proj_qkvz(x), self.layer.in_proj_ba(x)
-        q, k, v, z, b, a = self.layer.fix_query_key_value_ordering(*projected)
+        projected = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(*projected)
         return [_with_rates(v, b, a), k, q, z]
 
 
@@ -128,12 +128,12 @@ class Split(_DeltaNet):
     """Qwen3.5's delta net, with four projections."""
 
     def sources(self, splits: bool) -> list[Source]:
-        return [Source("qkv", self._project), Source("z", self.layer.in_proj_z)]
+        return [Source("qkv", self._project), Source("z", self.in_proj_z)]
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        layer, (_, few) = self.layer, self.counts()
-        q, k, v = layer.in_proj_qkv(x).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-        rated = _with_rates(v, layer.in_proj_b(x), layer.in_proj_a(x))
+        _, few = self.counts()
+        q, k, v = self.in_proj_qkv(x).split([self.key_dim, self.key_dim, self.value_dim], -1)
+        rated = _with_rates(v, self.in_proj_b(x), self.in_proj_a(x))
         return [rated, _heads(k, few), _heads(q, few)]
 
 
@@ -150,21 +150,20 @@ class Separate(_DeltaNet):
     norm_and_out = "o_norm", "o_proj"
 
     def sources(self, splits: bool) -> list[Source]:
-        layer, (_, few) = self.layer, self.counts()
+        _, few = self.counts()
         return [
             Source("q", self._rated),
-            Source("k", lambda x: _heads(layer.k_proj(x), few)),
-            Source("v", lambda x: _heads(layer.q_proj(x), few)),
+            Source("k", lambda x: _heads(self.k_proj(x), few)),
+            Source("v", lambda x: _heads(self.q_proj(x), few)),
             Source("z", lambda x: self._through(self.gate, x)),
         ]
 
     def _rated(self, x: Tensor) -> Tensor:
-        layer = self.layer
-        return _with_rates(layer.v_proj(x), layer.b_proj(x), self._through(self.decay, x))
+        return _with_rates(self.v_proj(x), self.b_proj(x), self._through(self.decay, x))
 
     def _through(self, names: Sequence[str], x: Tensor) -> Tensor:
         for name in names:
-            x = self.layer.get_submodule(name)(x)
+            x = self.get_submodule(name)(x)
         return x
 
 
@@ -175,10 +174,10 @@ class Bailing(Separate):
     rule = "chunk_kimi_delta_attention"
 
     def counts(self) -> Heads:
-        return self.layer.num_heads, self.layer.num_heads
+        return self.num_heads, self.num_heads
 
     def parameters(self) -> Parameters:
-        return self._learned(self.layer.forget_gate, self.layer.head_dim, self.layer.head_dim)
+        return self._learned(self.forget_gate, self.head_dim, self.head_dim)
 
     def _log_decay(self, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         """Return the log decay of each channel of some heads, from the forget gate's own forward.
@@ -188,7 +187,7 @@ class Bailing(Separate):
             decay: [h']. The gate's ``A_log`` for these heads.
             bias: [h', d]. The gate's ``dt_bias`` for these heads.
         """
-        gate = self.layer.forget_gate
+        gate = self.forget_gate
         if gate.A_log.dim() == 4:
             decay = decay.view(1, 1, -1, 1)
         # ``a`` is already projected, so the gate's projections become identities.
@@ -214,21 +213,21 @@ class Mamba1(Mamba):
     late, by_heads = ["z"], "selective scan"
 
     def sizes(self) -> dict[str, int]:
-        return dict.fromkeys(("x", "z"), self.layer.intermediate_size)
+        return dict.fromkeys(("x", "z"), self.intermediate_size)
 
     def inputs(self) -> list[Source]:
         """Return the source of three tensors: x by channels, dt's latent, and B with C."""
         return [Source("qkv", self._project)]
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        layer, few = self.layer, self.layer.ssm_state_size
-        dt, b, c = self._latent(x).split([layer.time_step_rank, few, few], -1)
-        if hasattr(layer, "dt_layernorm"):
-            dt, b, c = layer.dt_layernorm(dt), layer.b_layernorm(b), layer.c_layernorm(c)
+        few = self.ssm_state_size
+        dt, b, c = self._latent(x).split([self.time_step_rank, few, few], -1)
+        if hasattr(self, "dt_layernorm"):
+            dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
         return [x.unsqueeze(-1), dt, torch.cat([b, c], -1)]
 
     def _latent(self, x: Tensor) -> Tensor:
-        return self.layer.x_proj(x).unsqueeze(2)
+        return self.x_proj(x).unsqueeze(2)
 
     def counts(self) -> Heads:
         """Return the number of channels, and the number of heads of dt, B and C.
@@ -236,28 +235,26 @@ class Mamba1(Mamba):
         Raises:
             ValueError: for a projection of dt whose weight can't be cut by channels.
         """
-        layer = self.layer
-        if own_class(type(layer.dt_proj)) is not nn.Linear:
+        if own_class(type(self.dt_proj)) is not nn.Linear:
             raise ValueError(
-                f"{type(layer).__name__}: its dt_proj is a {type(layer.dt_proj).__name__}, whose "
+                f"{type(self.layer).__name__}: its dt_proj is a {type(self.dt_proj).__name__}, whose "
                 "weight can't be cut by channels; leave dt_proj out of the adapter or quantisation"
             )
-        return layer.intermediate_size, 1
+        return self.intermediate_size, 1
 
     def learned(self) -> Sequence[Tensor]:
         """Return weight and bias of dt's projection, the log decays, and D, each [channels, ..]."""
-        layer, dt = self.layer, self.layer.dt_proj
-        return dt.weight, dt.bias, layer.A_log, layer.D
+        return self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D
 
     def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
         """Scan some channels; equal runs of successive channels share a head of dt, B and C."""
-        layer, heads = self.layer, dt.shape[2]
+        heads = dt.shape[2]
         of_heads = zip(
             x.chunk(heads, 2), dt.unbind(2), bc.unbind(2), *[p.chunk(heads) for p in parameters]
         )
         mixed = []
         for x_head, dt_head, bc_head, weight, bias, a_log, d in of_heads:
-            y = names_around(layer)["mamba_selective_scan"](
+            y = names_around(self.layer)["mamba_selective_scan"](
                 x_head.squeeze(-1).transpose(1, 2),
                 weight @ dt_head.transpose(1, 2),
                 -torch.exp(a_log.float()),
@@ -266,14 +263,14 @@ class Mamba1(Mamba):
                 z=None,
                 delta_bias=bias.float(),
                 delta_softplus=True,
-                use_associative_scan=layer.use_associative_scan,
-                use_mambapy=getattr(layer, "use_mambapy", False),
+                use_associative_scan=self.use_associative_scan,
+                use_mambapy=getattr(self, "use_mambapy", False),
             )
             mixed.append(y)
         return torch.cat(mixed, 1).transpose(1, 2).unsqueeze(-1).to(x.dtype)
 
     def merge(self, y: Tensor, z: Tensor) -> Tensor:
-        return self.layer.out_proj(y.squeeze(-1) * F.silu(z))
+        return self.out_proj(y.squeeze(-1) * F.silu(z))
 
 
 class Zamba(Mamba1):
@@ -282,17 +279,15 @@ class Zamba(Mamba1):
     split = ""
 
     def sources(self, splits: bool) -> list[Source]:
-        in_proj = self.layer.in_proj
-        return [Source("xz", lambda x: in_proj(x).unflatten(-1, (-1, 2)).unbind(-1))]
+        return [Source("xz", lambda x: self.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1))]
 
     def _latent(self, x: Tensor) -> Tensor:
-        by_heads = _heads(x, self.layer.n_mamba_heads).unsqueeze(-2)
-        return (by_heads @ self.layer.x_proj_weight.transpose(1, 2)).squeeze(-2)
+        by_heads = _heads(x, self.n_mamba_heads).unsqueeze(-2)
+        return (by_heads @ self.x_proj_weight.transpose(1, 2)).squeeze(-2)
 
     def counts(self) -> Heads:
-        return self.layer.intermediate_size, self.layer.n_mamba_heads
+        return self.intermediate_size, self.n_mamba_heads
 
     def learned(self) -> Sequence[Tensor]:
-        layer = self.layer
-        of_heads = layer.dt_proj_weight, layer.dt_proj_bias, layer.A_log, layer.D
+        of_heads = self.dt_proj_weight, self.dt_proj_bias, self.A_log, self.D
         return [x.flatten(0, 1) for x in of_heads]

@@ -64,24 +64,23 @@ class Short(Mixer):
     split, beside = "in_proj", ["c"]
 
     def sources(self, splits: bool) -> list[Source]:
-        layer = self.layer
         if splits:
-            b, c, v = _rows(layer.in_proj, [layer.conv.in_channels] * 3)
+            b, c, v = _rows(self.in_proj, [self.conv.in_channels] * 3)
             return [Source(["x"], lambda x: b(x) * v(x)), Source(["c"], c)]
         return [Source(["x", "c"], self._project)]
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        b, c, v = self.layer.in_proj(x).chunk(3, -1)
+        b, c, v = self.in_proj(x).chunk(3, -1)
         return [b * v, c]
 
     def reach(self) -> int:
-        return self.layer.conv_kernel_size - 1
+        return self.conv_kernel_size - 1
 
     def convolve(self, x: Tensor) -> Tensor:
-        return convolve(self.layer, x, self.layer.conv.weight, self.layer.conv.bias)
+        return convolve(self.layer, x, self.conv.weight, self.conv.bias)
 
     def merge(self, y: Tensor, c: Tensor) -> Tensor:
-        return self.layer.out_proj(c * y)
+        return self.out_proj(c * y)
 
 
 class Mamba(Mixer):
@@ -99,19 +98,19 @@ class Mamba(Mixer):
     def sources(self, splits: bool) -> list[Source]:
         names, widths = zip(*self.sizes().items())
         if splits:
-            rows = _rows(self.layer.in_proj, widths)
+            rows = _rows(self.in_proj, widths)
             return [Source([name], project) for name, project in zip(names, rows)]
         return [Source(names, lambda x: self.project_in(x).split(widths, -1))]
 
     def project_in(self, x: Tensor) -> Tensor:
-        return self.layer.in_proj(x)
+        return self.in_proj(x)
 
     def reach(self) -> int:
-        return self.layer.conv_kernel_size - 1
+        return self.conv_kernel_size - 1
 
     def convolve(self, x: Tensor) -> Tensor:
-        layer, taps = self.layer, self.layer.conv1d
-        return convolve(layer, x, taps.weight, taps.bias, activation=layer.activation)
+        taps = self.conv1d
+        return convolve(self.layer, x, taps.weight, taps.bias, activation=self.activation)
 
     def parameters(self) -> Parameters:
         return [(x, PER_HEAD) for x in self.learned()]
@@ -124,29 +123,28 @@ class Mamba2(Mamba):
     by_states, by_heads = True, "scan without final states"
 
     def sizes(self) -> dict[str, int]:
-        layer = self.layer
-        return dict(z=layer.intermediate_size, x=layer.conv1d.in_channels, dt=layer.num_heads)
+        return dict(z=self.intermediate_size, x=self.conv1d.in_channels, dt=self.num_heads)
 
     def learned(self) -> Sequence[Tensor]:
         """Return the log decays, D, and the bias of dt."""
-        return self.layer.A_log, self.layer.D, self.layer.dt_bias
+        return self.A_log, self.D, self.dt_bias
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the convolution's result into x [b, n, h, d], B and C [b, n, groups, n_state]."""
-        layer, groups = self.layer, self.layer.n_groups
-        few = groups * layer.ssm_state_size
-        inner, b, c = x.split([layer.intermediate_size, few, few], -1)
-        inner = inner.unflatten(-1, (layer.num_heads, layer.head_dim))
+        groups = self.n_groups
+        few = groups * self.ssm_state_size
+        inner, b, c = x.split([self.intermediate_size, few, few], -1)
+        inner = inner.unflatten(-1, (self.num_heads, self.head_dim))
         return inner, b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
 
     def _kernel(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor, **options: Any
     ) -> Any:
         """Run the scan on some heads; ``learned`` are the parameters of these heads."""
-        layer, (a_log, d, bias) = self.layer, learned
-        options |= dict(chunk_size=layer.chunk_size, dt_softplus=True)
-        options |= dict(D=d, dt_bias=bias, dt_limit=layer.time_step_limit)
-        scan = names_around(layer)["mamba2_chunk_scan"]
+        a_log, d, bias = learned
+        options |= dict(chunk_size=self.chunk_size, dt_softplus=True)
+        options |= dict(D=d, dt_bias=bias, dt_limit=self.time_step_limit)
+        scan = names_around(self.layer)["mamba2_chunk_scan"]
         return scan(x, dt, -torch.exp(a_log.float()), b, c, **options)
 
     def scan(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Any]:
@@ -155,21 +153,21 @@ class Mamba2(Mamba):
         return results if isinstance(results, tuple) else (results, None)
 
     def log_decay(self, x: Tensor, dt: Tensor) -> Tensor:
-        step = F.softplus(dt.float() + self.layer.dt_bias.float())
-        step = step.clamp(*self.layer.time_step_limit)  # guard: the step that the scan takes
-        return -torch.exp(self.layer.A_log.float()) * step
+        step = F.softplus(dt.float() + self.dt_bias.float())
+        step = step.clamp(*self.time_step_limit)  # guard: the step that the scan takes
+        return -torch.exp(self.A_log.float()) * step
 
     def read(self, state: Tensor, x: Tensor, dt: Tensor) -> Tensor:
         *_, c = self.parts(x)
-        grouped = state.unflatten(1, (self.layer.n_groups, -1)).flatten(2, 3)
+        grouped = state.unflatten(1, (self.n_groups, -1)).flatten(2, 3)
         y = torch.einsum("bsgn,bgqn->bsgq", c.to(state.dtype), grouped)
-        return y.reshape(*y.shape[:2], self.layer.num_heads, self.layer.head_dim)
+        return y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
 
     def widths(self) -> list[int]:
         return [*self.sizes().values()][1:]
 
     def counts(self) -> Heads:
-        return self.layer.num_heads, self.layer.n_groups
+        return self.num_heads, self.n_groups
 
     def inputs(self, dt: Tensor) -> list[Source]:
         """Return the source of three tensors: x with dt appended to each head, B, and C."""
@@ -181,13 +179,13 @@ class Mamba2(Mamba):
         return [Source("qkv", project)]
 
     def mix(self, x_dt: Tensor, b: Tensor, c: Tensor, *learned: Tensor) -> Tensor:
-        x, dt = x_dt.split([self.layer.head_dim, 1], -1)
+        x, dt = x_dt.split([self.head_dim, 1], -1)
         return self._kernel(x, dt.squeeze(-1), b, c, *learned)
 
     def merge(self, y: Tensor, dt: Tensor, z: Tensor) -> Tensor:
-        layer, y = self.layer, y.flatten(2)
-        y = layer.norm(y, z) if getattr(layer, "mamba_rms_norm", True) else y * F.silu(z)
-        return layer.out_proj(y.to(z.dtype))
+        y = y.flatten(2)
+        y = self.norm(y, z) if getattr(self, "mamba_rms_norm", True) else y * F.silu(z)
+        return self.out_proj(y.to(z.dtype))
 
 
 class Falcon(Mamba2):
@@ -196,7 +194,7 @@ class Falcon(Mamba2):
     split = ""
 
     def project_in(self, x: Tensor) -> Tensor:
-        return self.layer.in_proj(x * self.layer.ssm_in_multiplier) * self.layer.mup_vector
+        return self.in_proj(x * self.ssm_in_multiplier) * self.mup_vector
 
 
 class Lightning(Mixer):
@@ -205,27 +203,26 @@ class Lightning(Mixer):
     late, by_states = ["z"], True
 
     def sources(self, splits: bool) -> list[Source]:
-        layer = self.layer
-        qkv = Source(["x"], lambda x: layer.act_fn(layer.qkv_proj(x)))
-        return [qkv, Source(["z"], layer.output_gate)]
+        qkv = Source(["x"], lambda x: self.act_fn(self.qkv_proj(x)))
+        return [qkv, Source(["z"], self.output_gate)]
 
     def scan(self, x: Tensor) -> tuple[Tensor, Tensor]:
         modules = dict.fromkeys(("act_fn", "qkv_proj", "norm", "out_proj"), itself)
         # An input of infinity makes the sigmoid gate 1; `merge` applies the true gate.
         inner = StandIn(self.layer, **modules, output_gate=lambda x: x.new_full((), float("inf")))
         y, state = inner.run(x, None, None)
-        return y.unflatten(-1, (self.layer.num_attention_heads, -1)), state
+        return y.unflatten(-1, (self.num_attention_heads, -1)), state
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return -self.layer.slope_rate.float().view(1, 1, -1).expand(*x.shape[:2], -1)
+        return -self.slope_rate.float().view(1, 1, -1).expand(*x.shape[:2], -1)
 
     def read(self, state: Tensor, x: Tensor) -> Tensor:
-        q = x.unflatten(-1, (self.layer.num_attention_heads, -1))[..., : self.layer.head_dim]
+        q = x.unflatten(-1, (self.num_attention_heads, -1))[..., : self.head_dim]
         return (q.transpose(1, 2).to(state.dtype) @ state).transpose(1, 2)
 
     def merge(self, y: Tensor, z: Tensor) -> tuple[Tensor, None]:
-        y = F.sigmoid(z) * self.layer.norm(y.flatten(2))
-        return self.layer.out_proj(y), None
+        y = F.sigmoid(z) * self.norm(y.flatten(2))
+        return self.out_proj(y), None
 
 
 class Lru(Mixer):
@@ -238,30 +235,30 @@ class Lru(Mixer):
     late, by_states, by_positions = ["z"], True, True
 
     def sources(self, splits: bool) -> list[Source]:
-        layer = self.layer
-        return [Source("x", layer.linear_x), Source("z", lambda x: layer.act_fn(layer.linear_y(x)))]
+        gate = Source("z", lambda x: self.act_fn(self.linear_y(x)))
+        return [Source("x", self.linear_x), gate]
 
     def reach(self) -> int:
-        return self.layer.conv1d_width - 1
+        return self.conv1d_width - 1
 
     def convolve(self, x: Tensor) -> Tensor:
-        return self.layer.conv_1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.conv_1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
 
     def scan(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        unit = StandIn(self.layer.rg_lru, recurrent_states=None)
+        unit = StandIn(self.rg_lru, recurrent_states=None)
         return unit.run(x, positions).unsqueeze(-1), unit.recurrent_states.unsqueeze(-1)
 
     def log_decay(self, x: Tensor, positions: Tensor) -> Tensor:
         # Take the decay that the forward passes to the scan, with the same rounding.
         given = {"_rnn_scan": lambda recurrent_gate, **_: (recurrent_gate, None)}
-        y = StandIn(self.layer.rg_lru, recurrent_states=None, **given).run(x, positions).float()
+        y = StandIn(self.rg_lru, recurrent_states=None, **given).run(x, positions).float()
         return y.clamp_min(torch.finfo(y.dtype).tiny).log()
 
     def read(self, state: Tensor, x: Tensor, positions: Tensor) -> Tensor:
         return state.unsqueeze(1)
 
     def merge(self, y: Tensor, positions: Tensor, z: Tensor) -> tuple[Tensor, None]:
-        return self.layer.linear_out(y.squeeze(-1) * z), None
+        return self.linear_out(y.squeeze(-1) * z), None
 
 
 class Cca(Mixer):
@@ -275,12 +272,12 @@ class Cca(Mixer):
         return [Source("x", itself)]
 
     def reach(self) -> int:
-        return max(1, self.layer.conv_kernel_size)
+        return max(1, self.conv_kernel_size)
 
     def convolve(self, x: Tensor) -> Tensor:
         return torch.cat([y.flatten(2) for y in StandIn(self.layer).run(x, None)], -1)
 
     def merge(self, y: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v [b, s/P, heads, d]."""
-        heads, few = self.layer.num_attention_heads, self.layer.num_key_value_heads
-        return y.unflatten(-1, (-1, self.layer.head_dim)).split([heads, few, few], 2)
+        heads, few = self.num_attention_heads, self.num_key_value_heads
+        return y.unflatten(-1, (-1, self.head_dim)).split([heads, few, few], 2)

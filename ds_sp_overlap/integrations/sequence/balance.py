@@ -1,9 +1,9 @@
-"""Splits the queries of packed documents evenly, by work, over the ranks that share query heads.
+"""Splits the queries of packed documents by work, over the ranks that share query heads.
 
 Two chunks for each share balance one long document (Note [Shares] in `exchange.shares`). In packed
-documents the cost of a query drops at the start of each document, so one share could get the
-expensive ends of all documents. This file cuts the sequence into more chunks. It assigns the
-chunks in descending order of work, each to the share that has the least work so far.
+documents, a query costs more the further it is from its document's start, so one share might get
+the expensive ends of all documents. So this file cuts the sequence into more chunks. In descending
+order of work, each chunk goes to the share with the least work so far.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def balanced(work: np.ndarray, shares: int) -> QueryChunks:
     """Assign the tokens of the sequence to shares; the result is the same on every rank.
 
     Args:
-        work: [s]. The number of keys that the query of each token sees.
-        shares: r; at most s.
+        work: [s]. The number of keys to which each token attends.
+        shares: r, the number of shares; at most s.
 
     Returns:
         For each share, the ranges of its tokens in ascending order.

@@ -1,13 +1,13 @@
 """Attends within each document of a packed sequence, in few kernel calls.
 
 One call per document would be slow if a row packs many short documents. `Documents` sorts the
-documents by length: each long document is a separate call, and short documents of similar length
-share a call. So there are at most 8 calls per row for long documents. For short documents, there is
-one call for each power of two up to an eighth of the sequence.
+documents by length: each long document has its own call, and short documents of similar length
+share a call. So there are fewer than 8 calls per row for long documents. For short documents, there
+is one call for each power of two up to an eighth of the sequence.
 
 The queries may cover only a range of the sequence. A document that begins in the range is treated
-as above. A document that began before the range is a separate call, whose queries are the last
-tokens of its keys.
+as above. A document that began before the range has its own call, in which the queries belong to
+the last tokens of the keys.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BATCH = 2**15
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays of one dtype to ``device`` in one transfer, without making the host wait.
+    """Copy arrays of one dtype to ``device`` in one transfer, for which the host does not wait.
 
     Returns:
-        A tensor for each array, of the array's shape.
+        For each array, a tensor of the same shape.
     """
     host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     # Only a copy from pinned memory is asynchronous.
@@ -40,21 +40,21 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def overlapping(bounds: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Return row, start and stop of the documents with tokens in a range, [3, n].
+    """Return row, start and stop [3, n] of the documents with tokens in a range.
 
-    A document stops at ``last`` at the latest; it may start before the range.
+    A document may start before the range. Its stop is at most ``last``.
 
     Args:
         bounds: [n, 3]. Row, start and stop of each document.
         first: The first token of the range.
-        last: The first token behind the range.
+        last: The first token after the range.
     """
     row, start, stop = bounds[(bounds[:, 1] < last) & (bounds[:, 2] > first)].T
     return np.stack([row, start, np.minimum(stop, last)])
 
 
 class Documents:
-    """The documents of every row of a batch, sorted into calls of attention.
+    """Sorts the documents of every row of a batch into calls of attention.
 
     `GlobalSequence` makes this object on the host, once for all layers of a forward of the model.
 
@@ -66,11 +66,11 @@ class Documents:
 
     Attributes:
         queries: The range of tokens whose queries attend; (0, s) for all tokens.
-        long: For each call of attention on a long document: row, start and stop. Includes the
-            documents that began before the range of queries, however short they are.
-        short: For each call on short documents: the tokens to gather, [n, length], and the indices
-            into the flattened result of the tokens that are not padding. The length is a power of
-            two; a shorter document is padded with copies of its last token.
+        long: For each call of attention on a long document: row, start and stop. Documents that
+            began before the range of queries are included, even if short.
+        short: For each call on short documents: the tokens to gather, [n, length]; and, for the
+            tokens that are not padding, their indices in the flattened result. The length is a
+            power of two. A shorter document is padded with copies of its last token.
         order: [b * n] for n queries in a row. The index of each query in the concatenated results
             of all calls; None if the results are in order, because all documents are long.
     """
@@ -80,7 +80,7 @@ class Documents:
         self.rows, self.queries = last_row + 1, queries or (0, seq)
         first, last = self.queries
         row, start, stop = found = overlapping(bounds, first, last)
-        # From here on, a row consists of its queries only, and indices count from the first query.
+        # From here on, a row has only its queries, and indices count from the first query.
         seq, length = last - first, stop - start
         is_long = (start < first) | (length * _LONG > seq)
         self.long: list[tuple[int, int, int]] = found.T[is_long].tolist()
@@ -88,18 +88,19 @@ class Documents:
         self.order: Tensor | None = None
         if is_long.all():
             return
-        # For each call, the queries of its results, as indices into the concatenated rows.
+        # For each call, in the order of its results: the queries, as indices into the concatenated
+        # rows.
         tokens_of_calls: list[np.ndarray] = []
         for at, begin, end in self.long:
             tokens_of_calls.append(at * seq - first + np.arange(max(begin, first), end))
         index_arrays: list[np.ndarray] = []
         starts = row * seq + start - first
-        # For each document, the padded length in its call; 0 for a long document.
+        # The padded length of each document in its call; 0 for a long document.
         powers = np.where(is_long, 0, 2 ** np.ceil(np.log2(length)).astype(int))
         for power in np.unique(powers[powers > 0]):
             (similar,) = np.nonzero(powers == power)
             for batch in np.split(similar, range(_BATCH, len(similar), _BATCH)):
-                # Pad a shorter document with copies of its last token; ``real`` excludes them.
+                # Pad a shorter document with copies of its last token. ``real`` marks other tokens.
                 nth, lengths = np.arange(power), length[batch, None]
                 index, real = starts[batch, None] + np.minimum(nth, lengths - 1), nth < lengths
                 index_arrays += [index, np.flatnonzero(real)]
@@ -111,11 +112,11 @@ class Documents:
         self.short = list(zip(short[::2], short[1::2]))
 
     def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
-        """Attend within each document; each call of a layer runs this once per head group.
+        """Attend within each document; each call of a layer runs this method once per head group.
 
         Args:
-            attention: Maps q, k, v [n, length, h, d] of n documents to o [n, length, h, d]. For a
-                document that began before the range of queries, q is shorter than k and v.
+            attention: Takes q, k, v [n, length, h, d] of n documents; returns o [n, length, h, d].
+                For a document that began before the range of queries, q is shorter than k and v.
             q: [b, n, h, d]. The queries of all s tokens, or of the range.
             *others: k and v [b, s, h_kv, d]; or other arguments of ``attention``, [b, s, ..].
 

@@ -1,8 +1,8 @@
 """Reads the patterns (sliding windows, chunks) of the masks of a transformers model.
 
-On a sequence that is split over ranks, transformers would make a mask for this rank's tokens only,
-but attention covers the whole sequence. This file determines the pattern from transformers' mask
-functions instead, and gives the model a placeholder; see Note [Placeholder masks].
+If a sequence is split over ranks, transformers makes a mask for this rank's tokens only, but
+attention covers the whole sequence. So this file determines the pattern from transformers' mask
+functions, and gives the model a placeholder instead of a mask; see Note [Placeholder masks].
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .positions import GlobalSequence
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # All of transformers' ``create_*_mask`` end in a call of
 # ``ALL_MASK_ATTENTION_FUNCTIONS[implementation](mask_function=...)``. While the forward of a
-# model runs, this table holds another function. This function determines the pattern from
-# ``mask_function`` and returns a placeholder: a tensor of the mask's shape that occupies one byte.
-# The model passes the placeholder to its layers. With the placeholder, a layer looks up the pattern
-# and the global sequence.
+# model runs, this table has a function of this package instead. This function determines the
+# pattern from ``mask_function``, and returns a placeholder: a tensor with the mask's shape that
+# takes one byte. The model passes the placeholder to its layers. With the placeholder, a layer
+# looks up the pattern and the global sequence.
 #
-# The key of the lookup is the memory of the placeholder, which views and detached copies of the
-# placeholder share. So the lookup works under a checkpoint: a layer that is recomputed in backward
-# is given the placeholder of its own forward, even if another forward is running then.
+# The key of the lookup is the memory of the placeholder, since views and detached copies of the
+# placeholder share this memory. So the lookup works under a checkpoint: a layer that is recomputed
+# in backward gets the placeholder of its own forward, even if another forward is then running.
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The restrictions of a mask other than causality, documents and padding.
+    """Describes the restrictions of a mask other than causality, documents and padding.
 
-    `read` leaves out a window or a chunk that is as long as the sequence.
+    `read` leaves out a window or a chunk that is not shorter than the sequence.
 
     Attributes:
-        window: The number of tokens that a token attends to, itself included; None for no limit.
+        window: The number of tokens to which a token attends, itself included; None for no limit.
         chunk: The length of a chunk in tokens, if tokens attend only within their chunk; else None.
     """
 
@@ -53,15 +53,15 @@ class Pattern:
 def read(function: Callable, seq: int) -> Pattern:
     """Return the pattern of a mask function of transformers, for a sequence of ``seq`` tokens.
 
-    `Masks.for_layers` calls this once for each mask that a model makes. Computes no mask. Layers
-    that declare themselves not causal were refused before (`modules.why_not`,
+    `Masks.for_layers` calls this function once for each mask that a model makes. No mask is
+    computed. Layers that declare themselves not causal were refused before (`modules.why_not`,
     `Layer.refuse_unhonoured`).
 
-    transformers builds a mask function from nested closures. A closure is identified by the name of
-    the function that made it; the variables of the closure hold the window or the chunk size.
+    transformers builds a mask function from nested closures. The name of the function that made a
+    closure identifies the closure. The closure's variables hold the window or the chunk size.
 
     Raises:
-        ValueError: if a closure is not known here, or if no closure is causal.
+        ValueError: if a closure is unknown, or if no closure is causal.
     """
     is_causal, window, chunk, left = False, seq, seq, [function]
     while left:
@@ -81,7 +81,7 @@ def read(function: Callable, seq: int) -> Pattern:
             chunk = variables["chunk_size"]
         elif maker == "remap_positions_for_packed_sequence":
             left.append(variables["mask_function"])
-        # Ignore this mask function: the documents are known from the position_ids of all ranks.
+        # Ignore the function for documents, which are known from the position_ids of all ranks.
         elif maker != "packed_sequence_mask_function":
             raise ValueError(f"a mask with {maker}")
     if not is_causal:
@@ -89,32 +89,31 @@ def read(function: Callable, seq: int) -> Pattern:
     return Pattern(window if window < seq else None, chunk if chunk < seq else None)
 
 
-# Names of two functions in transformers: the first finds documents by position_ids, the second
+# The names of two functions of transformers. The first finds documents by position_ids, the second
 # makes the masks of recurrent layers.
 _FIND_DOCUMENTS, RECURRENT = "find_packed_sequence_indices", "create_recurrent_attention_mask"
 
 
 def _documents_of(position_ids: Tensor) -> Tensor:
-    """Return the index of each token's document [b, s/P], without waiting for the device.
+    """Return the index of each token's document [b, s/P]; the host does not wait for the device.
 
-    Replaces a function of transformers while `Masks.for_layers` runs, because that function
-    waits for the device. Attention does not use this result: it takes the documents from
-    `positions.restarts`.
+    While `Masks.for_layers` runs, this function replaces one of transformers that would wait.
+    Attention does not use the result: it takes documents from `positions.restarts`.
     """
     return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 class Masks:
-    """The placeholders that were given to a model's layers; see Note [Placeholder masks].
+    """Makes and finds the placeholders of a model's layers; see Note [Placeholder masks].
 
     Attributes:
-        configs: The configs of the models whose masks are replaced; other models in the process get
-            their own masks.
+        configs: The configs of the models whose masks are replaced. Other models in the process get
+            transformers' masks.
         namespaces: The globals of the files whose models make masks for recurrent layers.
     """
 
     def __init__(self) -> None:
-        # By address: the memory, the global sequence of the forward, and the pattern of the mask.
+        # By address of a placeholder: its memory, and the global sequence and pattern that it has.
         self._placeholders: dict[int, tuple[StorageWeakRef, GlobalSequence, Pattern]] = {}
         self.configs: list[Any] = []
         self.namespaces: list[dict[str, Any]] = []
@@ -122,7 +121,7 @@ class Masks:
     def find(self, mask: Any) -> tuple[GlobalSequence, Pattern] | None:
         """Return the sequence and the pattern of a placeholder; None for anything else.
 
-        Also finds views and detached copies of a placeholder, which share its memory.
+        Views and detached copies of a placeholder are found too, since they share its memory.
         """
         if not isinstance(mask, Tensor):
             return None
@@ -135,9 +134,9 @@ class Masks:
     ) -> Tensor:
         """Make a placeholder of ``shape``, which masks nothing; record its sequence and pattern.
 
-        The weak reference lets the memory be freed but reserves its address (``_cdata``), so no
-        later mask is mistaken for this one. `for_layers` removes the entries of freed
-        placeholders.
+        A weak reference to the storage does not keep the memory alive, but reserves its address
+        (``_cdata``). So no later mask is mistaken for this placeholder. `for_layers` removes the
+        entries of freed placeholders.
         """
         mask = torch.ones((), dtype=torch.bool, device=sequence.device).expand(shape)
         storage = mask.untyped_storage()
@@ -163,7 +162,7 @@ class Masks:
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
         config_ids = {id(config) for config in self.configs}
-        # None if this version of transformers, or this implementation, uses no mask functions.
+        # This is None if the implementation, or the version of transformers, has no mask functions.
         original = functions.get(implementation)
 
         @torch.compiler.disable
@@ -172,7 +171,7 @@ class Masks:
 
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:
-            """Return a placeholder for a model of ``configs``, a mask for any other model."""
+            """Return a placeholder for a model of ``configs``; for other models, a mask."""
             if id(kwargs.get("config")) not in config_ids:
                 return original(*args, **kwargs)
             try:
@@ -185,8 +184,8 @@ class Masks:
             positions = kwargs.get("cache_position")
             queries = kwargs["q_length"] if positions is None else len(positions)
             shape = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
-            # transformers' flash attention needs a mask only for padding. A mask function that is
-            # not transformers' own leaves ``mask_made`` as it is.
+            # transformers' flash attention needs a mask only for padding. If the mask function is
+            # not transformers' own, ``mask_made`` stays as it is.
             if getattr(original, "__module__", "") == library.__name__:
                 is_flash = original is library.flash_attention_mask
                 sequence.mask_made = sequence.has_padding or not is_flash

@@ -18,7 +18,7 @@ def pieces_of(
     Args:
         sequence: The global sequence.
         rank: The rank, in the sp group.
-        reach: The number of tokens, before the rank's own, that it receives for a convolution.
+        reach: The number of earlier tokens that the rank receives for a convolution.
         by_states: Whether the mixer exchanges states.
         by_heads: Whether the mixer exchanges heads.
     """

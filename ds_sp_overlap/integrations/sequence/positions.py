@@ -1,8 +1,8 @@
 """Gathers the positions, documents, padding and local lengths of the whole sequence on every rank.
 
-A rank has only its own tokens, but attention after the exchange covers the whole sequence. So once
-in each forward of a model, the ranks gather the positions and masks of all tokens. See Note [One
-message, one wait].
+A rank has only its own tokens, but attention after the exchange covers the whole sequence. So in
+each forward of a model, the ranks gather the positions and masks of all tokens once. See
+Note [One message, one wait].
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from .documents import Documents, overlapping, to_device
 
 # Note [One message, one wait]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# The ranks gather positions and masks with one all-gather in each forward, after which the host
-# waits for the device once (`Positions._every`). A message has a header of fixed length and a
+# In each forward, the ranks gather positions and masks with one all-gather, after which the host
+# waits for the device once (`Positions._every`). A message has a header of fixed length, and a
 # body for values. The body must have the same size on all ranks, but local lengths differ, and a
-# rank doesn't know the lengths of the others. So the body has the largest size that any rank has
-# needed so far. If the headers show that the body was too small for a rank, all ranks send another
-# message with a larger body.
+# rank doesn't know the others' lengths. So the body has the largest size that any rank has needed
+# so far. If the headers show that the body was too small for a rank, all ranks send another message
+# with a larger body.
 #
 # Everything else is computed from the gathered values on the host with numpy. The tensors that
 # attention reads are copied to the device once in each forward, and cached in `GlobalSequence`. A
 # layer never waits.
 
-# A CUDA graph would replay the positions of the forward in which it was captured.
+# In a replay, a CUDA graph would use the positions of the forward in which it was captured.
 NO_GRAPH = "positions of all ranks can't be read; capture what lies around the attention layers"
-# The arguments of a model's forward that hold the sequence; a call gives one of them.
+# The arguments of a model's forward that hold the sequence. A call passes one of the two.
 TOKENS = ("input_ids", "inputs_embeds")
-# The arguments that also describe documents: their edges in the concatenated rows, or the index of
-# each token's document.
+# The arguments that describe documents in addition to position_ids: by the documents' edges in the
+# concatenated rows, or by the index of each token's document.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
 _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 
@@ -53,11 +53,11 @@ _NEEDED = "those of the whole sequence, cut over the ranks like input_ids"
 def restarts(position_ids: np.ndarray) -> np.ndarray:
     """Return, for each token after the first, whether a document starts there: [b or 1, s - 1].
 
-    A document starts where positions don't increase by 1. `masks` has the same rule for a tensor.
+    A document starts where positions don't increase by 1. `masks` applies the same rule to tensors.
 
     Args:
-        position_ids: [b or 1, s]; or [4, b or 1, s], where the text positions come first; or [3, b
-            or 1, s] for images, without text positions. Positions of images show no documents.
+        position_ids: [b or 1, s]; or [4, b or 1, s], where text positions come first; or [3, b or
+            1, s] for images, without text positions. The positions of images show no documents.
     """
     of_text = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
     return (np.diff(of_text) != 1) & (position_ids.shape[:-2] != (3,))
@@ -70,13 +70,13 @@ def first_tokens(starts: np.ndarray) -> np.ndarray:
 
 
 def bounds_of(starts: np.ndarray) -> np.ndarray:
-    """Return row, start and stop [n, 3] of documents, or of chunks, that start where ``starts`` is.
+    """Return row, start and stop [n, 3] of the documents, or chunks, with the given starts.
 
     Args:
-        starts: [b, s]. Whether a document starts at each token; True at the start of a row.
+        starts: [b, s]. Whether a document or chunk starts at a token; True at the start of a row.
     """
     row, start = starts.nonzero()
-    # A document stops at the start of the next document in its row, or at the end of the row.
+    # A document stops where the next document of the row starts, or at the end of the row.
     is_last = np.diff(row, append=len(starts)) != 0
     stop = np.where(is_last, starts.shape[1], np.roll(start, -1))
     return np.stack([row, start, stop], 1)
@@ -86,7 +86,7 @@ _Method = TypeVar("_Method", bound=Callable)
 
 
 def once(method: _Method) -> _Method:
-    """Cache the results of a method in its object, by the arguments."""
+    """Cache the results of a method by its arguments, in the method's object."""
     results_name = f"_results of {method.__name__}"
 
     @functools.wraps(method)
@@ -100,31 +100,32 @@ def once(method: _Method) -> _Method:
 
 
 class GlobalSequence:
-    """The positions, documents and padding of the global sequence in one forward.
+    """Holds the positions, documents and padding of the global sequence in one forward.
 
-    `Positions.gather` computes this object on the host in each forward, the same on every rank. The
-    tensors are made on first use and cached for all layers. No method communicates.
+    In each forward, `Positions.gather` makes this object on the host, equal on all ranks. Tensors
+    are made on first use, and cached for all layers. No method communicates.
 
     Args:
-        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (`restarts`). The positions of all ranks.
+        position_ids: [b or 1, s], or [3 or 4, b or 1, s] (see `restarts`). The positions of all
+            ranks' tokens.
         lengths: [P]. Local sequence length of every rank, in tokens.
         mask: [b, s]. True for tokens that are not padding.
         device: Holds the tensors.
         where: The name of the model, for errors.
-        fallbacks: The names of the layers that fall back on any rank (`Forwards.fallible`).
+        fallbacks: The names of the layers that must fall back on some rank (`Forwards.fallible`).
 
     Attributes:
         rows: The batch size b.
-        largest_position: The largest position of all ranks. Some rotary embeddings choose their
-            frequencies by it (`transformers.forward`).
+        largest_position: The largest position of all ranks, by which some rotary embeddings choose
+            their frequencies (`transformers.forward`).
         mask: [b, s]. True for tokens that are not padding.
         starts: [b, s]. Whether a document starts at each token. Padding after a document belongs to
-            that document, and padding at the start of a row is a document.
+            that document. Padding at the start of a row is a document.
         bounds: [n, 3]. Row, start and stop of each document.
         one_document: Whether every row is one document.
         has_padding: Whether the mask marks padding.
-        padded: Whether some document begins after padding although positions continue there, so
-            that only the mask marks its start. `Forwards.of` then refuses a layer without a mask.
+        padded: Whether only the mask shows the start of some document, which begins after padding,
+            but whose positions continue. `Forwards.of` then refuses a layer without a mask.
         mask_made: Whether the model has made a mask that attention needs; `Masks` sets it.
 
     Raises:
@@ -154,8 +155,8 @@ class GlobalSequence:
     def _with_padding(self, starts: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
         """Return the starts of documents [b, s] in a sequence with padding.
 
-        The first token after padding is a start. A token of padding is no start, unless a row
-        begins with it. Sets `padded` if a start was added that the positions don't show.
+        The first token after padding is a start. Padding is no start, except at the start of a row.
+        Sets `padded` if the positions don't show a start that was added.
 
         Raises:
             ValueError: if there is padding between the tokens of a document.
@@ -175,14 +176,14 @@ class GlobalSequence:
         return starts
 
     def knows(self, rank: int, told: Mapping[str, Tensor]) -> bool:
-        """Return whether position_ids contain every document edge in the arguments of a rank.
+        """Return whether position_ids show every document edge in the arguments of a rank.
 
         Args:
             rank: The rank, in the sp group.
-            told: The `DOCUMENTS` arguments by name: edges among this rank's tokens or among all
-                tokens; or the document index of each of this rank's tokens [b or 1, s/P].
+            told: The `DOCUMENTS` arguments by name: edges in this rank's tokens or in all tokens;
+                or the document index of each of this rank's tokens [b or 1, s/P].
         """
-        # An argument may also place the start of a document in padding, where it has no effect.
+        # In an argument, documents may also start in padding, where a start has no effect.
         first, may_be_told = sum(self.lengths[:rank]), self.starts | ~self.mask
         own = may_be_told[:, first : first + self.lengths[rank]].copy()
         own[:, :1] = True
@@ -191,7 +192,7 @@ class GlobalSequence:
             values = x.cpu().numpy()
             fits = any({*values.flatten()} <= edges for edges in known)
             if name == "seq_idx":
-                # Each change of the index must be at a known edge.
+                # The index may change only at known edges.
                 same_length = values.shape[-1] == own.shape[1]
                 fits = same_length and ((np.diff(values) != 0) <= own[:, 1:]).all()
             if not fits:
@@ -202,11 +203,11 @@ class GlobalSequence:
     def documents(self, chunk: int | None = None, queries: Range | None = None) -> Documents | None:
         """Return the documents, cut into chunks; None if every row is one document and one chunk.
 
-        `transformers.attention_function.local_attention` calls this.
+        `transformers.attention_function.local_attention` calls this method.
 
         Args:
-            chunk: The length of a chunk in tokens; a document's first chunk begins with the
-                document. None for whole documents.
+            chunk: The length of a chunk in tokens, counted from the document's start; None for
+                whole documents.
             queries: The range of tokens whose queries attend; None for all tokens.
         """
         bounds = self.bounds if chunk is None else bounds_of(self._places() % chunk == 0)
@@ -222,8 +223,8 @@ class GlobalSequence:
             queries: The range of tokens whose queries attend.
 
         Returns:
-            A pair. First, for each row, the first token of its keys, which is the start of the
-            first document that overlaps the range (the keys end where the queries end). Second, the
+            A pair. First, for each row, the first token of its keys: the start of the first
+            document that overlaps the range. (The keys end where the queries end.) Second, the
             keywords with the edges of the documents in the concatenated rows; {} if every row is
             one document.
         """
@@ -248,7 +249,7 @@ class GlobalSequence:
         """Return, for each share, the tokens of its queries, balanced by work.
 
         None if every row is one document, if no ranks share heads, or if there are fewer tokens
-        than shares: `Geometry` then chooses the tokens.
+        than shares. `Geometry` then chooses the tokens.
 
         Args:
             shares: r, the number of ranks that share their query heads.
@@ -256,8 +257,8 @@ class GlobalSequence:
         seq = sum(self.lengths)
         if self.one_document or not 1 < shares <= seq:
             return None
-        # A query attends to as many keys as its position in its document, counted from 1. Layers
-        # with a small window get the same split: all their queries cost about the same.
+        # The work of a query is its position in its document, counted from 1. Layers with a small
+        # window get the same split, since all their queries cost about the same.
         return balanced((self._places() + 1).sum(0), shares)
 
     @functools.cached_property
@@ -285,12 +286,12 @@ def _is_filled(cache: Any) -> bool:
     try:
         return cache.get_seq_length() > 0
     except ValueError:
-        # A cache of a model without attention layers doesn't count tokens.
+        # The cache of a model without attention layers doesn't count tokens.
         return cache.has_previous_state()
 
 
 def _compared(of_ranks: list[tuple], where: str) -> set[str]:
-    """Return the names of the layers that fall back on any rank.
+    """Compare the ranks; return the names of the layers that must fall back on some rank.
 
     Args:
         of_ranks: [P]. For each rank: the error in its arguments, or None; the shape of its
@@ -298,9 +299,9 @@ def _compared(of_ranks: list[tuple], where: str) -> set[str]:
         where: The name of the model, for errors.
 
     Raises:
-        Exception: on all ranks alike, the error of some rank.
-        ValueError: on all ranks alike, if the shapes of positions, or the modules that are
-            checkpointed, differ between ranks.
+        Exception: on all ranks, the error of some rank.
+        ValueError: on all ranks, if the shapes of positions or the checkpointed modules differ
+            between ranks.
     """
     faults, forms, names = zip(*of_ranks)
     texts = [fault and str(fault) for fault in faults]
@@ -331,18 +332,18 @@ class Positions:
 
     Args:
         sp_group: The sp group.
-        documents: The option ``sp_overlap.documents``.
+        documents: The value of ``sp_overlap.documents``.
     """
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: the section allows it, or positions in an
-        # earlier forward did not start anew on every rank.
+        # Whether positions may start anew on every rank: if the section says so, or if in an
+        # earlier forward they did not.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0
-        # The KV caches of earlier forwards. Training makes a new cache in each forward; a cache
-        # that is passed again is used for decoding.
+        # The KV caches of earlier forwards. In training, each forward has a new cache. In decoding,
+        # a cache is passed again.
         self._caches: weakref.WeakSet = weakref.WeakSet()
 
     @torch._disable_dynamo
@@ -358,8 +359,8 @@ class Positions:
     ) -> GlobalSequence:
         """Gather the global sequence of one call.
 
-        Collective; raises errors on all ranks. `Host` calls this, and so does `Forwards.of`, for a
-        layer that is called outside a model's forward. The host waits for the device once.
+        Collective; errors are raised on all ranks. `Host` calls this method. `Forwards.of` calls it
+        for a layer that is called outside a model's forward. The host waits for the device once.
 
         Args:
             where: The name of the model or layer, for errors.
@@ -367,16 +368,16 @@ class Positions:
             position_ids: [b or 1, s/P] or [axes, b or 1, s/P].
             mask: [b, s/P]. Nonzero for tokens that are not padding; None without padding.
             cache: The KV cache, which must be empty; or None.
-            names: The names of the layers that fall back on this rank (`Forwards.fallible`), and of
-                the modules that are checkpointed.
+            names: The names of the layers that must fall back on this rank (`Forwards.fallible`),
+                and those of the checkpointed modules.
             told: The `DOCUMENTS` arguments of this rank's call, by name.
 
         Returns:
             The global sequence, the same on all ranks.
 
         Raises:
-            ValueError: for arguments that are missing, of a wrong form, or not cut from one global
-                sequence.
+            ValueError: for arguments that are missing, have a wrong form, or were not cut from one
+                global sequence.
             RuntimeError: for a KV cache that is in use.
         """
         refuse_captured(where, NO_GRAPH)
@@ -391,7 +392,7 @@ class Positions:
             fault = error
         form, length = tuple(values.shape[:-1]), -1 if fault else values.shape[-1]
         # The local length, or -1 after an error; whether `DOCUMENTS` arguments were given; a
-        # checksum of everything else that must be equal on all ranks.
+        # checksum of what else must be equal on all ranks.
         header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
         messages = self._every(header, values, device)
         lengths, are_told, checksums = messages[:, : len(header)].T.tolist()
@@ -436,7 +437,7 @@ class Positions:
         index = told.get("seq_idx")
         first, rank = None, self.sp_group.rank
         start = sum(sequence.lengths[:rank])
-        # Padding behind a document may have an index of its own.
+        # Padding after a document may have its own index.
         if index is not None and index.numel() and sequence.mask[0, start : start + 1].all():
             first = int(index.flatten()[0])
         known = sequence.knows(rank, told)
@@ -458,13 +459,13 @@ class Positions:
             [b, s/P] or [axes, b, s/P]. Twice each position, plus 1 for a token that is not padding.
 
         Raises:
-            RuntimeError: for a KV cache that is in use: not empty, or passed to an earlier forward.
+            RuntimeError: for a KV cache in use: not empty, or passed to an earlier forward.
             ValueError: for arguments that are missing or of a wrong form.
         """
         # `generate` passes a cache and no position_ids.
         generates = cache is not None and not isinstance(position_ids, Tensor)
         if cache is not None and not generates:
-            # A paged cache and a tuple, which lack this method, are never new.
+            # A paged cache or a tuple lacks this method, and is never new.
             is_new = hasattr(cache, "get_seq_length") and cache not in self._caches
             generates = not is_new or _is_filled(cache)
         if generates:
@@ -500,10 +501,9 @@ class Positions:
         return 2 * position_ids.long().expand(*axes, *shape) + is_real
 
     def _refuse_restart(self, where: str, position_ids: np.ndarray, lengths: list[int]) -> None:
-        """Raise ValueError if positions start anew on every rank and nowhere else.
+        """Raise ValueError, on all ranks, if positions start anew on every rank and only there.
 
-        All ranks raise alike. After a first forward with other positions, which this method
-        records, later forwards are not checked.
+        If a forward has other positions, this method records that, and checks no later forward.
         """
         # The first token of each rank that has tokens.
         starts = [sum(lengths[:rank]) for rank, length in enumerate(lengths) if length]
@@ -513,8 +513,8 @@ class Positions:
         # first. Any further restarts lie elsewhere.
         found = restarts(position_ids)
         elsewhere = found.sum() > len(found) * (len(starts) - 1)
-        # In the first forward such positions are taken for a mistake. After other positions, they
-        # are taken for documents that end where the ranks' tokens end.
+        # Such positions are taken for a mistake, unless a forward had others before: then documents
+        # may happen to end where the ranks' tokens end.
         self._may_restart = bool(elsewhere or position_ids[..., starts].any())
         if not self._may_restart:
             raise ValueError(
@@ -526,8 +526,8 @@ class Positions:
     def _every(self, header: list[int], values: Tensor, device: torch.device) -> np.ndarray:
         """Gather the messages of all ranks [P, len(header) + body] on the host. Collective.
 
-        The host waits for the device here and nowhere else. If ``values`` don't fit into the body,
-        the body is zeros; the header holds their number, so that `gather` sends them again.
+        Only here does the host wait for the device. If ``values`` don't fit into the body, the body
+        is zeros. The header holds the number of values, by which `gather` knows to send again.
         """
         (head,) = to_device([np.array(header)], device)
         fitting = values.flatten() if values.numel() <= self._room else head[:0]

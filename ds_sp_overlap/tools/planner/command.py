@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # This import loads torch.
 
 def _whole(text: str) -> int:
     """Parse a whole number of at least 1: 65536, 64k or 1m."""
-    found = re.fullmatch(r"(\d+)([km]?)", text.lower())
-    if found is None or int(found[1]) < 1:
+    found = re.fullmatch(r"(0*[1-9]\d*)([km]?)", text.lower())
+    if found is None:
         raise argparse.ArgumentTypeError(
             f"must be a whole number of at least 1, or one such as 64k (65536) or 1m, got {text!r}"
         )
@@ -127,9 +127,9 @@ def _complete(args: argparse.Namespace) -> None:
     Raises:
         ValueError: if a value is missing, or values contradict each other.
     """
-    is_cluster = args.nodes is not None or args.gpus_per_node is not None
-    of_one = args.sp or args.measure
-    if is_cluster and (None in (args.nodes, args.gpus_per_node) or of_one):
+    # All numbers are above 0.
+    is_cluster, of_one = args.nodes or args.gpus_per_node, args.sp or args.measure
+    if is_cluster and (of_one or not (args.nodes and args.gpus_per_node)):
         raise ValueError("--nodes and --gpus-per-node go together, in place of --sp and --measure")
     if args.model is not None:
         from ...integrations.transformers.layers import shape_and_model
@@ -145,8 +145,8 @@ def _complete(args: argparse.Namespace) -> None:
         for key, value in known.items():
             setattr(args, key, getattr(args, key) or value)
     needed = ["seq", "hidden", "heads"] if is_cluster else ["seq", "sp", "hidden", "heads"]
-    needed += ["layers", "params"] if args.memory is not None else []
-    missing = [f"--{key}" for key in needed if getattr(args, key) is None]
+    needed += ["layers", "params"] if args.memory else []
+    missing = [f"--{key}" for key in needed if not getattr(args, key)]
     if missing:
         remedy = "give them, or --model"
         if args.model is not None:
@@ -154,7 +154,7 @@ def _complete(args: argparse.Namespace) -> None:
         raise ValueError(f"{' and '.join(missing)} missing; {remedy}")
     if args.sp == 1:
         raise ValueError("--sp 1 exchanges nothing; give the ranks of the sp group, at least 2")
-    if args.head_dim is None and args.hidden % args.heads:
+    if not args.head_dim and args.hidden % args.heads:
         raise ValueError(
             f"--hidden {args.hidden} does not divide by --heads {args.heads}; give --head-dim"
         )
@@ -213,7 +213,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
         ValueError: if the file of --measured can't be used.
     """
     found = gpu(args.gpu, args.measured)
-    if args.measure is not None:
+    if args.measure:
         values = _measured(_layer(args, args.sp), found["tflops"])
         if os.environ["RANK"] == "0":
             args.measure.write_text(json.dumps(values, indent=1))
@@ -238,14 +238,20 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         advice: The first paragraph of the text.
     """
     base, cells = rows[0], []
-    headers = ["", "ms", "times", "exposed ms", "host ms", "GPU waits for it", "peak MiB"]
     for row in rows:
-        ms = row.step_ms, base.step_ms / row.step_ms, row.exposed_ms, row.host_ms, row.starved_ms
-        cells.append([row.variant, *ms, row.peak_bytes / 2**20])
+        cell: dict[str, Any] = {
+            "": row.variant,
+            "ms": row.step_ms,
+            "times": base.step_ms / row.step_ms,
+            "exposed ms": row.exposed_ms,
+            "host ms": row.host_ms,
+            "GPU waits for it": row.starved_ms,
+            "peak MiB": row.peak_bytes / 2**20,
+        }
         if base.whole_ms and row.whole_ms:
-            cells[-1] += [row.whole_ms, base.whole_ms / row.whole_ms]
-    if base.whole_ms:
-        headers += ["whole layer ms", "its times"]
+            cell["whole layer ms"] = row.whole_ms
+            cell["its times"] = base.whole_ms / row.whole_ms
+        cells.append(cell)
     shared = f", r = {layer.shares} ranks share query heads" if layer.shares > 1 else ""
     known = [(key, k) for key, k in on.known.items() if k != GPUS[name][key]]
     given = "".join(f"; {key} {k.value:.4g} ({k.source})" for key, k in known)
@@ -258,7 +264,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
         f"played, not measured, on one {name} with {on['wire_gbs']:.4g} GB/s to the other ranks "
         f"and {on['tflops'] * on['gemm_share']:.4g} TFLOP/s in products; "
         f"figures with sources: docs/planning.md{given}\n"
-        f"{tabulate(cells, headers, floatfmt='.2f')}\n"
+        f"{tabulate(cells, 'keys', floatfmt='.2f')}\n"
         "times: of the first row's; exposed: what a wire that costs nothing would save; stock "
         f"is DeepSpeed's class{unfit}; five of eight what its pull requests 5691 and 415 overlap"
     )
@@ -303,15 +309,16 @@ def _sizes(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         except ValueError as error:
             reason = str(error)
             continue
-        if size > args.gpus_per_node and args.bandwidth is None:
+        here = on
+        if size <= args.gpus_per_node:
+            here = on.given("a node", wire_gbs=GPUS[args.gpu]["wire_gbs"].value)
+        elif not args.bandwidth:
             raise ValueError("--nodes needs --bandwidth, that of a GPU to other nodes")
-        within = GPUS[args.gpu]["wire_gbs"].value if size <= args.gpus_per_node else None
-        here = on.given("a node", wire_gbs=within)
         best = best_of(plan(layer, here, with_all=False))
         ms = decides_ms(best)
         speed = {"ms": round(ms, 2), "tokens/s a GPU": round(1e3 * layer.seq / size / ms)}
         rows.append({"sp": size, "GB/s": here["wire_gbs"], "best": best.variant, **speed})
-        if args.memory is not None:
+        if args.memory:
             most = _longest(args, layer, Way(best.groups))["checkpointed"]
             rows[-1]["fits"] = "yes" if most >= layer.seq else "no"
     if not rows:
@@ -335,7 +342,7 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         # Imports may print text; keep this text out of the plan's output.
         with contextlib.redirect_stdout(sys.stderr):
             _complete(args)
-            if args.measure is not None and not is_launched:
+            if args.measure and not is_launched:
                 _layer(args, args.sp)  # Raise an error now, before ranks are started.
                 launcher = "torch.distributed.run", "--standalone", f"--nproc-per-node={args.sp}"
                 words = [sys.executable, "-m", *launcher, "-m", "ds_sp_overlap", *sys.argv[1:]]
@@ -355,7 +362,7 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: if nothing can be planned or measured.
     """
-    if args.nodes is not None:
+    if args.nodes:
         advice, sizes = _sizes(args)
         return {"sp": sizes, "verdict": advice}, f"{advice}\n\n{tabulate(sizes, headers='keys')}"
     # This import loads torch.
@@ -365,7 +372,7 @@ def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     rows = plan(layer, on)
     advice = verdict(rows)
     text = describe(layer, on, args.gpu, rows, advice)
-    if args.memory is not None:
+    if args.memory:
         fastest = min(ours_of(rows), key=decides_ms)
         text += f"\n\n{_describe_fits(args, layer, Way(fastest.groups))}"
     found = {"layer": [asdict(row) for row in rows], "verdict": advice}

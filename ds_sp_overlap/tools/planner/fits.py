@@ -87,13 +87,13 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
     x = layer.seq // layer.sp_size * layer.batch * layer.width * layer.element_bytes
     # Subtract y, which is counted as the input of the next layer.
     waits -= x
-    gathered = GATHERED if way.window is None else GATHERED_IN_TILES
+    gathered = GATHERED_IN_TILES if way.window else GATHERED
     fixed = STATES * model.parameters // layer.sp_size
     fixed += gathered * model.parameters // model.layers
     # The tables of cos and sin of RoPE, which all layers share.
     fixed += 2 * x * layer.head_dim // layer.width
     # With a window, norms run in tiles, and save only their input.
-    norm = 0 if way.window is not None else NORM_SAVES * x
+    norm = 0 if way.window else NORM_SAVES * x
     outside = int(waits + (6 + TILE) * x)
     if norm:
         outside = max(outside, waits + 4 * x + 2 * norm + NORM_MAKES * x)
@@ -107,7 +107,7 @@ def held_by_model(layer: LayerShape, model: Model, way: Way) -> dict[str, int]:
         # One layer's input in use, and one on its way from the host.
         "inputs on host": again + 2 * x,
     }
-    if way.window is not None:
+    if way.window:
         # With a window, ``waits`` is the size of the saved o and log-sum-exp of a layer.
         backward = max(most_in_backward - waits + 4 * x, outside) - x
         found["keep"] = backward + model.layers * (x + waits)

@@ -50,6 +50,7 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
         dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
         return took.item()
 
+    peak = 1e12 * tflops
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     options: dict[str, Any] = dict(dtype=dtype, device=device)
     tokens = layer.seq // layer.sp_size * layer.batch
@@ -85,8 +86,8 @@ def rates(layer: LayerShape, group: Any, device: torch.device, tflops: float) ->
     # A rank sends nothing to itself: count only the other ranks.
     moved_bytes = (layer.sp_size - 1) * per_peer * layer.element_bytes
     return {
-        "gemm_share": matmul / (1e12 * tflops),
-        "attention_share": attention / (1e12 * tflops),
+        "gemm_share": matmul / peak,
+        "attention_share": attention / peak,
         "wire_gbs": moved_bytes / max(whole - latency, 1e-9) / 1e9,
         "latency_us": 1e6 * latency,
     }

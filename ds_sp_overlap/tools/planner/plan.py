@@ -93,7 +93,6 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
         way: Way,
         variant: str = "",
         change: Callable[[Sequence[Launch]], Sequence[Launch]] = list,
-        whole: bool = True,
     ) -> Row:
         """Simulate a variant of the attention layer.
 
@@ -101,14 +100,13 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
             way: How the layer runs.
             variant: The name of a variant that is not ours; empty for ours, named after ``way``.
             change: Turns the recorded launches into the launches to simulate.
-            whole: Whether whole layers are simulated as well.
         """
         kernels = None if variant else gpu["kernel_share"]
         on = gpu.given("our kernels", permute_share=kernels)
         recorded, whole_ms = record(alone, way), None
         launches = change(recorded.launches)
         played = Played(on, launches)
-        if whole and layer.intermediate:
+        if layer.intermediate and not way.window and change is not five_of_eight:
             whole_ms = Played(on, change(record(layer, way).launches)).us / 1e3 / LAYERS
         return Row(
             variant or str(way),
@@ -121,10 +119,12 @@ def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
             whole_ms=whole_ms,
         )
 
-    stock = row(Way(0), "stock") if stock_runs(layer) else row(Way(1), "no overlap", in_one_stream)
-    fitting = [way for way in (*map(Way, GROUPS), *WINDOWS) if way.groups <= most]
-    ours = [row(way, whole=way.window is None) for way in fitting if with_all or way.window is None]
-    return [stock, *with_all * [row(Way(1), "five of eight", five_of_eight, whole=False)], *ours]
+    rows = [row(Way(0), "stock") if stock_runs(layer) else row(Way(1), "no overlap", in_one_stream)]
+    ways = [Way(groups) for groups in GROUPS]
+    if with_all:
+        rows.append(row(Way(1), "five of eight", five_of_eight))
+        ways += WINDOWS
+    return rows + [row(way) for way in ways if way.groups <= most]
 
 
 def hybrid(

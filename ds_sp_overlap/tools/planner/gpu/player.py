@@ -63,21 +63,26 @@ class Played:
     host_us = starved_us = 0.0
 
     def __init__(self, gpu: Gpu, launches: Iterable[Launch]):
-        self.gpu, self.launches = gpu, iter(launches)
-        self.now, self.free = 0.0, int(gpu["sms"])
+        self.gpu, self.now, self.free = gpu, 0.0, int(gpu["sms"])
         self.bars: list[Running] = []
         self.queues: defaultdict[str, deque[Queued]] = defaultdict(deque)
         self.last: dict[str, Running] = {}
         # For each recorded event: the last kernel before it on its stream, or None.
         self.events: dict[int, Running | None] = {}
         self.running: list[Running] = []
-        self.idle_since: float | None = None
         # Planned actions, ordered by time, then by the order of planning.
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self._issue()
+        for launch in launches:
+            self.host_us += gpu.host_us(launch)
+            if not isinstance(launch, Host):
+                self._at(self.host_us, partial(self._arrive, launch))
         while self.heap:
-            self.now, _, act = heapq.heappop(self.heap)
+            time, _, act = heapq.heappop(self.heap)
+            # There is no queue before the first launch, and until then the GPU is not starved.
+            if self.queues and not self.running:
+                self.starved_us += time - self.now
+            self.now = time
             act()
         left = [str(each) for queue in self.queues.values() for each in queue]
         if left:
@@ -88,27 +93,13 @@ class Played:
     def _at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.heap, (time, next(self.order), act))
 
-    def _issue(self) -> None:
-        """Plan the arrival of the host's next launch in its queue."""
-        us = 0.0
-        for launch in self.launches:
-            us += self.gpu.host_us(launch)
-            if not isinstance(launch, Host):
-                self._at(self.now + us, partial(self._arrive, launch))
-                return
-        self.host_us = self.now + us
-
     def _arrive(self, launch: Queued) -> None:
-        """Put a launch into the queue of its stream, and let the host issue its next launch."""
+        """Put a launch into the queue of its stream."""
         self.queues[launch.stream].append(launch)
-        if self.idle_since is not None:
-            self.starved_us += self.now - self.idle_since
-            self.idle_since = None
         self._pump()
-        self._issue()
 
     def _pump(self) -> None:
-        """Let launches leave their queues as far as possible; record when the GPU becomes idle."""
+        """Let launches leave their queues as far as possible."""
         # A launch that leaves may release launches of other queues: repeat until none can leave.
         is_moving = True
         while is_moving:
@@ -117,8 +108,6 @@ class Played:
                 while queue and self._leaves(queue[0]):
                     queue.popleft()
                     is_moving = True
-        if not self.running and not any(self.queues.values()) and self.idle_since is None:
-            self.idle_since = self.now
 
     def _leaves(self, launch: Queued) -> bool:
         """Return whether the launch at the head of a queue can leave; if so, start it."""

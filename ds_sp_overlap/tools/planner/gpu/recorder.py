@@ -136,7 +136,8 @@ class Recorder(TorchDispatchMode):
 
     def note(self, *launches: Launch) -> None:
         """Record the host's work since the last launch, then record ``launches``."""
-        self.launches += [*(Host(*each) for each in self.before.items()), *launches]
+        self.launches += itertools.starmap(Host, self.before.items())
+        self.launches += launches
         self.before.clear()
 
     def count_calls(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -192,8 +193,8 @@ class Recorder(TorchDispatchMode):
     def all_to_all_single(
         self, recv: Tensor, send: Tensor, group: SPGroup, async_op: bool = False
     ) -> None:
-        size = send.numel() // group.size
-        self.launch(send, recv, (size,) * group.size, (size,) * group.size, group, "stock")
+        sizes = (send.numel() // group.size,) * group.size
+        self.launch(send, recv, sizes, sizes, group, "stock")
 
     # Kernels.
 

@@ -15,7 +15,7 @@ from .calls import Calls
 from .copy_engines import CopyEngine
 from .modes import outside_modes
 from .streams import HostStream, SideStream, accelerator, refuse_captured
-from .transport import C10d, Named, OneRank, Transport, backend_of
+from .transport import C10d, Named, OneRank, Transport, backend_of, gather
 
 
 def by_name(name: str, size: int, settings: dict[str, int] | None = None) -> Named:
@@ -192,14 +192,13 @@ class SPGroup:
             "the ranks can't be compared (in a layer's first call, in each one with "
             'sp_overlap.check, for head_groups "auto" until it has chosen); run such steps before',
         )
-        every = [what] * self.size
-        if self.size > 1:
-            try:
-                dist.all_gather_object(every, what, group=self.group)
-            except Exception as error:
-                # Catch all exceptions: unpickling the bytes of another collective may raise any.
-                raise self.failed(where, "the comparison of the ranks", error) from error
-        return every
+        if self.size == 1:
+            return [what]
+        try:
+            return gather(what, self.group)
+        except Exception as error:
+            # Catch all exceptions: unpickling the bytes of another collective may raise any.
+            raise self.failed(where, "the comparison of the ranks", error) from error
 
     @outside_modes()
     def agree(self, where: str, describe: Callable[[], Any]) -> None:

@@ -57,6 +57,8 @@ from .layout import all_equal
 MAX_CTAS = 16
 NETWORK_CTAS = 4
 
+# The kind of device of NCCL's tensors.
+DEVICE = "cuda"
 # The number of elements that go to each rank, or come from each rank.
 Sizes = tuple[int, ...]
 
@@ -271,6 +273,13 @@ def _groups_made() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+def gather(what: Any, group: Any = None) -> list[Any]:
+    """Gather ``what`` from every rank of ``group``, or of the world, in rank order. Collective."""
+    every = [what] * dist.get_world_size(group)
+    dist.all_gather_object(every, what, group=group)
+    return every
+
+
 def communicator(group: Any, user: Any, **settings: int) -> Any:
     """Return an NCCL communicator of our own over the ranks of ``group``, at high priority.
 
@@ -313,11 +322,10 @@ def _give_back(group: Any, ranks: list[int]) -> None:
     for key, made in _communicators.items():
         if made.ranks == ranks and not made.users and made.own is not made.made_for:
             unused.append(key)
-    every = [unused] * len(ranks)
-    dist.all_gather_object(every, unused, group=group)
+    every = gather(unused, group)
     for key in unused:
         if all(key in of_rank for of_rank in every):
-            torch.cuda.synchronize(_device())
+            torch.cuda.synchronize()
             # The communicator's name stays taken: torch names the next group by the number of
             # groups made.
             _communicators.pop(key).own.shutdown()
@@ -330,8 +338,7 @@ def _make(group: Any, ranks: list[int], settings: dict[str, int]) -> Any:
     """
     # Ranks find each other by the name of the new group, which torch derives from the number of
     # groups that a rank has made.
-    counts = [0] * len(ranks)
-    dist.all_gather_object(counts, _groups_made(), group=group)
+    counts = gather(_groups_made(), group)
     if len(set(counts)) > 1:
         reason = f"its ranks have made {counts} process groups"
     elif ranks != sorted(ranks):
@@ -359,13 +366,12 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
     Raises:
         NotImplementedError: if this torch can't make such a group.
     """
-    device = _device()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # Use the timeout of the sp group instead of torch's default.
     options._timeout = group._get_backend(torch.device("cuda")).options._timeout
     for setting, value in settings.items():
         setattr(options.config, setting, value)
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     # If the default group is bound to a device, torch makes every group by an ncclCommSplit of
     # that group's communicator. The split waits for all ranks of the world, even with
     # ``use_local_synchronization``. See Note [Two communicators].
@@ -382,11 +388,7 @@ def _make_connected(group: Any, ranks: list[int], settings: dict[str, int]) -> A
         )
     finally:
         world.bound_device_id = bound
-    first = torch.zeros(len(ranks), device=device)
+    first = torch.zeros(len(ranks), device=DEVICE)
     dist.all_to_all_single(torch.empty_like(first), first, group=own)
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     return own
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())

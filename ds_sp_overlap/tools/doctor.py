@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..attention.self_attention import SelfAttention
 from ..exchange.streams import CONNECTIONS, one_queue
-from ..exchange.transport import C10d, Handle
+from ..exchange.transport import C10d, Handle, gather
 from ..launch_order import LAUNCH_ORDER
 from ..relayout import kernels
 from .shared_gpu import lacks, nccl_version, sharing
@@ -135,11 +135,9 @@ def _errors(
         dist.all_reduce(parameter.grad)
         pairs[name] = parameter.grad, plain[name]
     relative = [(got - want).abs().max() / want.abs().max() for got, want in pairs.values()]
-    errors = torch.stack(relative)
-    every = [torch.empty_like(errors) for _ in range(size)]
-    dist.all_gather(every, errors)
+    errors = torch.stack(relative).cpu()
     # Gather the errors, since an all-reduce with MAX may lose the NaN of one rank; amax keeps NaN.
-    return dict(zip(pairs, torch.stack(every).amax(0).tolist()))
+    return dict(zip(pairs, torch.stack(gather(errors)).amax(0).tolist()))
 
 
 def _rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:

@@ -77,8 +77,8 @@ def bound_to_a_gpu():
             # A new name for each group: else gloo would find keys of an earlier test's group in the store.
             mock.patch.object(c10d, "_hash_ranks_to_str", lambda ranks: name_of(ranks) + serial[0]),
             mock.patch.dict(c10d.Backend.backend_capability, nccl=["cpu", "cuda"]),
-            mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
-            mock.patch.object(torch.cuda, "synchronize", lambda device: None),
+            mock.patch.object(transport, "DEVICE", "cpu"),
+            mock.patch.object(torch.cuda, "synchronize", lambda: None),
         ):
             stack.enter_context(patch)
         world.bound_device_id = GPU

@@ -66,8 +66,8 @@ class Nccl:
             for patch in (
                 mock.patch.object(dist, "get_backend", lambda group=None: self.backends.removeprefix("cuda:")),
                 mock.patch.object(dist, "get_backend_config", lambda group=None: self.backends),
-                mock.patch.object(transport, "_device", lambda: torch.device("cpu")),
-                mock.patch.object(torch.cuda, "synchronize", lambda device: self.exchanges.append("synchronize")),
+                mock.patch.object(transport, "DEVICE", "cpu"),
+                mock.patch.object(torch.cuda, "synchronize", lambda: self.exchanges.append("synchronize")),
                 mock.patch.object(dist, "ProcessGroupNCCL", self.group_class, create=True),
                 mock.patch.object(dist, "new_group", self.new_group),
                 mock.patch.object(transport, "_groups_made", self.groups_made),

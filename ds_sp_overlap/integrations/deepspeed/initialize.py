@@ -209,7 +209,7 @@ def _misplaced(config: dict[str, Any], within: str = "") -> Iterator[str]:
 
 def _agree(config: SpOverlapConfig | None, group: Any) -> None:
     """Raise ValueError, on all ranks of ``group``, if the ranks' sections differ. Collective."""
-    sections = _gather("nothing" if config is None else repr(config), group)
+    sections = transport.gather("nothing" if config is None else repr(config), group)
     for rank, section in enumerate(sections):
         if section == sections[0]:
             continue
@@ -364,14 +364,14 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
     # Assume attention layers in a stage that has an sp group: the group of a
     # `DistributedAttention` in the stage, or the group that DeepSpeed itself has.
     has_layers = find_group(engine.module) is not None
-    some_stage_has = any(_gather(has_layers))
+    some_stage_has = any(transport.gather(has_layers))
     # If no stage seems to have layers, each stage calls `enable`, to get its error message.
     if has_layers or not some_stage_has:
         try:
             report = _enable(config, engine)
         except ValueError as refusal:
             error = str(refusal)
-    outcomes = _gather((error, bool(report.layers)))
+    outcomes = transport.gather((error, bool(report.layers)))
     is_somewhere = any(overlapped for _, overlapped in outcomes)
     for rank, (text, _) in enumerate(outcomes):
         # If another stage has attention layers, ignore the error of a stage that has none.
@@ -380,13 +380,6 @@ def _enable_stages(config: SpOverlapConfig, engine: DeepSpeedEngine) -> Report:
             disable(engine.module)
             raise ValueError(f"{text} (in the pipeline stage of rank {rank})")
     return report
-
-
-def _gather(what: Any, group: Any = None) -> list[Any]:
-    """Gather ``what`` from every rank of ``group``, or of the world, in rank order. Collective."""
-    every = [what] * dist.get_world_size(group)
-    dist.all_gather_object(every, what, group=group)
-    return every
 
 
 # Call `install` here, and not in the hook that runs after the import of DeepSpeed: if this file is

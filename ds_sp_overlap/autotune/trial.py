@@ -93,10 +93,10 @@ class Trial:
         self.shape, self.warmup_steps, candidates = shape, warmup_steps, shape.candidates
         # The candidates that are not pruned yet.
         self.left = list(candidates)
-        # The index of the step in the current round; the numbers of finished rounds and steps.
-        self.place = self.round = self.steps = 0
-        # Whether the first step is over; in the first step the default runs.
-        self.started = False
+        # The index of the step in the current round, and the number of finished rounds.
+        self.place = self.round = 0
+        # The number of finished steps in rounds; -1 in the first step, in which the default runs.
+        self.steps = -1
         self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
         # The last step in which a call on this rank had a backward.
         self.met = -1
@@ -109,7 +109,7 @@ class Trial:
         """Return the candidate that layer ``index`` runs in this step."""
         if self.chosen is not None:
             return self.chosen
-        if not self.started:
+        if self.steps < 0:
             return self.shape.default
         return self.left[(self.place + index) % len(self.left)]
 
@@ -150,10 +150,10 @@ class Trial:
             slowest: For each remaining candidate, the slowest rank's time in ms, see `merged`; None
                 if no rank has timed all of them.
         """
-        if not self.started:
-            self.started = True
+        self.steps += 1
+        if self.steps == 0:
             return
-        self.place, self.steps = self.place + 1, self.steps + 1
+        self.place += 1
         if self.place < len(self.left):
             return
         if slowest is not None:

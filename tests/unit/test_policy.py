@@ -198,7 +198,7 @@ def test_ranks_that_have_not_timed_all_that_are_left_compare_nothing():
 
     def drop(every):
         reports = [{"shape": times} for times in every]
-        trial.started, trial.place = True, len(trial.left) - 1  # the last step of a round
+        trial.steps, trial.place = 0, len(trial.left) - 1  # the last step of a round
         trial.next_step(merged([*reports, {}])["shape"])
 
     drop([[1.0, none, 2.0], [none, none, none]])

@@ -1,8 +1,8 @@
 """Attends over the global sequence by transformers' attention functions.
 
 `local_attention` calls an attention function of transformers between the exchanges. `Dispatch`
-overlaps layers whose forward is not known: it replaces an attention function in transformers'
-table, and receives q, k and v that the layer itself has projected and rotated.
+overlaps layers whose forward is not known. A `Dispatch` replaces an attention function in
+transformers' table, and receives q, k and v that the layer itself has projected and rotated.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .registration import refusal_of
 # Note [Documents in flash attention]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # transformers' own flash attention separates documents by their edges (``cu_seq_lens_q``) or by
-# position_ids. With position_ids, the host would wait for the device in every call, for the number
-# of documents. So this package passes the edges, which the host knows. A third-party flash
-# attention may accept only position_ids, and may read them only for a batch of one row. For such a
-# function, a batch of several rows with several documents becomes one call for each row.
+# position_ids. With position_ids, the host would wait for the device in every call, to learn the
+# number of documents. So this package passes the edges, which the host knows. A third-party flash
+# attention may accept only position_ids, and may read these only if a batch has one row. For such a
+# function, a batch with several rows and documents becomes one call for each row.
 
 # Note [Queries of a share]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
-# If ranks share heads, a call has the queries of a range of tokens only, and the keys end where the
-# queries end. Without a mask, transformers' sdpa would align the first query with the first key:
-# a wrong result without an error. So sdpa is given a mask that aligns the last query with the last
-# key. ``causal_lower_right`` holds no values; it makes CUDA's fused kernels use this alignment.
-# Flash attention uses this alignment by default, from flash-attn 2.1 on.
+# If ranks share heads, a call has the queries of only a range of tokens, and the keys end where the
+# queries end. Without a mask, transformers' sdpa would align the first query with the first key,
+# and give a wrong result without an error. So sdpa gets a mask that aligns the last query with the
+# last key: ``causal_lower_right``, which holds no values, but makes CUDA's fused kernels use this
+# alignment. Flash attention uses this alignment by default, from flash-attn 2.1 on.
 
 
 _FLASH = AttentionFunction(
@@ -68,7 +68,7 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
     """Return the attention function of a layer, and its known properties.
 
     Raises:
-        ValueError: if the layer now has an implementation that can't be overlapped.
+        ValueError: if the layer's current implementation can't be overlapped.
     """
     name = module.config._attn_implementation
     # The implementation may have changed since `enable`.
@@ -79,7 +79,7 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
     if isinstance(function, functools.partial) and {*function.keywords} == {"implementation"}:
         runs = function.func
     home = defined_in(runs)
-    # A function of somebody else may have the globals of transformers' module.
+    # A third party's function may have the globals of transformers' module.
     is_own = getattr(sys.modules.get(home), getattr(runs, "__name__", ""), None) is runs
     known = _LIBRARY.get(home) if is_own else None  # guard: by what runs, not by its name
     return function, declared(function) or known or UNKNOWN
@@ -88,7 +88,8 @@ def function_of(module: Any) -> tuple[Callable, AttentionFunction]:
 def why_no_share(module: Any) -> str:
     """Explain why a layer's attention can't attend with a range of the queries; empty if it can.
 
-    Attention gets a range of the queries only if ranks share heads. See Note [Queries of a share].
+    Only if ranks share heads does attention get a range of the queries. See Note [Queries of a
+    share].
     """
     name, (_, known) = module.config._attn_implementation, function_of(module)
     if not known.takes_queries:
@@ -102,7 +103,7 @@ def why_no_share(module: Any) -> str:
 
 
 def attention_of(name: str, module: Any) -> Callable | str:
-    """Return the local attention of a layer, or the reason why it needs all queries at once.
+    """Return `local_attention`, or the reason why the layer needs all queries at once.
 
     The result is the argument ``attend`` of `shares_of`, which decides whether ranks share heads.
     """
@@ -111,10 +112,10 @@ def attention_of(name: str, module: Any) -> Callable | str:
 
 
 def bound_attention(module: Any, **bound: Any) -> Callable[..., Tensor]:
-    """Return `local_attention` of a layer, with the keywords ``bound``.
+    """Return `local_attention` with the layer and the keywords ``bound`` as arguments.
 
-    The result has no parameter ``queries`` if the layer needs all queries at once: `shares_of` looks
-    for this parameter.
+    If the layer needs all queries at once, the result has no parameter ``queries``, for which
+    `shares_of` looks.
     """
     attend = functools.partial(local_attention, module, **bound)
     return (lambda *args, **kwargs: attend(*args, **kwargs)) if why_no_share(module) else attend
@@ -122,16 +123,16 @@ def bound_attention(module: Any, **bound: Any) -> Callable[..., Tensor]:
 
 @functools.cache
 def _aligns_top_left() -> bool:
-    """Return whether transformers' flash attention aligns queries with the first keys."""
+    """Return whether transformers' flash attention aligns the first query with the first key."""
     library = sys.modules["transformers.modeling_flash_attention_utils"]
-    # A transformers without this function supports no such flash-attn; ``bool()`` returns False.
+    # If transformers lacks this function, it supports no such flash-attn. ``bool()`` is False.
     return getattr(library, "flash_attn_supports_top_left_mask", bool)()
 
 
 def _joined(x: Tensor, first: list[int]) -> Tensor:
     """Join the rows of ``x`` [b, s, h, d] into one row [1, n, h, d].
 
-    Each row contributes its tokens from ``first[row]`` on.
+    From each row, take the tokens from ``first[row]`` on.
     """
     return torch.cat([row[start:] for row, start in zip(x, first)])[None]
 
@@ -150,20 +151,21 @@ def local_attention(
 ) -> Tensor:
     """Attend over the whole sequence with one head group, by the layer's own attention function.
 
-    Runs between the exchanges; no collective. As on one rank, sdpa takes the sliding window from
-    the mask (``pattern``), and any other function takes it from ``options``.
+    This runs between the exchanges, and is not collective. As on one rank, sdpa takes the sliding
+    window from the mask (``pattern``), and any other function takes the window from ``options``.
 
     Args:
         module: The layer.
-        q: [b, n, h', d]. The queries of one head group on this rank, all s of them or a range.
+        q: [b, n, h', d]. The queries of one head group on this rank: of all s tokens or a range.
         k: [b, s, h_kv', d]. The KV heads that the query heads need.
         v: [b, s, h_kv', d].
         sequence: The global sequence.
         pattern: The pattern of the layer's mask.
-        options: Further keywords of the attention function. They come in a dict, so that a tensor
-            such as Trainer's labels [b, s/P] is not mistaken for a tensor with slices for heads.
-        queries: The range of tokens whose queries ``q`` holds; None for all tokens.
-        **per_head: Keywords that have a slice for each head; here, the slices of the heads of q.
+        options: Further keywords of the attention function. Passed as a dict, so that a tensor such
+            as Trainer's labels [b, s/P] is not mistaken for one of ``per_head``.
+        queries: The range of tokens whose queries are in ``q``; None for all tokens.
+        **per_head: Keywords whose tensors have a slice for each head: here, the slices for the
+            heads of q.
 
     Returns:
         o [b, n, h', d].
@@ -178,8 +180,8 @@ def local_attention(
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
     attention = functools.partial(_call, function, module, {**options, **per_head})
-    # The attention function reads this attribute. If ranks share KV heads, the number on this rank
-    # differs from the layer's.
+    # The attention function reads this attribute. If ranks share KV heads, this rank's number of
+    # query heads per KV head differs from the layer's.
     with replaced(vars(module), "num_key_value_groups", q.shape[2] // k.shape[2]):
         if known.documents is None:
             if known.takes_masks:
@@ -193,7 +195,7 @@ def local_attention(
         # See Note [Documents in flash attention].
         if known.documents == "edges":
             first, edges = sequence.for_flash(queries or (0, q.shape[1]))
-            # If the first keys of the rows differ, the rows get different lengths: join them.
+            # If the first keys of the rows differ, the rows have different lengths, so join them.
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, **edges)  # guard: edges, no positions
@@ -213,7 +215,7 @@ def _call(
     mask: Any = None,
     **more: Any,
 ) -> Tensor:
-    """Call a layer's attention function, which takes [b, h, n, d], with q, k and v [b, n, h, d]."""
+    """Call a layer's attention function, which takes [b, h, n, d], on q, k and v [b, n, h, d]."""
     q, k, v = (x.transpose(1, 2) for x in qkv)
     return function(module, q, k, v, mask, **{**options, **more})[0]
 
@@ -232,7 +234,7 @@ def _with_mask(
     """
     length, keys, mask = q.shape[1], k.shape[1], None
     if window is not None and window < keys:
-        # No query attends to the keys before the window of the first query.
+        # Drop the keys before the window of the first query, to which no query attends.
         first = max(keys - (length + window - 1), 0)
         keys, k, v = keys - first, k[:, first:], v[:, first:]
         mask = sequence.window_mask(length, keys, window) if window < keys else None
@@ -243,7 +245,7 @@ def _with_mask(
         # torch can't make this mask while a dispatch mode, such as a FLOP counter, is active.
         with _disable_current_modes():
             mask = causal_lower_right(length, keys)  # guard: the last query sees the last key
-        # A mask of this class bypasses autocast.
+        # sdpa bypasses autocast for a mask of this class.
         q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
     return attention(q, k, v, mask=mask, is_causal=False)
 
@@ -255,9 +257,7 @@ def _by_stock(stock: Callable, module: Any, mask: Any, keywords: Keywords, *qkv:
 
 
 def _named(function: Callable, options: tuple) -> Keywords:
-    """Return by name the options that were passed to an attention function by position.
-
-    These are the arguments after the mask.
+    """Return, by name, an attention function's positional arguments after the mask.
 
     Raises:
         ValueError: for more options than the function has parameters.
@@ -276,8 +276,8 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     """Correct q [b, s/P, h, d] for Llama 4's ``attn_temperature_tuning``.
 
     In a layer without RoPE, `Llama4TextAttention.forward` multiplies q by a factor that depends on
-    the position, and counts positions from the first token of this rank. This function replaces the
-    factors by those of the positions in the global sequence. q of other layers stays as it is.
+    the position, which it counts from the first token of this rank. This function replaces the
+    factors by those for the positions in the global sequence. q of other layers stays as it is.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -285,13 +285,13 @@ def _scaled_by_position(module: Any, q: Tensor, sequence: GlobalSequence, rank: 
     positions = torch.stack([local + sum(sequence.lengths[:rank]), local])
     steps = torch.floor((positions + 1.0) / module.floor_scale)
     factors = torch.log1p(steps) * module.attn_scale + 1.0
-    # Not in half precision, which would round the factors too coarsely.
+    # Use no half precision, which would round the factors too coarsely.
     correct, wrong = factors.to(torch.promote_types(q.dtype, torch.float32))
     return (q * (correct / wrong)[:, None, None]).to(q.dtype)
 
 
 class Layer:
-    """An overlapped attention layer, with either its whole forward or its attention replaced.
+    """Overlaps an attention layer: replaces its whole forward, or only its attention.
 
     Args:
         name: The layer's name.
@@ -315,7 +315,7 @@ class Layer:
     def refuse_unhonoured(
         self, options: Keywords, sequence: GlobalSequence, pattern: Pattern
     ) -> None:
-        """Raise an error if the attention function would compute something else than on one rank.
+        """Raise an error if the attention function would not compute the same as on one rank.
 
         Args:
             options: The keywords of the attention function.
@@ -323,8 +323,8 @@ class Layer:
             pattern: The pattern of the layer's mask.
 
         Raises:
-            RuntimeError: if the attention function is not the same as in `enable`.
-            ValueError: for an option or a mask that can't be honoured.
+            RuntimeError: if the attention function is not the one of `enable`.
+            ValueError: for an option or a mask that the overlapped attention does not support.
         """
         known, kind = self.known, type(self.module).__name__
         attention = f'attention "{self.module.config._attn_implementation}"'
@@ -364,8 +364,8 @@ class Layer:
         """Return whether stock Ulysses computes this call correctly, so that a policy may time it.
 
         Called in each call of the layer. Stock Ulysses must be registered for the same ranks and
-        this shape, and must get position_ids. It does not support packed documents, windows or
-        uneven local lengths.
+        this shape, and must get position_ids. Stock Ulysses does not support packed documents,
+        windows or uneven local lengths.
 
         Args:
             x: [b, s/P, ..]. The layer's hidden states or queries.
@@ -389,7 +389,7 @@ class Layer:
 
 
 class FunctionLayer(Layer):
-    """A layer that runs its own forward, in which the attention function is overlapped."""
+    """Overlaps the attention function of a layer that runs its own forward."""
 
     def make_attention(self) -> ProjectedAttention:
         """Make the overlapped attention."""
@@ -399,7 +399,7 @@ class FunctionLayer(Layer):
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, and record the call.
 
-        The model's forward raises an error if the layer did not call the attention function.
+        If the layer does not call the attention function, the model's forward raises an error.
         """
         running = self.forwards.running
         if running is not None and not off_in_eval(self.module):
@@ -410,17 +410,17 @@ class FunctionLayer(Layer):
         """Attend over the global sequence. Collective.
 
         Args:
-            stock: The attention function that the `Dispatch` replaced, maybe with stock Ulysses.
-            mask: The attention mask that the layer is given.
+            stock: The attention function that the `Dispatch` replaced, perhaps stock Ulysses.
+            mask: The attention mask that was passed to the layer.
             options: The keywords of the attention function.
-            *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. If latents are exchanged, k holds the
+            *qkv: q [b, h, s/P, d], k and v [b, h_kv, s/P, d]. If latents are exchanged, k has the
                 latents and v the rotated key.
 
         Returns:
             o [b, s/P, h, d].
         """
         module, overlap, options_of_stock = self.module, self.overlap, dict(options)
-        # Under autocast, norms and rotations may return fp32: cast to the dtype of autocast.
+        # In autocast, norms and rotations may return fp32, so cast to the dtype of autocast.
         q, k, v = autocast(*[x.transpose(1, 2) for x in qkv])
         sequence, pattern = self.forwards.of(self.name, module, q, mask=mask, kwargs=options)
         self.refuse_unhonoured(options, sequence, pattern)
@@ -441,7 +441,7 @@ class FunctionLayer(Layer):
         """Overlap the attention function; `enable` calls this once the ranks have agreed.
 
         Returns:
-            The function that undoes this, for `disable`.
+            A function that undoes the overlap, for `disable`.
         """
         functions, implementation = attention_functions(), self.module.config._attn_implementation
         dispatch, self.attention = functions[implementation], self.make_attention()
@@ -453,7 +453,7 @@ class FunctionLayer(Layer):
         def undo(module: nn.Module) -> None:
             undo_forward(module)
             del dispatch.layers[module]
-            # Leave the table alone if somebody has replaced or wrapped the `Dispatch` in it.
+            # Leave the table alone if the `Dispatch` in it was replaced or wrapped.
             if not dispatch.layers and functions[implementation] is dispatch:
                 functions[implementation] = dispatch.before
 
@@ -461,11 +461,11 @@ class FunctionLayer(Layer):
 
 
 class Dispatch:
-    """An attention function that overlaps some layers, and passes on the calls of all others.
+    """Replaces an attention function: overlaps some layers, and passes on the calls of all others.
 
-    transformers calls this object in every forward of every layer of an attention implementation,
+    transformers calls this object in every forward of every layer with an attention implementation,
     in all models of the process. The object is in transformers' table from `FunctionLayer.bind`
-    until its last layer is restored.
+    until the last of its layers is restored.
 
     Args:
         before: The attention function that this object replaces.

@@ -1,10 +1,10 @@
 """Lets the gradient checkpoints of a transformers model save the results of attention.
 
-A plain checkpoint would recompute attention and repeat its exchanges in backward. torch's
-non-reentrant checkpoint has a parameter ``context_fn``, by which `keep_attention` saves the results
-of attention. The user may call ``gradient_checkpointing_enable``, which sets the checkpoint
-function of each layer, at any time. So this file replaces these functions at the beginning of each
-forward of the model, and restores them at its end.
+In backward, a plain checkpoint would recompute attention and repeat its exchanges. torch's
+non-reentrant checkpoint has a parameter ``context_fn``: with `keep_attention` as argument, the
+checkpoint saves the results of attention. The user may call ``gradient_checkpointing_enable``,
+which sets the checkpoint function of each layer, at any time. So this file replaces the checkpoint
+functions at the beginning of each forward of the model, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SWITCH, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 class Checkpoints:
-    """The modules of a model whose checkpoints must save attention.
+    """Finds the modules of a model whose checkpoints must save attention.
 
-    The forward of the outermost `Host` that is called replaces their checkpoint functions.
+    The outermost called `Host` replaces the checkpoint functions of these modules during forward.
 
     Args:
         name: The name of the model, for errors.
@@ -41,8 +41,8 @@ class Checkpoints:
         config: The ``sp_overlap`` section.
 
     Attributes:
-        around: The modules at the time of `enable` that can be checkpointed, and that are or
-            contain one of ``layers``; by name.
+        around: The modules, by name, that can be checkpointed, and that are or contain one of
+            ``layers``; as they were in `enable`.
     """
 
     def __init__(
@@ -50,18 +50,20 @@ class Checkpoints:
     ):
         self.name, self.config = name, config
         switches = {at: x for at, x in model.named_modules() if hasattr(x, SWITCH)}
-        # All modules that can be checkpointed; weak, so that a replaced module is not kept alive.
+        # All modules that can be checkpointed. The references are weak, so as not to keep alive a
+        # module that the user has replaced.
         self._switches = weakref.WeakValueDictionary(switches)
-        # Innermost modules first: these usually run the checkpoints, and errors should name them.
+        # Innermost modules come first. Usually these run the checkpoints, and errors should name
+        # them.
         inward = sorted(switches, key=lambda at: -at.count("."))
         around = (at for at in inward if not layers.isdisjoint(switches[at].modules()))
         self.around = {at: switches[at] for at in around}
 
     def checkpointed(self) -> list[str]:
-        """Return the names of the modules whose checkpointing is on.
+        """Return the names of the modules whose checkpointing is on, for `Positions.gather`.
 
-        If a module's checkpoint can't save attention, the reason follows its name.
-        `Positions.gather` compares the names over the ranks.
+        If a module's checkpoint can't save attention, the reason follows the name. The ranks
+        compare these texts.
         """
         if not torch.is_grad_enabled():
             return []
@@ -77,8 +79,8 @@ class Checkpoints:
         """Let checkpoints save attention while the body runs a forward of the model.
 
         Raises:
-            ValueError: if the checkpoint function of a layer can't save attention. The ranks have
-                compared their checkpoints (`checkpointed`), so all ranks raise this.
+            ValueError: on all ranks, if the checkpoint function of a layer can't save attention.
+                (The ranks have compared their checkpoints before, by `checkpointed`.)
         """
         with contextlib.ExitStack() as originals:
             # Without gradients, checkpoints save nothing.
@@ -101,7 +103,7 @@ class Checkpoints:
                         '{"use_reentrant": False} it is kept'
                     )
                     continue
-                # transformers uses torch's checkpoint, and functions that offload the inputs.
+                # transformers uses torch's checkpoint, or a function that also offloads the inputs.
                 moves = getattr(function, "func", function) is not checkpoint
                 offloads = self.config.keeps_where_possible and moves
                 saving = functools.partial(keep_attention, offloads)
@@ -127,7 +129,7 @@ def _why_not(function: Any) -> str:
     if inner is not checkpoint and not module.startswith("transformers."):
         name = getattr(inner, "__qualname__", type(inner).__name__)
         return f"by {module or '?'}.{name}"
-    # Only a non-reentrant checkpoint takes a ``context_fn``, and it takes no second one.
+    # Only a non-reentrant checkpoint takes a ``context_fn``, and only one.
     if keywords.get("use_reentrant") is not False:
         return f"with use_reentrant={keywords.get('use_reentrant')}"
     if keywords.get("context_fn", noop_context_fn) is not noop_context_fn:

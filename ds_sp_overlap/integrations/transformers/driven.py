@@ -1,8 +1,8 @@
 """Replaces the whole forward of attention layers of transformers.
 
-If the forward of a layer is known (`inspect.attention`), none of the layer's own code runs:
-`SelfAttention` calls its projections and norms and rotates q and k, so that the projections hide
-the exchanges.
+If the forward of a layer is known (`inspect.attention`), none of the layer's own code runs.
+`SelfAttention` calls the layer's projections and norms, and rotates q and k. So the projections
+hide the exchanges.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _join(*modules: nn.Module) -> nn.Module:
 
 
 class Driven(Layer):
-    """An attention layer whose forward `SelfAttention` replaces.
+    """Replaces the forward of an attention layer by a `SelfAttention`.
 
-    `enable` makes this object if the layer's forward is known, and rebinds the forward.
+    If the layer's forward is known, `enable` makes this object, and rebinds the forward to it.
 
     Args:
         name: The layer's name.
@@ -47,7 +47,7 @@ class Driven(Layer):
 
     Attributes:
         block: The `SelfAttention` that calls the layer's submodules.
-        children: The names of the submodules by keywords of the block (`Reading.children`).
+        children: The names of the submodules, by keyword of the block (`Reading.children`).
         falls_back: Whether the layer runs without its window (`Forwards.fallible`).
     """
 
@@ -59,9 +59,9 @@ class Driven(Layer):
         super().__init__(name, module, forwards, overlap)
         self.reader, reading = reader, reader.reading
         self.children, self.heads = reading.children, reading.heads
-        # Cached, so that the same modules give the same Sequential in every call.
+        # This is cached, so that the same modules give the same Sequential in every call.
         self._joined = functools.lru_cache(maxsize=16)(_join)
-        # Forwards that depend on input and weight only, so that backward may recompute them.
+        # Backward may recompute these forwards, which depend on input and weight only.
         pure = set(PURE)
         for source in reading.sources.values():
             if source.norm is not None and is_library_code(norm := getattr(module, source.norm)):
@@ -121,7 +121,7 @@ class Driven(Layer):
         if off_in_eval(module):
             return own(*args, **kwargs)
         arguments = by_name(module, args, kwargs)
-        # Drop KV caches, which are empty: the model's forward has refused a cache in use.
+        # Drop KV caches, which are empty, since the model's forward has refused caches in use.
         arguments |= dict.fromkeys(arguments.keys() & set(CACHES))
         rest = {key: value for key, value in arguments.items() if key not in UNUSED}
         x, tables = rest.pop("hidden_states"), rest.pop("position_embeddings", None)
@@ -129,7 +129,7 @@ class Driven(Layer):
         self.use()
         self.block.falls_back = self.falls_back
         sequence, pattern = self.forwards.of(self.name, module, x, mask=mask, kwargs=rest)
-        # The keywords that the layer itself passes override those that its caller passes.
+        # Keywords that the layer itself passes have precedence over the caller's.
         options = {**rest} if reader.reading.passes_keywords else {}
         options |= reader.options(module)
         self.refuse_unhonoured(options, sequence, pattern)

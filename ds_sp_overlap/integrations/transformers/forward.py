@@ -2,7 +2,8 @@
 
 A layer needs the positions and masks of all ranks before it attends. Stock Ulysses gathers
 positions in every layer, which costs a collective per layer. Here the forward of the model itself
-is rebound (`Host`): it gathers positions and masks once; the layers look them up in `Forwards`.
+is rebound (`Host`). This forward gathers positions and masks once, and the layers look them up in
+`Forwards`.
 """
 
 from __future__ import annotations
@@ -32,34 +33,34 @@ _LOCAL_KEYWORDS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Forwards:
-    """The forwards of a model, with the global sequence of each; made by `enable`.
+    """Holds the global sequence of each forward of a model; `enable` makes this object.
 
-    A call of a layer belongs to the forward that is running; or to an earlier forward if a
-    checkpoint recomputes the layer; or to no forward if the user calls the layer directly.
+    A call of a layer belongs to the running forward, or to an earlier forward if a checkpoint
+    recomputes the layer, or to no forward if the user calls the layer directly.
 
     Attributes:
         positions: Gathers positions and masks.
-        masks: The placeholders that layers are given instead of masks.
-        running: The forward that is running, the innermost if they are nested; None between
+        masks: The placeholders that layers get instead of masks.
+        running: The running forward, the innermost one if forwards are nested; None between
             forwards.
         fallible: The layers, by name, that may fall back to a simpler method because of a hook or
-            an adapter. A layer that falls back exchanges other tensors, so if one rank must fall
-            back, all ranks do. ``must_fall_back()`` of a layer returns whether this rank must. Each
-            forward of the model sets the layer's attribute ``falls_back``: whether any rank must.
+            an adapter. A layer that falls back exchanges other tensors. So if one rank must fall
+            back (``layer.must_fall_back()``), all ranks fall back: each forward of the model then
+            sets ``layer.falls_back``.
     """
 
     def __init__(self, sp_group: SPGroup, config: SpOverlapConfig):
         self.positions, self.masks = Positions(sp_group, config.documents), Masks()
         self.running: _Running | None = None
-        # Weak references: transformers' table of attention functions leads to this object through
-        # the layers of a `Dispatch`, and must keep no model alive.
+        # The references are weak, so that transformers' table of attention functions keeps no model
+        # alive: through the layers of a `Dispatch`, the table refers to this object.
         self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     def fallbacks(self) -> list[str]:
         """Return the names of the layers that must fall back on this rank, in ascending order."""
         names = []
         for name, layer in self.fallible.items():
-            # True also if a module is missing; the layer's own call will raise the error.
+            # Also fall back if a module is missing. The layer's own call will raise the error.
             falls_back = True
             with contextlib.suppress(Exception):
                 falls_back = layer.must_fall_back()
@@ -68,7 +69,7 @@ class Forwards:
         return sorted(names)
 
     def sequence_for(self, where: str) -> GlobalSequence | None:
-        """Return the global sequence of the forward that is running; None between forwards.
+        """Return the global sequence of the running forward; None between forwards.
 
         Args:
             where: The name of the layer or rotary embedding that needs the tokens of all ranks.
@@ -84,20 +85,20 @@ class Forwards:
     ) -> tuple[GlobalSequence, Pattern]:
         """Return the global sequence and the mask pattern of a layer's call.
 
-        Collective if no forward of the model is running and ``mask`` is no placeholder: the user
-        has then called the layer directly, and positions are gathered for this call.
+        If no forward of the model is running, and ``mask`` is no placeholder, the user has called
+        the layer directly. Then this method gathers positions for the call, and is collective.
 
         Args:
             where: The name of the layer, for errors.
             module: The layer.
             x: [b, s/P, ..]. The layer's hidden states or queries.
-            mask: The attention mask that the layer is given.
-            kwargs: The layer's other keywords. This method removes those that describe only this
+            mask: The attention mask that was passed to the layer.
+            kwargs: The layer's other keywords. This method removes keywords that describe only this
                 rank's tokens.
 
         Raises:
             ValueError: for a mask that the model's mask functions did not make, for a bias for each
-                head, or if the layer must have a mask and is given none.
+                head, or if the layer needs a mask but gets none.
         """
         sequence = self.sequence_for(where)
         for keyword in _LOCAL_KEYWORDS:
@@ -130,14 +131,13 @@ class Forwards:
 
 
 class _Running(NamedTuple):
-    """A running forward of a model.
+    """Describes a running forward of a model.
 
     Attributes:
         host: The model.
         sequence: The global sequence.
-        ran: By name, the modules that ran, and should use the tokens of all ranks.
-        attended: The names of the layers and rotary embeddings that did use the tokens of all
-            ranks.
+        ran: The modules, by name, that ran and should have used the tokens of all ranks.
+        attended: The names of the layers and rotary embeddings that used the tokens of all ranks.
     """
 
     host: Host
@@ -146,7 +146,7 @@ class _Running(NamedTuple):
     attended: set[str]
 
     def note(self, name: str, module: nn.Module, *_: Any) -> None:
-        """Record that a module ran. Called by its forward, or registered on it as a hook."""
+        """Record that a module ran; called by the module's forward, or as a hook on the module."""
         self.ran[name] = module
 
 
@@ -157,19 +157,19 @@ def given(arguments: Keywords, names: Iterable[str]) -> Any:
 
 @dataclass(eq=False)
 class Host:
-    """A model that contains overlapped layers, with the forward that replaces its own.
+    """Replaces the forward of a model that contains overlapped layers.
 
-    Each of several nested models has a host. Only the outermost model that is called gathers. A
-    model that this model calls, but that is not a submodule of it, gathers separately.
+    Each of several nested models has a host. Only the outermost called model gathers. If this model
+    calls a model that is not its submodule, that model gathers separately.
 
     Attributes:
         name: The model's name, for errors.
         model: The model.
-        forwards: The forwards of the whole model that `enable` was given.
+        forwards: The forwards of the whole model that was passed to `enable`.
         layer: The first attention layer in the model; the model itself if all layers are mixers.
         own_code: The names of the layers that run transformers' code on this rank's tokens.
         checkpoints: The checkpoints in the model.
-        watched: Checks that the layers are still in place.
+        watched: Checks that the layers still exchange as in `enable`.
         has_looked: Whether a forward has already looked for FSDP units made after `enable`.
     """
 
@@ -207,10 +207,10 @@ class Host:
             for name, layer in self.forwards.fallible.items():
                 layer.falls_back = name in sequence.fallbacks
             self._refuse_empty(sequence.lengths)
-            # A model with mixers only may make no masks, and pass on the mask that it is given.
+            # A model with mixers only may make no masks, and pass its own mask argument on.
             hands_on = self.layer is self.model and not masks.namespaces
             if hands_on:  # guard: mixers find their sequence
-                # With a placeholder, a layer that a checkpoint recomputes finds its sequence.
+                # By a placeholder, a layer that a checkpoint recomputes finds its sequence.
                 shape = sequence.rows, sequence.lengths[self.forwards.positions.sp_group.rank]
                 mask = masks.placeholder(shape, sequence)
                 return own(**{**arguments, "attention_mask": mask})
@@ -219,7 +219,7 @@ class Host:
     def _refuse_empty(self, lengths: list[int]) -> None:
         """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
 
-        transformers' code fails without tokens: only that rank would raise; the others would wait.
+        transformers' code fails without tokens. Only that rank would raise, while the others wait.
         """
         if self.own_code and 0 in lengths:
             raise ValueError(
@@ -233,7 +233,7 @@ class Host:
         """Gather the global sequence, and provide it while the body runs the forward. Collective.
 
         Raises:
-            RuntimeError: after the body, if a module ran that should have exchanged but did not: a
+            RuntimeError: after the body, if a module ran without an exchange that it needs: a
                 `FunctionLayer`, or one of `Watched.suspects`.
         """
         forwards, cache = self.forwards, given(arguments, CACHES)
@@ -280,8 +280,8 @@ def run_with_largest_position(
     Args:
         name: The name of the rotary embedding.
         module: The rotary embedding.
-        forwards: The forwards of its model.
-        own: The forward of the rotary embedding.
+        forwards: The forwards of the model.
+        own: The rotary embedding's own forward.
         x: A tensor with the dtype of the tables.
         position_ids: [.., b, s/P].
         *args: More arguments for ``own``.
@@ -298,8 +298,8 @@ def run_with_largest_position(
             f"{type(module).__name__}: RoPE of type {module.rope_type} depends on the length "
             "of the whole sequence, which is known in the model's forward only; call the model"
         )
-    # From the positions of one rank, the embedding would choose wrong frequencies. So add a token
-    # at the largest position of the global sequence, and remove its row from the tables afterwards.
+    # For the positions of one rank, the embedding would choose wrong frequencies. So add a token at
+    # the largest position of the global sequence. Afterwards remove this token's row of the tables.
     token, most = position_ids[..., :1], sequence.largest_position
     largest = torch.full_like(token, most)  # guard: the longest of all ranks
     tables = own(x, torch.cat([position_ids, largest], -1), *args, **kwargs)

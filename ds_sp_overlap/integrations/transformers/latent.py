@@ -1,11 +1,11 @@
 """Exchanges the latents of latent attention (DeepSeek's MLA) instead of k and v.
 
 A layer computes k and v of all heads from one latent per token. If the latent is smaller than the k
-and v that a rank would receive, exchanging the latent is cheaper. In every transformers model with
-latent attention, the forward of a layer passes a latent and a rotated key to the layer's
+and v that a rank would receive, it is cheaper to exchange the latent. In every transformers model
+with latent attention, the forward of a layer passes a latent and a rotated key to the layer's
 ``expand_kv``, and passes the result to the attention function. While such a forward runs,
-``expand_kv`` is replaced: it returns its arguments unchanged, and they are expanded after the
-exchange. The layer itself computes everything else, such as the rotation.
+`LatentLayer.expand` replaces ``expand_kv``, and returns both arguments unchanged. They are expanded
+after the exchange. The layer itself computes everything else, such as the rotation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KNOWN = {"596e3777c27d516d"}
 def is_latent(module: nn.Module) -> bool:
     """Return whether a layer expands latents in a known way.
 
-    False if somebody has replaced ``forward`` or ``expand_kv`` of this layer object.
+    False if ``forward`` or ``expand_kv`` of this layer object was replaced.
     """
     kind: Any = type(module)
     is_replaced = vars(module).keys() & {"forward", EXPAND}
@@ -41,7 +41,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def _code_of(kind: Any) -> tuple[Any, Any]:
-    """Return ``forward`` and ``expand_kv`` of a class, to notice when somebody replaces them."""
+    """Return ``forward`` and ``expand_kv`` of a class, to notice when one of them is replaced."""
     return kind.forward, getattr(kind, EXPAND, None)
 
 
@@ -50,7 +50,7 @@ def _only_passes_to_attention(kind: Any, _: tuple[Any, Any]) -> bool:
     """Return whether ``forward`` uses the results of ``expand_kv`` only as k and v of attention."""
     if digest(kind, EXPAND) not in KNOWN:  # guard: only code that is known
         return False
-    # Find a statement of the body itself, not of a branch in it, that names both results.
+    # Find a statement that names both results, in the body itself, not in a branch of it.
     code = textwrap.dedent(source_of(kind.forward))
     names = re.search(rf"^    \(?(\w+), (\w+)\)? = self\.{EXPAND}\(", code, re.MULTILINE)
     if names is None:
@@ -59,7 +59,7 @@ def _only_passes_to_attention(kind: Any, _: tuple[Any, Any]) -> bool:
     # attention_function(self, q, k, v, ..)
     attends = re.search(rf"\(\s*self,\s*[\w.]+,\s*{k},\s*{v}\b", code)
     expands = code.count(f".{EXPAND}")
-    # Each name is used twice: where it is assigned, and in the call of the attention function.
+    # Each name must occur twice: in this statement, and in the call of the attention function.
     uses = re.findall(rf"\b(?:{k}|{v})\b", code)
     used_once = sorted(uses) == sorted([k, v] * 2)
     return expands == 1 and attends is not None and used_once  # guard: no other use
@@ -95,7 +95,7 @@ def why_not(layer: Any, size: int) -> str | None:
 
 
 class LatentLayer(FunctionLayer):
-    """A layer whose latents are exchanged instead of k and v; `why_not` is empty for the layer.
+    """Overlaps a layer, and exchanges latents instead of k and v; `why_not` is empty for the layer.
 
     Attributes:
         falls_back: Whether k and v are exchanged instead of latents (`Forwards.fallible`).
@@ -110,14 +110,14 @@ class LatentLayer(FunctionLayer):
         return LatentAttention(runtime, lambda: getattr(self.module, PROJECTION), nope_dim)
 
     def must_fall_back(self) -> bool:
-        """Return whether this rank's modules require that k and v are exchanged."""
-        # The rows of the projection can't be computed separately if an adapter wraps it.
+        """Return whether k and v must be exchanged because of this rank's modules."""
+        # If an adapter wraps the projection, its rows can't be computed separately.
         return not can_expand_rows(getattr(self.module, PROJECTION))  # guard: adapters are heard
 
     def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents and the rotated keys unchanged, or k and v if the layer falls back.
 
-        Replaces ``expand_kv`` of the layer.
+        This method replaces ``expand_kv`` of the layer.
         """
         if off_in_eval(self.module) or self.falls_back or self.must_fall_back():
             return type(self.module).expand_kv(self.module, latent, rotated)

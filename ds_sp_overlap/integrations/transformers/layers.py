@@ -1,10 +1,11 @@
 """Finds the attention layers of a transformers model, and chooses how each is overlapped.
 
 Stock Ulysses (``UlyssesSPAttentionHF``) is an entry of ``ALL_ATTENTION_FUNCTIONS``, so it runs
-after the projections. It gathers ``position_ids`` in every layer, and ignores packed documents,
-padding, windows and chunks. This package replaces the whole forward of a layer if it is known. It
-gathers positions and masks of the global sequence once in each forward of the model
-(`forward.Host`). It raises an error, on all ranks, for a model that would compute wrong results.
+after the projections. Stock Ulysses gathers ``position_ids`` in every layer, and ignores packed
+documents, padding, windows and chunks. This package replaces the whole forward of a layer if this
+forward is known. In each forward of the model, it gathers positions and masks of the global
+sequence once (`forward.Host`). For a model that would compute wrong results, it raises an error on
+all ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ OWN = "projections stay its own, and nobody looked whether tokens meet outside a
 def find_group(model: nn.Module) -> Any:
     """Return the sp group of the stock Ulysses that exchanges for ``model``.
 
-    Stock Ulysses is registered for the attention implementation in the model's config. None if none
-    is registered for it, if ``model`` has no config, or if transformers isn't loaded.
+    This is the stock Ulysses registered for the attention implementation in the model's config.
+    Returns None if there is none, if ``model`` has no config, or if transformers isn't loaded.
     """
     stock = None if attention_functions() is None else modules.stock_for(model)
     return None if stock is None else stock.process_group
@@ -55,8 +56,8 @@ def is_pretrained(model: nn.Module) -> bool:
 def unregister(model: nn.Module) -> None:
     """Undo ``register_with_transformers`` for the attention implementations of ``model``.
 
-    `disable` calls this for ``stock_too=True``. It affects all models of the process with these
-    implementations.
+    `disable` calls this function for ``stock_too=True``. All models of the process with these
+    implementations are affected.
     """
     functions = attention_functions()
     if functions is None:
@@ -66,7 +67,7 @@ def unregister(model: nn.Module) -> None:
         # Each registration wraps the earlier one.
         while (stock := modules.stock_of(function := functions.get(name))) is not None:
             if isinstance(function, Dispatch):
-                # Keep this `Dispatch`: it overlaps layers of another model.
+                # Keep a `Dispatch`, which overlaps layers of another model.
                 function.before = stock.attn
             else:
                 functions[name] = stock.attn
@@ -75,12 +76,12 @@ def unregister(model: nn.Module) -> None:
 def find_layers(model: nn.Module, overlap: OverlapSettings, binds: Binds) -> list[FoundLayer]:
     """Find the attention layers of a transformers model, and the modules around them.
 
-    `enable` calls this on every rank, and rebinds the layers and ``binds`` once the ranks have
-    agreed. Nothing in the model is changed here.
+    `enable` calls this function on every rank. When the ranks have agreed, `enable` rebinds the
+    layers and ``binds``. Nothing in the model is changed here.
 
     Args:
         model: The model.
-        overlap: The settings of its layers.
+        overlap: The settings of the model's layers.
         binds: Receives the other modules whose forward must be rebound.
 
     Returns:
@@ -111,11 +112,11 @@ class _Search:
         named: The modules of the model by name.
         mixers: The recurrent and convolutional layers by name.
         layers: The layers found so far.
-        hosted: The first attention layer of each model around overlapped layers, by the name of
-            the model; the model itself if all its layers are mixers.
+        hosted: For each model around overlapped layers, by name: its first attention layer, or the
+            model itself if all its layers are mixers.
         own_code: The names of layers that run transformers' code on this rank's tokens.
         saving: The layers whose attention is saved over checkpoints.
-        known: The readers of forwards so far; layers that are alike share a reading.
+        known: The readers of forwards so far. Layers that are alike share a reading.
         binds: The other modules whose forward must be rebound.
     """
 
@@ -140,7 +141,7 @@ class _Search:
             ValueError: if neither this package nor stock Ulysses can exchange for the layer.
         """
         model = modules.model_around(name, self.named)
-        # A layer of images or sound needs no exchange: it gets no ``bind``.
+        # A layer of images or sound needs no exchange, so it gets no ``bind``.
         is_told = model is not None and not modules.hides_arguments(model)
         if is_told and not modules.takes_tokens(model):
             lacks = "not of the sequence that is split"
@@ -172,7 +173,7 @@ class _Search:
             self._add_function(name, module, str(unknown), overlap)
         else:
             self._add_driven(name, module, reader, overlap)
-        # Any of these models may be the outermost model that is called, and must then gather.
+        # Any of these models may be the outermost called model, which must gather.
         for at, outer in modules.models_around(name, self.named).items():
             if modules.takes_tokens(outer):
                 self.hosted.setdefault(at, module)
@@ -180,8 +181,8 @@ class _Search:
     def _refuse_going_by_mask(self, name: str, model: Any) -> None:
         """Raise ValueError if a module between a layer and its model compares the mask with None.
 
-        Such a module would take a wrong branch: it is given a placeholder where transformers would
-        give None.
+        Such a module would take a wrong branch: it gets a placeholder, where transformers would
+        pass None.
         """
         around = name.rpartition(".")[0]
         while model is not None and (module := self.named[around]) is not model:
@@ -196,7 +197,7 @@ class _Search:
     def _check_tensor_parallel(self, name: str, module: Any, overlap: OverlapSettings) -> None:
         """Raise ValueError if a tensor-parallel rank has too few heads of a layer."""
         of_ranks = heads_of_ranks(module) if cut_layers(module) else []
-        # Each rank checks the heads of all ranks, so that all ranks raise the error together.
+        # Each rank checks the heads of all ranks, so that all ranks raise the error.
         for rank, (heads, kv_heads) in enumerate(of_ranks):
             try:
                 if not kv_heads:
@@ -227,12 +228,13 @@ class _Search:
         Args:
             name: The layer's name.
             module: The layer.
-            unknown: The reason why its forward is not known.
+            unknown: The reason why the layer's forward is not known.
             overlap: The layer's settings.
         """
         kind: type[FunctionLayer] = FunctionLayer
         what, heads, attend = "attention function", heads_here(module), attention_of(name, module)
-        # Empty if latents are exchanged instead of k and v; None for a layer without latents.
+        # This is empty if latents are exchanged instead of k and v; None for a layer without
+        # latents.
         no_latents = latent.why_not(module, overlap.sp_group.size)
         reason = f"{no_latents or f'{type(module).__name__}: {unknown}'}; {OWN}"
         if no_latents == "":
@@ -253,7 +255,7 @@ class _Search:
         for name, module in self.mixers.items():
             (at, model), *outer = modules.models_around(name, self.named).items()
             if outer and at not in self.hosted:
-                # A model with mixers only takes no position_ids; the outermost model takes them.
+                # A model with only mixers has no argument position_ids. The outermost model has.
                 at, model = outer[-1]
             self.hosted.setdefault(at, model)
             if cut_layers(module):
@@ -272,12 +274,12 @@ class _Search:
         embeddings whose frequencies depend on the largest position.
         """
         masks = self.forwards.masks
-        # A mask function is given the config of the model, or of the language model in it.
+        # A mask function gets the config of the model, or of the language model in it.
         for at in self.hosted:
             config: Any = self.named[at].config
             masks.configs += [config, config.get_text_config()]
-        # Add the globals of each file once, even if several layers come from the file. Files whose
-        # models make no masks, such as Mamba's, are left out.
+        # Add the globals of each file once, even if the file defines several layers. Leave out
+        # files whose models make no masks, such as Mamba's.
         files = map(names_around, self.mixers.values())
         namespaces = {id(names): names for names in files if RECURRENT in names}
         masks.namespaces += namespaces.values()
@@ -292,7 +294,7 @@ class _Search:
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
             name, model = at or type(self.model).__name__, self.named[at]
-            # The checkpoints of this model alone: a model beside it may checkpoint in another way.
+            # Take the checkpoints of this model only, since a model beside it may have others.
             checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
             host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
             self.binds[model] = functools.partial(
@@ -309,8 +311,8 @@ def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
         model: The name, folder or file of a transformers config.
 
     Returns:
-        The sizes and the number of layers, by the options of ``plan`` (``kv_heads`` for
-        ``--kv-heads``), each None if the config lacks it; and the model.
+        The sizes and the number of layers, by option of ``plan`` (``kv_heads`` for
+        ``--kv-heads``), with None for what the config lacks; and the model.
 
     Raises:
         OSError: if there is no config.
@@ -336,8 +338,9 @@ def shape_and_model(model: str) -> tuple[dict[str, int | None], nn.Module]:
 def mixing_layers(model: nn.Module) -> dict[str, list[tuple[nn.Module, type[Mixer] | None]]]:
     """Return the layers that mix tokens, by the names of their classes.
 
-    Each layer comes with the `Mixer` class that describes it, or None for attention. Zaya's mixers
-    are omitted, since they are the projections of its attention. Empty for a model without mixers.
+    With each layer comes the `Mixer` class that describes the layer, or None for attention. Zaya's
+    mixers are left out, since they are the projections of Zaya's attention. Empty for a model
+    without mixers.
     """
     found: dict[str, list] = {}
     for module in model.modules():

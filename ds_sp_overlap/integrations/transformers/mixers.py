@@ -5,9 +5,9 @@ same functions for convolution and scan: those of transformers, or the kernels t
 transformers. Functions that fuse the scan with the gate or the output projection can't be used,
 since states or heads are exchanged after the scan.
 
-Each document begins with an empty state, and the convolution does not read tokens before its
-document, so padding in front of a document has no effect. transformers zeroes padding instead, and
-separates documents only if it is given their edges and has kernels for this.
+Each document begins with an empty state, and the convolution reads no tokens before the document.
+So padding in front of a document has no effect. transformers zeroes padding instead. It separates
+documents only if it gets their edges and has kernels for this.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from . import mixers_by_states as states
 from .forward import Forwards, given
 from .modules import by_name, off_in_eval, parameters_of
 
-# The supported mixers. A key is the digest of the source of the layer's forward and of the method
-# that it calls, followed by the digest of the layer's forget gate or RG-LRU unit if it has one.
+# The supported mixers. A key is the digest of the source of the layer's forward and the method that
+# the forward calls. The digest of the layer's forget gate or RG-LRU unit follows, if there is one.
 KNOWN = {
     "09cbb1628e8d0160": states.Short,  # LFM2, LFM2-MoE, LFM3, transformers 5.24
     "d3d92e71dc093a41": states.Mamba2,  # Nemotron-H, Granite 4 hybrid, Bamba, Zamba 2, Mamba 2, 5.24
@@ -56,14 +56,14 @@ KNOWN = {
 
 @functools.cache
 def _digest(kind: Any, forward: Any) -> str:
-    """Return the digest of a class of mixers; ``forward`` makes the cache notice a new forward."""
+    """Return the digest of a class of mixers; cached, with ``forward`` to notice a new forward."""
     return digest(kind, "fix_query_key_value_ordering", "_rnn_scan", "forward")
 
 
 def mixer_of(module: nn.Module) -> type[Mixer] | None:
     """Return the `Mixer` class that describes a module; None if the module is no known mixer.
 
-    `enable` calls this for every module of the model.
+    `enable` calls this function for every module of the model.
     """
     kind = type(module)
     if "forward" in vars(module) or not kind.__module__.startswith("transformers.models."):
@@ -80,13 +80,14 @@ def describe(
 
     Args:
         name: The layer's name.
-        layer: The layer, for which `mixer_of` isn't None.
+        layer: The layer, a known mixer (`mixer_of`).
         model: The innermost transformers model around the layer.
         forwards: The forwards of the model.
         overlap: The settings of the model's layers.
 
     Raises:
-        ValueError: if a rank would have no head, or the section asks for too many head groups.
+        ValueError: if a rank would have no head, or if the ``sp_overlap`` section asks for too many
+            head groups.
     """
     kind = mixer_of(layer)
     assert kind is not None
@@ -98,7 +99,7 @@ def describe(
         under = f"the projection of {', '.join(mixer.late)}"
     if mixer.by_states or not mixer.by_heads:
         got = ["states"] if mixer.by_states else []
-        # Heads are not split over ranks, so there are no head groups to choose.
+        # Ranks don't split the heads, so there are no head groups to choose.
         overlap = overlap.in_one_group("")
     else:
         why = f"{name} ({type(layer).__name__}): its {mixer.by_heads} needs all queries at once"
@@ -114,7 +115,7 @@ def describe(
 
 
 class _Driven:
-    """A mixer whose forward `MixerLayer` replaces; see `describe` for the arguments."""
+    """Replaces the forward of a mixer by a `MixerLayer`; see `describe` for the arguments."""
 
     def __init__(
         self, name: str, model: Any, mixer: Mixer, forwards: Forwards, overlap: OverlapSettings
@@ -123,7 +124,7 @@ class _Driven:
         self.run, self.known = MixerLayer(overlap.runtime(name), mixer), type(mixer.layer).forward
 
     def forward(self, own: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Replace the layer's forward, [b, s/P, m] -> [b, s/P, m]. Collective."""
+        """Run instead of the layer's own forward, [b, s/P, m] -> [b, s/P, m]. Collective."""
         name, mixer, layer = self.name, self.mixer, self.mixer.layer
         if off_in_eval(self.model):
             return own(*args, **kwargs)

@@ -18,7 +18,7 @@ from .mixers_by_states import PER_HEAD, Mamba, StandIn, convolve, itself
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
-    """Return x as [b, s/P, count, d]; x may have heads and head dim flattened."""
+    """Return x as [b, s/P, count, d]; in x, heads and head dim may be flattened."""
     return x if x.dim() == 4 else x.unflatten(-1, (count, -1))
 
 
@@ -29,10 +29,10 @@ def _with_rates(v: Tensor, b: Tensor, a: Tensor) -> Tensor:
 
 
 class _DeltaNet(Mixer):
-    """A gated delta net, which has more heads of v than of q and k.
+    """Describes a gated delta net, which has more heads of v than of q and k.
 
-    The exchange expects at least as many heads of q as of k and v. So v, with the inputs b of the
-    rate and a of the decay appended, is exchanged as "q", and q is exchanged as "v".
+    The exchange expects at least as many heads of q as of k and v. So v is exchanged as "q", and q
+    as "v". b, the input of the rate, and a, the input of the decay, are appended to v.
 
     Attributes:
         rule: The name of the function that computes the delta rule.
@@ -70,7 +70,7 @@ class _DeltaNet(Mixer):
         ]
 
     def mix(self, vba: Tensor, k: Tensor, q: Tensor, *learned: Any) -> Tensor:
-        """Compute the convolution and the delta rule of some heads, as the layer's forward does.
+        """Compute the convolution and the delta rule of some heads, as in the layer's forward.
 
         Args:
             vba: [b, s, h', ..]. v with b and a appended (`_with_rates`).
@@ -113,7 +113,7 @@ class _DeltaNet(Mixer):
 
 
 class Fused(_DeltaNet):
-    """Qwen3-Next's delta net, with two projections."""
+    """Describes Qwen3-Next's delta net, with two projections."""
 
     def sources(self, splits: bool) -> list[Source]:
         return [Source("qkvz", self._project)]
@@ -125,7 +125,7 @@ class Fused(_DeltaNet):
 
 
 class Split(_DeltaNet):
-    """Qwen3.5's delta net, with four projections."""
+    """Describes Qwen3.5's delta net, with four projections."""
 
     def sources(self, splits: bool) -> list[Source]:
         return [Source("qkv", self._project), Source("z", self.in_proj_z)]
@@ -138,7 +138,7 @@ class Split(_DeltaNet):
 
 
 class Separate(_DeltaNet):
-    """OLMo Hybrid's delta net, with a projection for each result.
+    """Describes OLMo Hybrid's delta net, with a projection for each result.
 
     Attributes:
         decay: The names of the modules that compute the input of the decay, in the order of calls.
@@ -168,7 +168,7 @@ class Separate(_DeltaNet):
 
 
 class Bailing(Separate):
-    """Bailing Hybrid's delta net: q, k and v have the same heads; each channel has a decay."""
+    """Describes Bailing Hybrid's delta net: q, k and v have equal heads, each channel a decay."""
 
     decay = ["forget_gate.f_proj"]
     rule = "chunk_kimi_delta_attention"
@@ -190,24 +190,24 @@ class Bailing(Separate):
         gate = self.forget_gate
         if gate.A_log.dim() == 4:
             decay = decay.view(1, 1, -1, 1)
-        # ``a`` is already projected, so the gate's projections become identities.
+        # ``a`` is already projected, so replace the gate's projections by identities.
         projections = dict.fromkeys(("f_a_proj", "f_b_proj", "f_proj"), itself)
         heads = dict(num_heads=len(bias), A_log=decay, dt_bias=bias.flatten())
         return StandIn(gate, **heads, **projections).run(a.flatten(2))
 
 
 class Kimi(Bailing):
-    """Kimi Linear's delta net, with two projections each for decay and gate."""
+    """Describes Kimi Linear's delta net, with two projections each for decay and gate."""
 
     decay = ["forget_gate.f_a_proj", "forget_gate.f_b_proj"]
     gate = ["g_a_proj", "g_b_proj"]
 
 
 class Mamba1(Mamba):
-    """Mamba 1, which has a decay for each channel and state; its heads are channels.
+    """Describes Mamba 1, which has a decay for each channel and state; channels count as heads.
 
-    in_proj returns x, which is convolved, and the gate z. x_proj returns the latent of dt, B and C,
-    which all channels share.
+    in_proj returns x, which is convolved, and the gate z. x_proj returns the latent of dt, and B
+    and C. All channels share these three.
     """
 
     late, by_heads = ["z"], "selective scan"
@@ -233,7 +233,7 @@ class Mamba1(Mamba):
         """Return the number of channels, and the number of heads of dt, B and C.
 
         Raises:
-            ValueError: for a projection of dt whose weight can't be cut by channels.
+            ValueError: if the weight of dt's projection can't be cut by channels.
         """
         if own_class(type(self.dt_proj)) is not nn.Linear:
             raise ValueError(
@@ -243,11 +243,11 @@ class Mamba1(Mamba):
         return self.intermediate_size, 1
 
     def learned(self) -> Sequence[Tensor]:
-        """Return weight and bias of dt's projection, the log decays, and D, each [channels, ..]."""
+        """Return weight and bias of dt's projection, the log decays, and D: all [channels, ..]."""
         return self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D
 
     def mix(self, x: Tensor, dt: Tensor, bc: Tensor, *parameters: Tensor) -> Tensor:
-        """Scan some channels; equal runs of successive channels share a head of dt, B and C."""
+        """Scan some channels; each head of dt, B and C serves equally many successive channels."""
         heads = dt.shape[2]
         of_heads = zip(
             x.chunk(heads, 2), dt.unbind(2), bc.unbind(2), *[p.chunk(heads) for p in parameters]
@@ -274,7 +274,7 @@ class Mamba1(Mamba):
 
 
 class Zamba(Mamba1):
-    """Zamba's Mamba 1, in which the channels of a head share dt, B and C."""
+    """Describes Zamba's Mamba 1, in which the channels of a head share dt, B and C."""
 
     split = ""
 

@@ -22,7 +22,7 @@ PER_HEAD: Sections = (("q", 1),)
 
 
 def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor], Tensor]]:
-    """Split the rows of a projection by ``sizes``; return a function of x for each part."""
+    """Split the rows of a projection by ``sizes``; return a function of x for each part of it."""
     biases: Sequence[Tensor | None] = [None] * len(sizes)
     if projection.bias is not None:
         biases = projection.bias.split(sizes)
@@ -32,13 +32,13 @@ def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor]
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    """Return the causal convolution of x, one document [b, n, channels], as the layer does it."""
+    """Return the layer's causal convolution of x, one document [b, n, channels]."""
     function = names_around(layer)["causal_conv1d_fn"]
     return function(x.transpose(1, 2), weight.squeeze(1), bias, **options).transpose(1, 2)
 
 
 class StandIn:
-    """Replaces ``self`` in a module's own forward, with other values for some attributes."""
+    """Replaces ``self`` in a module's own forward; some attributes have other values."""
 
     module: nn.Module
 
@@ -54,12 +54,12 @@ class StandIn:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return x. In a `StandIn`, this replaces a submodule that should not run."""
+    """Return x; in a `StandIn`, this function replaces submodules that should not run."""
     return x
 
 
 class Short(Mixer):
-    """A short convolution: out_proj(c * convolution(b * v)), where in_proj gives b, c and v."""
+    """Describes a short convolution: out_proj(c * convolution(b * v)); in_proj gives b, c and v."""
 
     split, beside = "in_proj", ["c"]
 
@@ -84,11 +84,11 @@ class Short(Mixer):
 
 
 class Mamba(Mixer):
-    """A Mamba: in_proj returns several results, of which x is convolved.
+    """Describes a Mamba: in_proj returns several results, one of which, x, is convolved.
 
     Attributes:
         sizes: Returns the widths of the results of in_proj by name, in the order of the rows.
-        learned: Returns the parameters that are cut by heads. Each has one row for each head.
+        learned: Returns the parameters to cut by heads. Each has one row for each head.
     """
 
     split = "in_proj"
@@ -117,7 +117,7 @@ class Mamba(Mixer):
 
 
 class Mamba2(Mamba):
-    """Mamba 2: in_proj returns the gate z, then x with B and C, which are convolved, then dt."""
+    """Describes Mamba 2: in_proj returns the gate z; x, B and C, which are convolved; and dt."""
 
     beside, late = ["dt"], ["z"]
     by_states, by_heads = True, "scan without final states"
@@ -189,7 +189,7 @@ class Mamba2(Mamba):
 
 
 class Falcon(Mamba2):
-    """The Mamba 2 of Falcon-H1, whose projections are scaled."""
+    """Describes the Mamba 2 of Falcon-H1, whose projections are scaled."""
 
     split = ""
 
@@ -198,7 +198,7 @@ class Falcon(Mamba2):
 
 
 class Lightning(Mixer):
-    """Lightning attention; the scan runs the layer's own forward, which contains the block loop."""
+    """Describes lightning attention; the scan runs the layer's own forward, a loop over blocks."""
 
     late, by_states = ["z"], True
 
@@ -208,7 +208,7 @@ class Lightning(Mixer):
 
     def scan(self, x: Tensor) -> tuple[Tensor, Tensor]:
         modules = dict.fromkeys(("act_fn", "qkv_proj", "norm", "out_proj"), itself)
-        # An input of infinity makes the sigmoid gate 1; `merge` applies the true gate.
+        # For infinity, the sigmoid gate is 1. `merge` applies the true gate.
         inner = StandIn(self.layer, **modules, output_gate=lambda x: x.new_full((), float("inf")))
         y, state = inner.run(x, None, None)
         return y.unflatten(-1, (self.num_attention_heads, -1)), state
@@ -226,10 +226,10 @@ class Lightning(Mixer):
 
 
 class Lru(Mixer):
-    """RG-LRU: a state and a decay for each channel.
+    """Describes an RG-LRU: a state and a decay for each channel.
 
-    The scan runs the unit's own forward, which resets the state where a position is 0. The forward
-    sets the final state on a `StandIn` instead of the unit.
+    The scan runs the own forward of the layer's RG-LRU unit, which resets the state where a
+    position is 0. A `StandIn` gets the final state, which the forward would set on the unit.
     """
 
     late, by_states, by_positions = ["z"], True, True
@@ -249,7 +249,7 @@ class Lru(Mixer):
         return unit.run(x, positions).unsqueeze(-1), unit.recurrent_states.unsqueeze(-1)
 
     def log_decay(self, x: Tensor, positions: Tensor) -> Tensor:
-        # Take the decay that the forward passes to the scan, with the same rounding.
+        # Take the decay that the forward passes to the scan, so that it is rounded in the same way.
         given = {"_rnn_scan": lambda recurrent_gate, **_: (recurrent_gate, None)}
         y = StandIn(self.rg_lru, recurrent_states=None, **given).run(x, positions).float()
         return y.clamp_min(torch.finfo(y.dtype).tiny).log()
@@ -262,10 +262,10 @@ class Lru(Mixer):
 
 
 class Cca(Mixer):
-    """The projections of Zaya's compressed convolutional attention, which convolve q, k and v.
+    """Describes the projections of Zaya's compressed convolutional attention.
 
-    The layer's own forward runs on this rank's tokens and a few tokens before them. Half of each
-    head of v comes from the previous token.
+    The projections convolve q, k and v. The layer's own forward runs on this rank's tokens and a
+    few tokens before them. Half of each head of v comes from the previous token.
     """
 
     def sources(self, splits: bool) -> list[Source]:

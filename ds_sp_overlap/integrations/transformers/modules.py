@@ -2,7 +2,7 @@
 
 If a module mixed tokens without an exchange, each rank would compute with its own tokens only, and
 give wrong results without an error. So every module that mixes tokens must either be overlapped, or
-raise an error with its name.
+cause an error with its name.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .registration import refusal_of
 # Modules of a model, by their names.
 Named = dict[str, nn.Module]
 
-# Parameters of a forward that only modules which mix tokens have.
+# Names of parameters by which a forward shows that it mixes tokens.
 _SEQUENCE_ARGUMENTS = {
     *CACHES, "state", "use_cache", "attention_mask", "padding_mask", "conv_mask", "alibi",
 }  # fmt: skip
 
 
 def stock_of(function: Any) -> Any:
-    """Return the ``UlyssesSPAttentionHF`` in an attention function; None if there is none.
+    """Return the ``UlyssesSPAttentionHF`` in an attention function, or None.
 
     Args:
         function: An entry of transformers' table of attention functions, or None.
     """
-    # An `attention_function.Dispatch` has the function that it replaced as ``before``.
+    # ``before`` is the function that an `attention_function.Dispatch` replaced.
     function = getattr(function, "before", function)
-    # DeepSpeed's entry of the table is a closure that refers to the instance.
+    # DeepSpeed's entry of the table is a closure that refers to the ``UlyssesSPAttentionHF``.
     for cell in getattr(function, "__closure__", None) or ():
         if type(cell.cell_contents).__name__ == "UlyssesSPAttentionHF":
             return cell.cell_contents
@@ -64,9 +64,9 @@ def stock_for(module: Any) -> Any:
 
 
 def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run the own forward of a layer whose tokens are not split over ranks, without stock Ulysses.
+    """Run a layer's own forward without stock Ulysses, since its tokens are not split over ranks.
 
-    During the call, transformers' table holds the attention function that stock Ulysses wraps.
+    During the call, transformers' table has the attention function that stock Ulysses wraps.
     """
     stock = stock_for(module)
     with contextlib.nullcontext() if stock is None else in_registry(module, stock.attn):
@@ -74,9 +74,9 @@ def run_without_stock(module: Any, own: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def off_in_eval(module: Any) -> bool:
-    """Return whether ``module`` is in evaluation, in which stock Ulysses is switched off.
+    """Return whether ``module`` is in evaluation, and stock Ulysses is switched off in evaluation.
 
-    Called in every call of a layer. If true, each rank attends to its own tokens only.
+    Called in every call of a layer. If True, each rank attends to its own tokens only.
     """
     if module.training:
         return False
@@ -87,8 +87,8 @@ def off_in_eval(module: Any) -> bool:
 def refuse_copy(module: Any) -> None:
     """Raise RuntimeError for a copy of an overlapped module, unless stock Ulysses exchanges for it.
 
-    The forward that `rebind` installs calls this (``of_copy``) in each call of a copy, such as an
-    EMA model. The copy would attend to the tokens of this rank only.
+    The copy, such as an EMA model, would attend to the tokens of this rank only. The forward that
+    `rebind` installs calls this function, its ``of_copy``, in each call of a copy.
 
     Args:
         module: The copy.
@@ -107,7 +107,7 @@ _MASKED = "transformers.integrations.flex_attention", "transformers.integrations
 
 
 class Watched:
-    """Finds, before each forward of a model, modules that no longer exchange as in `enable`.
+    """Finds modules that no longer exchange as in `enable`, before each forward of a model.
 
     Args:
         model: The model.
@@ -115,7 +115,7 @@ class Watched:
 
     Attributes:
         kinds: The classes of the layers in ``bound``.
-        known: The modules that needed the tokens of all ranks at the time of `enable`. A weak set,
+        known: The modules that already needed the tokens of all ranks in `enable`. A weak set,
             which keeps no module alive.
     """
 
@@ -128,12 +128,12 @@ class Watched:
     def suspects(self) -> Named:
         """Return the modules, by name, that may run without an exchange.
 
-        These are modules whose forward is no longer the one that `enable` set, and modules that
-        were added to the model after `enable` or need the tokens of all ranks only since then.
-        Modules for which stock Ulysses exchanges are omitted.
+        There are two kinds: modules whose forward is no longer that of `enable`; and modules that
+        need the tokens of all ranks now, but did not in `enable`, or were added to the model later.
+        Modules for which stock Ulysses exchanges are left out.
 
         Raises:
-            RuntimeError: for a shallow copy, whose forward would run the original module.
+            RuntimeError: for a shallow copy, since its forward would run the original module.
         """
         foreign = {name: module for name, module in self.bound.items() if not is_ours(module)}
         for name, part in self.model.named_modules():
@@ -156,8 +156,8 @@ class Watched:
 def core_of(implementation: str) -> Any:
     """Return the attention function of an implementation, without sequence parallelism around it.
 
-    Unwraps stock Ulysses and `attention_function.Dispatch`, which may be nested. None for "eager",
-    which is no entry of transformers' table.
+    Stock Ulysses and `attention_function.Dispatch`, which may be nested, are unwrapped. None for
+    "eager", which is no entry of transformers' table.
     """
     function = attention_functions().get(implementation)
     # Stock Ulysses may be registered over the `Dispatch` of another model.
@@ -167,9 +167,9 @@ def core_of(implementation: str) -> Any:
 
 
 def unfit(implementation: str) -> str | None:
-    """Explain why an attention implementation can't be overlapped; None if it can be.
+    """Explain why an attention implementation, such as "eager", can't be overlapped.
 
-    For instance, "eager" can't be overlapped.
+    None if the implementation can be overlapped.
     """
     core = core_of(implementation)
     if core is not None and defined_in(core) not in _MASKED:
@@ -191,10 +191,10 @@ def parameters_of(module: nn.Module) -> list[str]:
     return _parameters(type(module).forward)
 
 
-# Dynamo would trace the cache of names, and warn of it.
+# Dynamo would trace the cache of names, and warn.
 @torch._disable_dynamo
 def by_name(module: nn.Module, args: tuple, kwargs: Keywords) -> Keywords:
-    """Return the arguments of a call of a module's forward by name."""
+    """Return, by name, the arguments of a call of a module's forward."""
     return {**dict(zip(parameters_of(module), args)), **kwargs}
 
 
@@ -270,10 +270,10 @@ def hides_arguments(model: nn.Module) -> bool:
 
 def goes_by_length(module: nn.Module) -> bool:
     """Return whether the frequencies of a rotary embedding depend on the largest position."""
-    # Not ``hasattr(module, ..)``: a wrapper may forward attributes of the module that it wraps.
+    # Don't use ``hasattr(module, ..)``, since a wrapper may return attributes of its inner module.
     if "rope_type" not in vars(module) and not hasattr(type(module), "rope_type"):
         return False
-    # A dict if the layers of a model have different types.
+    # This is a dict if the layers of a model have different types.
     kinds: Any = module.rope_type
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds or ""]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
@@ -282,7 +282,8 @@ def goes_by_length(module: nn.Module) -> bool:
 def refuse_prompts(model: nn.Module) -> None:
     """Raise ValueError if an adapter of PEFT prepends learned tokens to the input of every call.
 
-    Each rank would prepend them to its own tokens. PEFT also drops or shifts position_ids.
+    Each rank would prepend the learned tokens to its own tokens. Also, PEFT drops or shifts
+    position_ids.
     """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
@@ -300,14 +301,15 @@ def refuse_unexchanged(modules: Named, exchanged: Collection[str]) -> None:
 
     Args:
         modules: The modules of the model by name.
-        exchanged: The names of the layers that mix tokens by an exchange, other than those that
-            call transformers' attention functions.
+        exchanged: The names of layers that mix tokens by an exchange. Layers that call
+            transformers' attention functions need no name here.
 
     Raises:
         ValueError: if another module mixes tokens.
     """
     attention = {name for name, module in modules.items() if is_attention(module)}
-    # The innermost models around attention layers. Convolutions in other models are harmless.
+    # These are the innermost models around attention layers. Convolutions in other models are
+    # harmless.
     decoders = {model_around(name, modules) for name in attention}
     # Decoder layers and whole models take masks and caches only to pass them to their children.
     library = sys.modules.get("transformers.modeling_layers")
@@ -327,7 +329,8 @@ def refuse_unexchanged(modules: Named, exchanged: Collection[str]) -> None:
             name = name.rpartition(".")[0]
         elif name in attention or isinstance(module, passing_on) or not mixes(module):
             continue
-        # Skip a module that contains one in ``known`` or ``mixing``: it only passes arguments on.
+        # Skip a module that contains one in ``known`` or ``mixing``, since it only passes arguments
+        # on.
         if not any(inner.startswith(f"{name}.") for inner in (*known, *mixing)):
             mixing[name] = modules[name]
     if mixing:
@@ -340,7 +343,7 @@ def refuse_unexchanged(modules: Named, exchanged: Collection[str]) -> None:
 
 
 def first_of(name: str, module: nn.Module, count: int) -> str:
-    """Return the name of the first of ``count`` modules for an error: "a.b (Class, and 3 more)"."""
+    """Name the first of ``count`` modules, for an error: "a.b (Class, and 3 more)"."""
     more = f", and {count - 1} more" if count > 1 else ""
     return f"{name} ({type(module).__name__}{more})"
 
@@ -357,7 +360,7 @@ def why_not(name: str, module: Any, model: Any) -> str | None:
     """
     implementation = module.config._attn_implementation
     if (reason := unfit(implementation)) is not None:
-        # Stock Ulysses can exchange around flex attention.
+        # Even around flex attention, stock Ulysses can exchange.
         stock = stock_for(module)
         if implementation == "flex_attention" and stock is not None:
             return refusal_of(stock)

@@ -6,10 +6,10 @@ gradient of the hidden states. See `inspect.probe`, and Note [Nobody sees a prob
 Note [Nobody sees a probe]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module of the user may count its calls: in an attribute of its class, in a global, in a log, by a
-hook. So a probe calls no module of the layer. The own forward and the replacement both call a
-`_StandIn` instead of each projection and each norm. Both would call the same modules, so the probe
-only needs to compare the computation around these modules. The code of the layer's own forward is
-transformers' own: the forward of other code is never known (`inspect.accounting`).
+hook. So a probe calls no module of the layer. Instead of each projection and each norm, the own
+forward and the replacement call a `_StandIn`. Without a probe, both would call the same modules. So
+it is enough that the probe compares the computation around these modules. The layer's own forward
+is transformers' code, since no other forward is ever known (`inspect.accounting`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..inspect.probe import UNSEEN, first_difference
 from ..inspect.tensor_parallel import out_features
 from .modules import first_tokens
 
-# The largest number of tokens that are compared. With all tokens of a long sequence, the comparison
-# would need more memory than a training step.
+# The limit on compared tokens. With all tokens of a long sequence, the comparison would need more
+# memory than a training step.
 TOKENS = 512
 # The magnitude of a stand-in's results for inputs of magnitude 1. It is large, so that a clamp in
 # the forward changes the results.
@@ -49,10 +49,10 @@ class _StandIn(nn.Module):
     def __init__(self, module: nn.Module, index: int):
         super().__init__()
         self.kind, self.index = own_class(type(module)), index
-        # The number of output features; None if it equals the number of input features.
+        # The number of output features; None for a norm, which has as many as input features.
         self.width = out_features(module)
 
-    # So that isinstance() sees the class of the replaced module.
+    # For isinstance(), which sees the class of the replaced module.
     __class__ = property(lambda self: self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,21 +64,21 @@ class _StandIn(nn.Module):
         return y * SCALE * self._made_up(self.width, y)
 
     def _made_up(self, size: int, like: Tensor) -> Tensor:
-        """Return numbers [size] between -1 and 1, with the dtype and the device of ``like``."""
+        """Return made-up numbers [size] between -1 and 1, with dtype and device of ``like``."""
         steps = torch.arange(1, size + 1, device=like.device)
         return torch.sin((self.index + 1) * steps).to(like.dtype)
 
 
 @contextlib.contextmanager
 def _stood_in(driven: Any) -> Iterator[None]:
-    """Replace a layer's children by stand-ins while the body runs, also for its `Driven`."""
+    """Replace a layer's children by stand-ins while the body runs, in its `Driven` too."""
     held = vars(driven.module)
     children, stand_ins = held["_modules"], dict[str, nn.Module]()
     called = set[str]().union(*driven.children.values())
     for index, (name, child) in enumerate(children.items()):
         if name in called:
             stand_ins[name] = _StandIn(child, index)
-        # The other children do nothing: identities, and dropouts that drop nothing.
+        # The other children are identities, or dropouts that drop nothing.
         elif child is not None:
             stand_ins[name] = without_hooks(child)
     try:
@@ -101,11 +101,11 @@ def refuse_difference(driven: Any, own: Callable, arguments: Keywords, options: 
     name, probes = driven.name, driven.reader.probes
     try:
         message = difference(driven, own, arguments, options)
-    except Exception as error:  # Any error: the other ranks wait in the collective below.
+    except Exception as error:  # Catch any error, since other ranks wait in the collective below.
         message = f"{type(error).__name__}: {error}"
     messages = driven.overlap.sp_group.gather(message, name)
     if any(messages):
-        # Some rank could not compare, or found a difference, so probe the next call as well.
+        # A rank could not compare, or found a difference, so probe the next call as well.
         probes.calls = 0
     if not {*messages} <= {"", UNSEEN}:  # guard: the layer's own forward is the judge
         raise RuntimeError(
@@ -118,17 +118,17 @@ def refuse_difference(driven: Any, own: Callable, arguments: Keywords, options: 
 def difference(driven: Any, own: Callable, arguments: Keywords, options: Keywords) -> str:
     """Compare a layer's own forward with its block, on the first `TOKENS` of this rank's tokens.
 
-    Instead of attention, the own forward gets a random o, which is also the input of the block's
+    In place of attention, the own forward gets a random o. The same o is the input of the block's
     output projection.
 
     Args:
         driven: The `Driven` of the layer.
         own: The layer's own forward.
         arguments: The layer's arguments by name.
-        options: The keywords that the block's attention takes from the reading of the layer.
+        options: The keywords that the block's attention gets by the reading of the layer.
 
     Returns:
-        The first difference, in words; empty if there is none.
+        A description of the first difference; empty if there is none.
     """
     x = first_tokens(arguments["hidden_states"], TOKENS)
     tables = first_tokens(arguments.get("position_embeddings"), TOKENS)
@@ -170,6 +170,6 @@ def difference(driven: Any, own: Callable, arguments: Keywords, options: Keyword
 
 
 def _gradient(x: Tensor, ys: list[Tensor], dys: list[Tensor]) -> Tensor:
-    """Return the gradient of ``x``; a y that requires no gradient adds nothing to it."""
+    """Return the gradient of ``x`` for ``dys``; a y that requires no gradient adds nothing."""
     total: Any = sum((y * dy).sum() for y, dy in zip(ys, dys))
     return torch.autograd.grad(total, x)[0]

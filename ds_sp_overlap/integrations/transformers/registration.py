@@ -1,9 +1,9 @@
 """Lets stock Ulysses be registered for head counts that only this package can split.
 
-``UlyssesSPAttentionHF.register_with_transformers``, which Accelerate, Trainer and TRL call, raises
-an error for head counts that don't divide by the sp size, before there is a model to overlap.
-`install` makes the registration return its mpu anyway. The first attention of a layer that is not
-overlapped then raises DeepSpeed's error.
+Accelerate, Trainer and TRL call ``UlyssesSPAttentionHF.register_with_transformers``, before there
+is a model to overlap. The call raises an error for head counts that the sp size does not divide.
+`install` makes the registration return its mpu anyway. If a layer is not overlapped, its first
+attention then raises DeepSpeed's error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-# DeepSpeed's error message for each instance of stock Ulysses that can't exchange.
+# For each instance of stock Ulysses that can't exchange, DeepSpeed's error message.
 _refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -42,7 +42,7 @@ def _refuse(stock: Any, module: nn.Module) -> None:
 def install() -> None:
     """Defer DeepSpeed's error for head counts from the registration to the first attention.
 
-    Replaces ``__init__`` and ``forward`` of ``UlyssesSPAttentionHF``. Called once, by
+    ``__init__`` and ``forward`` of ``UlyssesSPAttentionHF`` are replaced. Called once, by
     `integrations.deepspeed.initialize.install`.
     """
     try:
@@ -62,9 +62,9 @@ def install() -> None:
             size = dist.get_world_size(arguments["process_group"])
             heads, kv_heads = arguments["attn_head_count"], arguments["kv_head_count"]
             reason = str(error)
-        # Run the constructor again, with counts that it supports. It raises an error again that has
-        # another reason. Only stock's own exchange needs the attributes that are now wrong. Then set
-        # the true counts.
+        # Run the constructor again, with head counts that it supports; any other error is raised
+        # again. Then set the true counts. Some attributes stay wrong, but only stock's own exchange
+        # needs these.
         arguments["attn_head_count"] = arguments["kv_head_count"] = size
         original_init(*bound.args, **bound.kwargs)
         stock.attn_head_count, stock.global_kv_head_count = heads, kv_heads

@@ -41,7 +41,7 @@ class Cuts:
     Attributes:
         rows: For each part, the rows that project it.
         parts: For each linear layer, the rows of every part that it projects.
-        norms: The names of a norm's parameters, for the norm of "q", of "k" or of both.
+        norms: The names of a norm's parameters, by kind: "q", "k", both or none.
     """
 
     rows: dict[Part, Rows]
@@ -50,7 +50,7 @@ class Cuts:
 
     @lru_cache(maxsize=4096)
     def names(self, tables: int) -> tuple[Name, ...]:
-        """Return the names of x, `InputModules.parameters`, ``tables`` tables and the token."""
+        """Return the names of x, `InputModules.parameters`, so many tables, and the token."""
         names: list[Name] = ["x"]
         for module in range(len(self.parts)):
             names += [("weight", module), ("bias", module)]

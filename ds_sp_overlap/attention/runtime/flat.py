@@ -76,8 +76,8 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
     """
     # The first operation unpacks the values that the function takes.
     operations = [Operation(list, [], [list(takes)]), *operations]
-    # For each operation, from last to first: the values that are dead after it, since no later
-    # operation reads the name before it is written again.
+    # For each operation, from last to first, the dead names after the operation. A name is dead if
+    # it is not read until it is written again.
     dead, live = list[list[Name]](), set(gives)
     for operation in reversed(operations):
         touched = dict.fromkeys(operation.reads + operation.writes)

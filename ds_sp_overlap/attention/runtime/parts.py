@@ -106,7 +106,7 @@ def _joined(
 
 
 class _Parts(Node):
-    """Cuts a tensor into parts, or joins parts to a tensor; cut and join are inverse in backward.
+    """Cuts a tensor into parts, or joins parts to a tensor; the backward of one is the other.
 
     The backward of a cut writes the gradient in one pass. For PyTorch's slicing, autograd would pad
     the gradient of each part to the whole shape, and sum these tensors.

@@ -40,8 +40,8 @@ from .compiler import Compiler, Kind
 from .execution import Call
 from .flat import Flat, Name, Operation, flat, gradients
 
-# If a checkpoint around a layer with a window saves attention, it saves the values whose names
-# begin with these words.
+# Around a layer with a window, a checkpoint that saves attention saves the values whose names begin
+# with these words.
 OF_CHECKPOINT = ("merged", "kept")
 
 

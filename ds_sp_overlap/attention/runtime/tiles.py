@@ -2,9 +2,9 @@
 
 Note [Tiles]
 ~~~~~~~~~~~~
-A norm in bf16 has temporaries of up to 14 times its input's size, an MLP several of its inner
-width. Both compute each token by itself. So forward runs one tile of tokens after the other, and
-backward recomputes and differentiates each tile::
+The temporaries of a norm in bf16 take up to 14 times the memory of its input. An MLP has several
+temporaries of its inner width. Both modules compute each token by itself. So forward runs one tile
+of tokens after the other, and backward recomputes and differentiates each tile::
 
     x ──► _Saved ──► _Tiles ──► y       forward:  y[tile] = f(x[tile]), without a graph
           saves x                       backward: dx[tile], dw += of f(x[tile]), with a graph

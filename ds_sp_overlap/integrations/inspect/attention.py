@@ -228,7 +228,7 @@ def _read_cases(module: Any) -> Reading:
     """
     code, keywords = Code(own_class(type(module))), set[str]()
     lookups: dict[Any, Lookup] = {}
-    rotary = functools.cache(rotary_of)  # All cases call it with the same arguments.
+    rotary = functools.cache(rotary_of)  # cached, since all cases pass the same arguments
     first, options, is_optional = None, dict[bool, Keywords](), False
     # The last case has no tables of RoPE, so the forward may omit the rotation (`is_optional`).
     # This case has position_ids, so that Unknown is raised for a forward that computes tables from

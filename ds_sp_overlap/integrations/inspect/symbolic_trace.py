@@ -308,7 +308,7 @@ class Trace(Accounting):
         batch, *lengths = free_primes(used)
         self.batch, self.seq = batch if case.gives_optional else 1, lengths[not case.masked]
         super().__init__((), {self.batch, self.seq, self.batch * self.seq})
-        # Hide the labels' dtype, an integer, since hidden states have another.
+        # Hide the dtype of labels, an integer type, since hidden states have another dtype.
         self.hidden = HiddenDtype(self.fail)
         self.x = self.new_labels(self.batch, self.seq, config.hidden_size)
         self.tables = Tables(self.new_labels(self.batch, self.seq, 2) for _ in ("cos", "sin"))

@@ -337,8 +337,8 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: if the section says so, or if in an
-        # earlier forward they did not.
+        # Whether positions may start anew on every rank: True if the section says so, or after a
+        # forward in which they did not.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0

@@ -26,7 +26,7 @@ from .attention_function import FunctionLayer
 from .modules import off_in_eval
 
 EXPAND, PROJECTION = "expand_kv", "kv_b_proj"
-# Digests of the sources of ``expand_kv`` whose results `LatentAttention` reproduces.
+# The digests of those sources of ``expand_kv`` whose results `LatentAttention` reproduces.
 KNOWN = {"596e3777c27d516d"}
 
 

@@ -22,7 +22,7 @@ PER_HEAD: Sections = (("q", 1),)
 
 
 def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor], Tensor]]:
-    """Split the rows of a projection by ``sizes``; return a function of x for each part of it."""
+    """Split the rows of a projection by ``sizes``; return a linear function for each part."""
     biases: Sequence[Tensor | None] = [None] * len(sizes)
     if projection.bias is not None:
         biases = projection.bias.split(sizes)

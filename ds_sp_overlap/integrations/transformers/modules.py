@@ -254,7 +254,7 @@ def goes_by_mask(kind: type[nn.Module]) -> bool:
 def takes_tokens(model: nn.Module) -> bool:
     """Return whether the input of a model is the sequence that is split over ranks.
 
-    False for models of images or sound: every rank runs them on the whole input.
+    False for models of images or sound, which every rank runs on the whole input.
     """
     return not set(TOKENS).isdisjoint(parameters_of(model))
 

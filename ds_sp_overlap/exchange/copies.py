@@ -48,9 +48,9 @@ class Run(NamedTuple):
     repeats: list[int]
 
     @property
-    def dims(self) -> tuple[tuple[int, int, int], ...]:
+    def dims(self) -> list[tuple[int, int, int]]:
         """Return size, stride and stride in the wire of each dimension."""
-        return tuple(zip(self.shape, self.strides, self.wire_strides))
+        return list(zip(self.shape, self.strides, self.wire_strides))
 
 
 @dataclass(frozen=True)
@@ -235,15 +235,15 @@ def _run(tensor: int, dims: Sequence[Sequence[int]], offset: int, wire_offset: i
 
 def _joined(first: Run, second: Run) -> Run | None:
     """Return one copy that replaces two successive copies; None if no single view can do so."""
-    shift = second.offset - first.offset, second.wire_offset - first.wire_offset
+    shift = [second.offset - first.offset, second.wire_offset - first.wire_offset]
     (size, *steps), *inner = first.dims
     (more, *others), *rest = second.dims
     # Whether the second copy begins where the first dimension of the first copy ends.
-    continues = [*shift] == [size * step for step in steps]
-    if continues and [*second.dims] == inner:
+    continues = shift == [size * step for step in steps]
+    if continues and second.dims == inner:
         more = 1
     elif first.dims == second.dims and not continues:
-        size, more, steps, inner = 1, 1, [*shift], [*first.dims]
+        size, more, steps, inner = 1, 1, shift, first.dims
     elif not continues or (others, rest) != (steps, inner):
         return None
     dims = [(size + more, *steps), *inner]

@@ -112,12 +112,12 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
         if half is not None:
             layer, what, which = half.groups()
             if which == "start":
-                exchange = unfinished[layer, what] = Exchange(rank, step, layer, what, [span])
+                exchange = unfinished[layer, what] = Exchange(rank, step, layer, what, [])
                 exchanges.append(exchange)
-            elif (layer, what) in unfinished:
-                exchange = unfinished.pop((layer, what))
-                exchange.host.append(span)
+            else:
+                exchange = unfinished.pop((layer, what), None)
             if exchange is not None:
+                exchange.host.append(span)
                 inside.append((span[1], exchange))
         elif name.startswith("ProfilerStep#"):
             step = int(name.removeprefix("ProfilerStep#"))

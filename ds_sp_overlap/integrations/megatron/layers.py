@@ -326,20 +326,19 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         inside = (module.dist_attn,)
         reason, can_drop_in = _why_not(module)
         settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
+        layer = FoundLayer(name, module, lacks=reason, inside=inside)
         if reason and can_drop_in:
-            dist_attn = f"{name}.dist_attn", module.dist_attn
-            layers.append(found_drop_in(*dist_attn, settings, reason=reason, inside=inside))
-            continue
-        if reason:
-            layers.append(FoundLayer(name, module, lacks=reason, inside=inside))
-            continue
-        # If ranks shared query heads, each would have fewer queries than keys. Megatron's flash
-        # attention then fails an assertion in training, and is not causal in evaluation. Given this
-        # reason as ``attend``, `shares_of` lets no ranks share query heads.
-        why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
-        driven = _Driven(name, module, settings)
-        linear = {part: child for part, child in module.named_children() if part != "dist_attn"}
-        got, lacks = settings.of_driven(driven.block, linear, why)
-        bind = functools.partial(rebind, module, driven.forward)
-        layers.append(FoundLayer(name, module, got, lacks=lacks, bind=bind, inside=inside))
+            name, module = f"{name}.dist_attn", module.dist_attn
+            layer = found_drop_in(name, module, settings, reason, inside)
+        elif not reason:
+            # If ranks shared query heads, each would have fewer queries than keys. Megatron's flash
+            # attention then fails an assertion in training, and is not causal in evaluation. Given
+            # this reason as ``attend``, `shares_of` lets no ranks share query heads.
+            why = f"{name}: Megatron-DeepSpeed's local attention takes as many queries as keys"
+            driven = _Driven(name, module, settings)
+            linear = dict(module.named_children())
+            del linear["dist_attn"]
+            layer.got, layer.lacks = settings.of_driven(driven.block, linear, why)
+            layer.bind = functools.partial(rebind, module, driven.forward)
+        layers.append(layer)
     return layers

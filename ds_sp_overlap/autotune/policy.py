@@ -243,8 +243,7 @@ class Policy:
         """
         report: Report = {}
         for shape, trial in self.trials.items():
-            goes_on = trial.chosen is None
-            if goes_on and (self.replicas or trial.met == self.step):
+            if trial.chosen is None and (self.replicas or trial.met == self.step):
                 report[shape] = trial.milliseconds(self.clock)
         return report
 

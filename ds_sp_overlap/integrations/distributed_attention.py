@@ -106,13 +106,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     return layers
 
 
-def found_drop_in(
-    name: str,
-    module: Any,
-    settings: OverlapSettings,
-    reason: str,
-    inside: tuple[nn.Module, ...] = (),
-) -> FoundLayer:
+def found_drop_in(name: str, module: Any, settings: OverlapSettings, reason: str) -> FoundLayer:
     """Return a ``DistributedAttention`` as a layer whose exchanges are overlapped.
 
     Args:
@@ -120,11 +114,10 @@ def found_drop_in(
         module: The ``DistributedAttention``.
         settings: The settings of this layer (`settings_for`).
         reason: Why only the exchanges are overlapped.
-        inside: Submodules that must not be overlapped as separate layers.
     """
     got = "q, k, v, o and dq, dk, dv, do with one another and with attention"
     bind = functools.partial(_bind, name, module, settings)
-    return FoundLayer(name, module, got, settings.why_not_more(reason), bind=bind, inside=inside)
+    return FoundLayer(name, module, got, settings.why_not_more(reason), bind=bind)
 
 
 def settings_for(
@@ -159,10 +152,9 @@ def has_own_forward(module: Any) -> bool:
     # Somebody has set a forward on the module, or its class defines ``__call__``.
     if "forward" in vars(module) and not is_ours(module) or has_own_call(module):
         return True
-    known = STOCK, drop_in.__name__
-    where = defined_in(type(module).forward)
     # Anything else is the forward of a fork or a subclass.
-    return where not in known  # guard: a fork's exchange stays its own
+    where = defined_in(type(module).forward)
+    return where not in (STOCK, drop_in.__name__)  # guard: a fork's exchange stays its own
 
 
 def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
@@ -186,7 +178,7 @@ def _bind(name: str, module: Any, overlap: OverlapSettings) -> Undo:
     # Without a group, DeepSpeed's class takes all ranks; our sp group may have fewer ranks.
     same_group = module.spg is not None or sp_group.size == dist.get_world_size()
     # The numbers of dimensions of all outputs so far.
-    output_dims: set[int] = set()
+    output_dims = set[int]()
 
     def forward(
         own,

@@ -148,12 +148,11 @@ class OverlapSettings(NamedTuple):
             words = [f"G by timing in the first {self.policy.warmup_steps} steps"]
         if shares > 1:
             words.append(f"r = {shares} ranks share query heads")
-        windowed = False
-        if block is not None and config.window_of(groups) is not None:
-            windowed = block.can_window()
+        live = config.window_of(groups)
+        windowed = block is not None and live is not None and block.can_window()
         if windowed:
             # With a policy, G is not known yet.
-            live = config.window if self.policy else config.window_of(groups)
+            live = config.window if self.policy else live
             words.append(f"{live or 'half'} at a time, recomputed in backward")
             if config.keeps_where_possible:
                 words.append("kept over checkpoints that can")

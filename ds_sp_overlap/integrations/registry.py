@@ -72,7 +72,8 @@ class Report:
             first, *more = [layer.name for layer in group]
             others = f" ... {more[-1]} ({1 + len(more)} layers)" if more else ""
             lines += [f"  {first}{others}", *_wrapped(f"overlapped: {got or 'nothing'}")]
-            lines += _wrapped(f"why not more: {lacks}") if lacks else []
+            if lacks:
+                lines += _wrapped(f"why not more: {lacks}")
         for line in self.tiles.splitlines():
             lines += [text[2:] for text in _wrapped(line)]
         if overlapped and (warning := one_queue()):

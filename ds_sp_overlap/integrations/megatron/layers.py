@@ -101,12 +101,11 @@ def _local_tables(rotary: Any, x: Tensor, sp_group: SPGroup) -> tuple[Tensor, ..
     """
     if rotary is None:
         return ()
-    is_pair = not isinstance(rotary, Tensor) and len(rotary) == 2
-    if not is_pair or not all(isinstance(table, Tensor) for table in rotary):
+    if isinstance(rotary, Tensor) or [isinstance(each, Tensor) for each in rotary] != [True] * 2:
         raise ValueError(
             f"rotary_pos_emb must be (cos, sin) of the whole sequence, got {type(rotary).__name__}"
         )
-    length, seq = min(len(table) for table in rotary), sp_group.size * len(x)
+    length, seq = min(map(len, rotary)), sp_group.size * len(x)
     if length < seq:
         raise ValueError(
             f"rotary_pos_emb has {length} positions, the whole sequence {seq} ({len(x)} on each "
@@ -286,7 +285,7 @@ def _why_not(module: nn.Module) -> tuple[str, bool]:
         ``dist_attn`` can be overlapped, at least.
     """
     children = dict(module.named_children())
-    if "query_key_value" not in children and not all(child in children for child in SPLIT.values()):
+    if "query_key_value" not in children and not children.keys() >= set(SPLIT.values()):
         return "cross attention", False
     if has_own_forward(module.dist_attn):
         return f"dist_attn ({type(module.dist_attn).__name__}): {OWN}", False
@@ -323,13 +322,11 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
-        inside = (module.dist_attn,)
         reason, can_drop_in = _why_not(module)
         settings = settings_for(module.dist_attn, overlap, heads_alike=_has_own_local(module))
-        layer = FoundLayer(name, module, lacks=reason, inside=inside)
+        layer = FoundLayer(name, module, lacks=reason)
         if reason and can_drop_in:
-            name, module = f"{name}.dist_attn", module.dist_attn
-            layer = found_drop_in(name, module, settings, reason, inside)
+            layer = found_drop_in(f"{name}.dist_attn", module.dist_attn, settings, reason)
         elif not reason:
             # If ranks shared query heads, each would have fewer queries than keys. Megatron's flash
             # attention then fails an assertion in training, and is not causal in evaluation. Given
@@ -340,5 +337,6 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
             del linear["dist_attn"]
             layer.got, layer.lacks = settings.of_driven(driven.block, linear, why)
             layer.bind = functools.partial(rebind, module, driven.forward)
+        layer.inside = (module.dist_attn,)
         layers.append(layer)
     return layers

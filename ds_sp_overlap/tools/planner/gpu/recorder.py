@@ -362,8 +362,8 @@ def record(layer: LayerShape, way: Way) -> Recorder:
         tables = (torch.empty(shape[0], 1, 1, layer.head_dim, dtype=dtype),) * 2
     rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
 
-    def attention(at: int) -> Callable[[Tensor], Tensor]:
-        """Make the attention of layer ``at``, over the simulated sp group."""
+    def attention() -> Callable[[Tensor], Tensor]:
+        """Make the attention of one layer, over the simulated sp group."""
         projections: dict[str, Any] = {
             "q_proj": linear(layer.width, rows),
             "k_proj": linear(layer.width, kv_rows),
@@ -381,17 +381,17 @@ def record(layer: LayerShape, way: Way) -> Recorder:
             heads_alike=True,
             rope=tables and Rotary(lambda tables: tables),
             config={"shares": layer.shares, "head_groups": way.groups, "window": way.window},
-            name=f"layer {at}" if layer.intermediate else "layer",
+            name="layer",
             **projections,
         )
         made.layer.sp_group, made.layer.tells = sp_group, False
         return partial(made, position_embeddings=tables)
 
-    forward: Callable[[Tensor], Tensor] = attention(0)
+    forward = attention()
     if layer.intermediate:
         wide = layer.width, layer.intermediate
         mlps = [[linear(*wide), linear(*wide), linear(*wide[::-1])] for _ in range(LAYERS)]
-        forward = nn.Sequential(*(_Layer(attention(at), mlp) for at, mlp in enumerate(mlps)))
+        forward = nn.Sequential(*(_Layer(attention(), mlp) for mlp in mlps))
     x = torch.empty(shape, dtype=dtype, requires_grad=True)
     return _second_step(recorder, forward, x, [each.weight for each in linears])
 

@@ -278,11 +278,15 @@ def _explain(error: ValidationError) -> str:
         key = ".".join([key, *rest[:1]]) if key in _SECTIONS else key
         limit = fault["msg"].replace("Input should", "must")
         if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key.lower(), _KEYS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            # The key may be a valid key of another section.
+            places = {name.rpartition(".")[2]: name for name in _KEYS} | {
+                name: name for name in _KEYS
+            }
+            near = difflib.get_close_matches(key.lower(), places, n=1)
+            hint = f"; did you mean {places[near[0]]!r}?" if near else "."
             messages[key] = f"unknown key{hint} Valid keys: {', '.join(_KEYS)}"
         elif key in messages:
-            messages[key] += f", or {limit}"
+            messages[key] += "" if limit in messages[key] else f", or {limit}"
         else:
             messages[key] = f"got {fault['input']!r}; {limit}"
     return "; ".join(f"sp_overlap.{key}: {text}" for key, text in messages.items())

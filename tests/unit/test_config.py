@@ -16,6 +16,7 @@ REFUSED = [
     ),
     ({"Wgrad": True}, "did you mean 'wgrad'?"),
     ({"warmup_steps": 8}, "'policy.warmup_steps'?"),
+    ({"steps": [1, 2]}, "'timeline.steps'?"),
     ({"sp_size": 8}, "sp_size: unknown key. V"),
     ({"head_groups": 0}, "sp_overlap.head_groups: got 0; must be 'auto', or must be greater than or equal to 1"),
     ({"head_groups": True}, "sp_overlap.head_groups: got True; must be 'auto', or must be a valid integer"),

@@ -88,10 +88,12 @@ def legs_of(
         The legs; None if neither k nor v travels, no rank has siblings, or `Geometry.nodes` is
         None. All ranks agree on None.
     """
-    # Siblings are the ranks of a node that receive the same heads of k, and so of v.
-    places = []
+    # Siblings are the ranks of a node that receive the same heads of k, and so of v. A rank that
+    # receives no head has no siblings.
+    places: list[tuple] = []
     for rank, node in enumerate(geometry.nodes or ()):
-        places.append((node, geometry.sent_range("k", rank, group)))
+        start, stop = geometry.sent_range("k", rank, group)
+        places.append((node, start, stop) if start < stop else (rank,))
     siblings = []
     for place in places:
         siblings.append([rank for rank, other in enumerate(places) if other == place])

@@ -48,6 +48,10 @@ def test_both_legs_move_what_one_exchange_moves_and_sum_what_it_sums(size, nodes
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)  # sums of at most 8 numbers of magnitude 1, in different orders
 
 
+def test_ranks_of_a_node_that_receive_no_head_are_no_reason_for_two_legs():
+    assert legs_of(ranks_of(5, (0, 0, 0, 0, 1), 10, 2, groups=2)[0], ("k", "v"), 1, (3, 2)) is None
+
+
 def test_a_piece_is_given_to_its_siblings_and_summed_by_one_copy():
     """Also for a piece with the tokens of several ranks, one rank after another, whose local sequences differ in length."""
     for rank in ranks_of(4, (0, 0, 1, 1), 8, 1, lengths=(1, 5, 3, 8)):

@@ -227,15 +227,14 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     )
 
 
-def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice: str) -> str:
-    """Return the plan as text, with its advice first.
+def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row]) -> str:
+    """Return the plan as text, without its verdict.
 
     Args:
         layer: The shape of the layer.
         on: The GPU.
         name: The name of the GPU in `GPUS`.
         rows: The variants; the first variant is without our overlap.
-        advice: The first paragraph of the text.
     """
     base, cells = rows[0], []
     for row in rows:
@@ -257,7 +256,6 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row], advice:
     given = "".join(f"; {key} {k.value:.4g} ({k.source})" for key, k in known)
     unfit = "" if base.variant == "stock" else ", which can't split these heads"
     return (
-        f"{advice}\n\n"
         f"one attention layer, forward and backward, on one of {layer.sp_size} ranks: "
         f"{layer.heads} query and {layer.kv_heads} KV heads of {layer.head_dim}, "
         f"model dim {layer.width}, {layer.seq} tokens, batch {layer.batch}{shared}\n"
@@ -352,30 +350,29 @@ def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     # All ranks of a launcher compute the same plan, so only rank 0 prints.
     if not is_launched or os.environ["RANK"] == "0":
-        print(json.dumps(found) if args.json else text)
+        print(json.dumps(found) if args.json else f"{found['verdict']}\n\n{text}")
     return 0
 
 
 def _planned(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the plan as a dict for JSON, and as text.
+    """Return the plan as a dict for JSON, and as text without the verdict.
 
     Raises:
         ValueError: if nothing can be planned or measured.
     """
     if args.nodes:
         advice, sizes = _sizes(args)
-        return {"sp": sizes, "verdict": advice}, f"{advice}\n\n{tabulate(sizes, headers='keys')}"
+        return {"sp": sizes, "verdict": advice}, tabulate(sizes, "keys")
     # This import loads torch.
     from .plan import decides_ms, hybrid, ours_of, plan, verdict
 
     layer, on = _layer(args, args.sp), _gpu(args)
     rows = plan(layer, on)
-    advice = verdict(rows)
-    text = describe(layer, on, args.gpu, rows, advice)
+    text = describe(layer, on, args.gpu, rows)
     if args.memory:
         fastest = min(ours_of(rows), key=decides_ms)
         text += f"\n\n{_describe_fits(args, layer, Way(fastest.groups))}"
-    found = {"layer": [asdict(row) for row in rows], "verdict": advice}
+    found = {"layer": [asdict(row) for row in rows], "verdict": verdict(rows)}
     if args.model is not None and (parts := hybrid(layer, on, args.made, rows)):
         found["hybrid"] = parts
         text += (

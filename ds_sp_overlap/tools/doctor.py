@@ -40,8 +40,8 @@ HEADS, KV_HEADS, HEAD_DIM, LOCAL_SEQ, BATCH = 8, 4, 16, 24, 2
 def versions() -> str:
     """Return a table of versions, devices and settings."""
     rows = [("python", platform.python_version())]
-    frameworks = ("deepspeed", "transformers", "accelerate", "peft", "flash-attn")
-    for name in ("ds_sp_overlap", "torch", *frameworks):
+    packages = "ds_sp_overlap torch deepspeed transformers accelerate peft flash-attn"
+    for name in packages.split():
         try:
             rows.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_sp_overlap
 import ds_sp_overlap.integrations.registry
-from ds_sp_overlap.integrations.transformers import attention_function, driven
+from ds_sp_overlap.integrations.transformers import attention_function
 from tests.harness.ranks import leaves, on_ranks
 from tests.harness.reference import relative_error
 
@@ -150,7 +150,7 @@ def scaled_values(factor):
     def scaled(module, q, k, v, **options):
         return right(module, q, k, v * factor, **options)
 
-    with mock.patch.object(driven, "local_attention", scaled), mock.patch.object(attention_function, "local_attention", scaled):
+    with mock.patch.object(attention_function, "local_attention", scaled):
         yield
 
 

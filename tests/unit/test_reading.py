@@ -91,7 +91,7 @@ def test_a_layer_is_read():
     }
     assert (found.head_dim, found.output, found.passes_keywords, found.per_head) == (HEAD_DIM, "o_proj", True, {})
     assert reader.reading.options[True] == dict(dropout=0.25, scaling=0.5, window=5)
-    assert found.rotary["neighbours"] is False and found.first_rows is None
+    assert found.rotary.neighbours is False and found.first_rows is None
 
 
 OTHERWISE = {
@@ -125,10 +125,10 @@ def test_a_norm_behind_the_rotation_is_told_from_one_before_it():
 
 
 def test_dims_that_the_forward_leaves_out_of_the_rotation_pass_through():
-    assert reading().rotary["partial"] is False
+    assert reading().rotary.partial is False
     parts = "a, b = apply_rotary_pos_emb(q[..., :4], k[..., :4], cos, sin)"
     found = reading(("q, k = " + ROTATE, parts + "\n    q, k = torch.cat((a, q[..., 4:]), -1), torch.cat((b, k[..., 4:]), -1)"))
-    assert found.rotary["partial"] is True
+    assert found.rotary.partial is True
 
 
 def test_heads_of_a_fused_projection_are_found_where_they_lie():
@@ -214,13 +214,13 @@ IF_GIVEN = "if position_embeddings is not None:\n        cos, sin = position_emb
 ELSE_BY_POSITIONS = f"{IF_GIVEN}\n    elif position_ids is not None:\n        q = q * position_ids[:, None, :, None]"
 
 
-@pytest.mark.parametrize(("rotation", "optional"), [(IF_GIVEN, True), (ELSE_BY_POSITIONS, None)])
+@pytest.mark.parametrize(("rotation", "optional"), [(IF_GIVEN, True), (ELSE_BY_POSITIONS, False)])
 def test_tables_are_optional_where_nothing_else_tells_positions(rotation, optional):
     found = reading(
         ("attention_mask=None, past", "attention_mask=None, position_ids=None, past"),
         ("cos, sin = position_embeddings\n    q, k = apply_rotary_pos_emb(q, k, cos, sin)", rotation),
     )
-    assert found.rotary.get("optional") is optional
+    assert found.rotary.optional is optional
 
 
 def test_another_default_device_makes_no_difference():
@@ -326,7 +326,7 @@ NEWER = [pytest.param(*rotary, marks=since_transformers("5.1")) for rotary in NE
 def test_a_rotary_embedding_is_known_by_what_it_does(family, expected):
     module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=["apply_rotary_pos_emb"])
     found = rotary_of(module.apply_rotary_pos_emb, HEADS_FIRST, ())
-    assert (found["tables"].__name__, found["partial"], found["neighbours"], found["rounding"]) == expected
+    assert (found.tables.__name__, found.partial, found.neighbours, found.rounding) == expected
 
 
 def complex_in(exact):
@@ -346,7 +346,7 @@ def complex_in(exact):
 def test_a_rotation_of_complex_numbers_is_known_however_the_cpu_rounds_their_products(rounding, exact, head_dim, heads):
     given = ("batch", "seq", heads, head_dim), ("batch", "seq", heads // 2, head_dim), Table.WHOLE
     found = rotary_of(complex_in(exact), given, ())
-    assert (found["tables"].__name__, found["neighbours"], found["rounding"]) == ("of_complex", True, rounding)
+    assert (found.tables.__name__, found.neighbours, found.rounding) == ("of_complex", True, rounding)
 
 
 def as_a_module(function):

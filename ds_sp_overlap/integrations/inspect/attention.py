@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...attention.unobserved import unobserved
+from ...rotary import Rotary
 from .accounting import Code, LoadedGlobal, Unknown, is_plain
 from .library import MISSING, Keywords, own_class, whole_shape
 from .probe import ProbeSchedule
@@ -55,7 +56,7 @@ class Reading:
     Attributes:
         sources: How each of "q", "k" and "v" is computed.
         head_dim: d.
-        rotary: The keywords of the `Rotary` for q and k; None if they are not rotated.
+        rotary: The `Rotary` for q and k; None if they are not rotated.
         output: The name of the output projection.
         per_head: Names of parameters of the layer that have one slice for each query head, by the
             keyword with which the forward passes the parameter to the attention function.
@@ -68,7 +69,7 @@ class Reading:
 
     sources: dict[str, Source]
     head_dim: int
-    rotary: Keywords | None
+    rotary: Rotary | None
     output: str
     per_head: dict[str, str]
     passes_keywords: bool
@@ -227,7 +228,7 @@ def _read_cases(module: Any) -> Reading:
         Unknown: if two cases give different readings.
     """
     code, keywords = Code(own_class(type(module))), set[str]()
-    lookups: dict[Any, Lookup] = {}
+    lookups = {}
     rotary = functools.cache(rotary_of)  # cached, since all cases pass the same arguments
     first, options, is_optional = None, dict[bool, Keywords](), False
     # The last case has no tables of RoPE, so the forward may omit the rotation (`is_optional`).
@@ -261,7 +262,8 @@ def _read_cases(module: Any) -> Reading:
     assert first is not None
     first = dataclasses.replace(first, options=options, lookups=lookups.values())
     if is_optional and first.rotary is not None:
-        first = dataclasses.replace(first, rotary={**first.rotary, "optional": True})
+        optional = dataclasses.replace(first.rotary, optional=True)
+        first = dataclasses.replace(first, rotary=optional)
     for name in sorted({source.norm for source in first.sources.values() if source.norm}):
         probe_tokenwise(name, getattr(module, name), first.head_dim)
     return first
@@ -355,8 +357,8 @@ class _Interpreted(Trace):
             if rows is not None and len(rows) < output.labels.shape[-1]:
                 raise Unknown(f"its forward leaves out rows of {output.name}")
 
-    def _rotary(self, rotary_of: Callable) -> Keywords:
-        """Return the keywords of the layer's `Rotary`; raise Unknown if rotary calls differ."""
+    def _rotary(self, rotary_of: Callable) -> Rotary:
+        """Return the layer's `Rotary`; raise Unknown if rotary calls differ."""
         found = []
         for call in self.rotations:
             try:
@@ -371,7 +373,7 @@ class _Interpreted(Trace):
         # To rotate only some dims of a head, the forward may pass only these dims to the function.
         widths = [x.labels.shape[-1] for x in self.outputs if x.name == ROTATION]
         narrow = min(widths) < self.q.shape[-1]
-        return {**first, "partial": first["partial"] or narrow}
+        return dataclasses.replace(first, partial=first.partial or narrow)
 
     def _output(self) -> str:
         """Return the name of the output projection, the child that was called last.

@@ -6,6 +6,7 @@ on random numbers, it agrees on all numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from enum import Enum
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from ...rotary import Rotary
 from .accounting import Accounting, free_primes
-from .library import Keywords
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -77,8 +77,8 @@ ARITHMETIC = (
 
 def rotary_of(
     function: Callable, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> Keywords:
-    """Return the keywords of the `Rotary` that computes the same as a call of ``function``.
+) -> Rotary:
+    """Return the `Rotary` that computes the same as a call of ``function``.
 
     Args:
         function: The function, which rotates q and k.
@@ -87,9 +87,6 @@ def rotary_of(
             the heads before or after "seq". Anything else is the argument itself.
         kwargs: The keyword arguments of the call, as pairs.
 
-    Returns:
-        The keywords of the `Rotary`.
-
     Raises:
         LookupError: if no `Rotary` or more than one computes the same.
         Unknown: if the function uses an operation that is not allowed (`Accounting`).
@@ -97,17 +94,18 @@ def rotary_of(
     call = _Call(functools.partial(function, **dict(kwargs)), args)
     # If one argument has both tables, assume that the function expects complex numbers.
     possible = (of_complex,) if Table.WHOLE in args else WIDE + NARROW
-    # For each function of tables, and each order of dims, the first rounding that fits.
-    fitting: dict[Any, str] = {}
+    # For each function of tables, and each order of dims, with the first rounding that fits.
+    fitting: dict[Any, Rotary] = {}
     for tables, neighbours, rounding in product(possible, (False, True), ROUNDINGS):
-        if call.agrees(Rotary(tables, False, neighbours, rounding)):
-            fitting.setdefault((tables, neighbours), rounding)
+        rotary = Rotary(tables, False, neighbours, rounding)
+        if call.agrees(rotary):
+            fitting.setdefault((tables, neighbours), rotary)
     if len(fitting) != 1:
         raise LookupError
-    (((tables, neighbours), rounding),) = fitting.items()
+    (rotary,) = fitting.values()
     # A function that also agrees with narrower tables supports partial rotation.
-    partial = call.agrees(Rotary(tables, True, neighbours, rounding))
-    return dict(tables=tables, neighbours=neighbours, rounding=rounding, partial=partial)
+    partial = dataclasses.replace(rotary, partial=True)
+    return partial if call.agrees(partial) else rotary
 
 
 class _Call:
@@ -167,8 +165,8 @@ class _Call:
             whole = torch.complex(*[exact(table).to(table_dtype) for table in tables])
         of_table = dict(zip(Table, (whole, *tables)))
         # ``inputs`` are the arguments of the function; ``expected`` are the results of ``rotary``.
-        inputs: list[Any] = []
-        expected: list[Tensor] = []
+        inputs = []
+        expected = []
         for x in self.args:
             if isinstance(x, tuple):
                 inputs.append(self._random(x, generator, dtype))

@@ -16,7 +16,6 @@ from torch import nn
 from ...attention.arguments import PerHead
 from ...attention.runtime.linear import PURE
 from ...attention.self_attention import SelfAttention
-from ...rotary import Rotary
 from ..inspect.attention import Reader
 from ..inspect.library import CACHES, Keywords
 from ..inspect.symbolic_trace import UNUSED
@@ -74,7 +73,7 @@ class Driven(Layer):
             **self._children(),
             first_rows=reading.first_rows,
             norm_last=any(source.last for source in reading.sources.values()),
-            rope=None if reading.rotary is None else Rotary(**reading.rotary),
+            rope=reading.rotary,
             sequence_process_group=overlap.sp_group.group,
             config=overlap.config,
             name=name,
@@ -130,11 +129,11 @@ class Driven(Layer):
         self.block.falls_back = self.falls_back
         sequence, pattern = self.forwards.of(self.name, module, x, mask=mask, kwargs=rest)
         # Keywords that the layer itself passes have precedence over the caller's.
-        options = {**rest} if reader.reading.passes_keywords else {}
-        options |= reader.options(module)
+        constants = reader.options(module)
+        options = (rest if reader.reading.passes_keywords else {}) | constants
         self.refuse_unhonoured(options, sequence, pattern)
         if reader.probes.is_due(self.name, overlap.config.check, sequence.lengths):
-            refuse_difference(self, own, arguments, reader.options(module))
+            refuse_difference(self, own, arguments, constants)
         per_head = {key: PerHead(options.pop(key)) for key in reader.reading.per_head}
         timed = self.has_baseline(x, self.heads, sequence, pattern=pattern, keywords=arguments)
         y = self.block(

@@ -104,9 +104,8 @@ def is_plain(value: Any) -> bool:
     """Return whether a value is an immutable constant, or a tuple of such constants."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    if value is None or value is ...:
-        return True
-    constants = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype)
+    none = (types.NoneType, types.EllipsisType)
+    constants = (int, float, complex, str, bytes, enum.Enum, torch.dtype, *none)
     return isinstance(value, constants) and not isinstance(value, Size)
 
 
@@ -142,7 +141,7 @@ class Code:
         self.functions: set[types.FunctionType] = set()
         self.loaded_globals: dict[tuple[int, str], LoadedGlobal] = {}
         self.words: set[str] = set()
-        left: list[tuple[str, Any]] = [("forward", self.forward)]
+        left = [("forward", self.forward)]
         while left:
             name, function = left.pop()
             # The package ``kernels`` wraps a function in a module whose forward it may replace.
@@ -167,7 +166,6 @@ class Code:
             names: The globals of the code.
             kind: The class of the layer.
         """
-        self.words.update(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())
         if _STATEMENTS.intersection(code.co_code[::2]):  # guard: all globals are seen
             raise Unknown(f"its forward may run {code.co_name}, which imports or sets a global")
         for name in code.co_names:
@@ -184,10 +182,12 @@ class Code:
             is_registry = value is attention_functions()
             if not (is_plain(value) or is_registry or isinstance(value, logging.Logger)):
                 yield name, value
-        # The functions defined inside the code.
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                yield from self._named_in(inner, names, kind)
+        for x in code.co_consts:
+            if isinstance(x, str) and x.isidentifier():
+                self.words.add(x)
+            # The functions defined inside the code.
+            if isinstance(x, types.CodeType):
+                yield from self._named_in(x, names, kind)
 
 
 def _is_plain_function(function: Any) -> bool:

@@ -118,10 +118,10 @@ def defined_in(function: Any) -> str:
 
 def _packages_of(function: Any) -> list[str]:
     """Return the packages of a function's decorators, outermost first, and of the function."""
-    packages = [defined_in(function).split(".")[0]]
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    packages = []
+    while function is not None:
         packages.append(defined_in(function).split(".")[0])
+        function = getattr(function, "__wrapped__", None)
     return packages
 
 
@@ -152,8 +152,7 @@ def digest(holder: Any, *names: str) -> str:
     Returns:
         The digest; empty if a function has a decorator that is not transformers'.
     """
-    found = (getattr(holder, name, None) for name in names)
-    functions = [function for function in found if function is not None]
+    functions = [getattr(holder, name) for name in names if hasattr(holder, name)]
     for function in functions:
         *decorators, _ = _packages_of(function)
         if not {"transformers"}.issuperset(decorators):

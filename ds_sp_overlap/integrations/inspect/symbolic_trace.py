@@ -204,9 +204,8 @@ class ChildProxy(Proxy):
             trace.fail(f"gives {name} more than one tensor")
         if self._is_identity():
             return x
-        with torch._C.DisableTorchFunction():
-            # A child without a known width, such as a norm, returns the shape of its input.
-            labels = trace.new_labels(*x.shape[:-1], trace.widths.get(name) or x.shape[-1])
+        # A child without a known width, such as a norm, returns the shape of its input.
+        labels = trace.new_labels(*x.shape[:-1], trace.widths.get(name) or x.shape[-1])
         trace.outputs.append(TracedOutput(name, x, labels))
         return labels
 
@@ -298,7 +297,7 @@ class Trace(Accounting):
         children = module._modules.items()
         self.widths = {name: out_features(child) for name, child in children if child is not None}
         config = module.config
-        used: set[int] = set()
+        used = set()
         # Leave out zeros, which every prime divides. Leave out the ids that ZeRO-3 gives to
         # modules, since the ids in a layer with adapters would exclude all primes.
         for holder in [config, *module.modules()]:
@@ -333,7 +332,8 @@ class Trace(Accounting):
         """Return new labels of ``shape``: whole numbers that no earlier call has returned."""
         count = torch.Size(shape).numel()
         self._label_count += count
-        return torch.arange(self._label_count - count, self._label_count).view(shape)
+        with torch._C.DisableTorchFunction():
+            return torch.arange(self._label_count - count, self._label_count).view(shape)
 
     def _arguments(self, forward: Callable, keywords: set[str]) -> Keywords:
         """Return the arguments of the forward in this case, by name.
@@ -343,7 +343,7 @@ class Trace(Accounting):
         """
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        known: Keywords = dict.fromkeys(UNUSED)
+        known = dict.fromkeys(UNUSED)
         known |= dict(
             hidden_states=self.x,
             attention_mask=self.mask,
@@ -402,6 +402,5 @@ class Trace(Accounting):
                 "calls its attention more than once, or with a mask that is not as it is given"
             )
         self.q, self.k, self.v, self.options = q, k, v, options
-        with torch._C.DisableTorchFunction():
-            self.o = self.new_labels(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        self.o = self.new_labels(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         return self.o, self.weights

@@ -8,7 +8,6 @@ and follows from the slices.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +36,7 @@ def heads_of_ranks(module: Any) -> list[tuple[int, int]]:
     # A config without a number of KV heads has as many KV heads as query heads.
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     # Assume equal slices for fused layers, which don't store the sizes of slices.
-    sizes: Sequence[int] = (1,) * (cut[0].tp_world_size if cut else 1)
+    sizes = (1,) * (cut[0].tp_world_size if cut else 1)
     for layer in cut:
         # AutoTP cuts all projections of an attention layer along the same KV heads; take the first.
         if getattr(layer, "_partition_sizes", None):

@@ -91,9 +91,9 @@ def _random_copy(module: nn.Module, training: bool, generator: torch.Generator) 
         copy._parameters[name] = numbers.requires_grad_()
     for name, x in module.named_buffers(recurse=False):
         # Integers keep their values, since they may be indices.
-        copy._buffers[name] = x.clone()
         if x.is_floating_point():
-            copy._buffers[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            x = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        copy._buffers[name] = x.clone()
     for name, child in module.named_children():
         copy._modules[name] = _random_copy(child, training, generator)
     return copy

@@ -83,14 +83,14 @@ class Documents:
         # From here on, a row has only its queries, and indices count from the first query.
         seq, length = last - first, stop - start
         is_long = (start < first) | (length * _LONG > seq)
-        self.long: list[tuple[int, int, int]] = found.T[is_long].tolist()
+        self.long = found.T[is_long].tolist()
         self.short: list[tuple[Tensor, Tensor]] = []
         self.order: Tensor | None = None
         if is_long.all():
             return
         # For each call, in the order of its results: the queries, as indices into the concatenated
         # rows.
-        tokens_of_calls: list[np.ndarray] = []
+        tokens_of_calls = []
         for at, begin, end in self.long:
             tokens_of_calls.append(at * seq - first + np.arange(max(begin, first), end))
         index_arrays: list[np.ndarray] = []

@@ -161,7 +161,6 @@ class Masks:
                 del self._placeholders[key]
         library: Any = sys.modules.get("transformers.masking_utils")
         functions: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
-        config_ids = {id(config) for config in self.configs}
         # This is None if the implementation, or the version of transformers, has no mask functions.
         original = functions.get(implementation)
 
@@ -172,7 +171,7 @@ class Masks:
         @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:
             """Return a placeholder for a model of ``configs``; for other models, a mask."""
-            if id(kwargs.get("config")) not in config_ids:
+            if not any(config is kwargs.get("config") for config in self.configs):
                 return original(*args, **kwargs)
             try:
                 pattern = read(kwargs["mask_function"], sum(sequence.lengths))

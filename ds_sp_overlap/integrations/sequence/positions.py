@@ -394,7 +394,7 @@ class Positions:
         # The local length, or -1 after an error; whether `DOCUMENTS` arguments were given; a
         # checksum of what else must be equal on all ranks.
         header = [length, int(bool(told)), zlib.crc32(repr((form, names)).encode())]
-        messages = self._every(header, values, device)
+        messages = self._every(header, values)
         lengths, are_told, checksums = messages[:, : len(header)].T.tolist()
         fallbacks = set(names[0])
         if min(lengths) < 0 or len(set(checksums)) > 1:  # guard: recomputed on all ranks
@@ -407,7 +407,7 @@ class Positions:
             )
         if lines * max(lengths) > self._room:  # guard: travels in one message
             self._room = lines * max(lengths)
-            messages = self._every(header, values, device)
+            messages = self._every(header, values)
         of_ranks = []
         for rank_length, rank_values in zip(lengths, messages[:, len(header) :]):
             of_ranks.append(rank_values[: lines * rank_length].reshape(*form, rank_length))
@@ -440,13 +440,12 @@ class Positions:
         # Padding after a document may have its own index.
         if index is not None and index.numel() and sequence.mask[0, start : start + 1].all():
             first = int(index.flatten()[0])
-        known = sequence.knows(rank, told)
-        of_ranks = self.sp_group.gather((known, first), where)
+        answer = sequence.knows(rank, told), first
+        known, firsts = zip(*self.sp_group.gather(answer, where))
         # Each rank may number its documents from 0. If every row is one document, the first tokens
         # of all ranks must have the same document index.
-        several = len({first for _, first in of_ranks} - {None}) > 1
-        several = several and sequence.one_document
-        if several or not all(known for known, _ in of_ranks):  # guard: documents are known
+        several = sequence.one_document and len({*firsts} - {None}) > 1
+        if several or not all(known):  # guard: documents are known
             raise ValueError(
                 f"{where}: {', '.join(DOCUMENTS)} tell documents that position_ids don't tell; let "
                 "position_ids start anew with each document"
@@ -462,19 +461,16 @@ class Positions:
             RuntimeError: for a KV cache in use: not empty, or passed to an earlier forward.
             ValueError: for arguments that are missing or of a wrong form.
         """
-        # `generate` passes a cache and no position_ids.
-        generates = cache is not None and not isinstance(position_ids, Tensor)
-        if cache is not None and not generates:
-            # A paged cache or a tuple lacks this method, and is never new.
-            is_new = hasattr(cache, "get_seq_length") and cache not in self._caches
-            generates = not is_new or _is_filled(cache)
-        if generates:
-            raise RuntimeError(
-                "generation with a KV cache does not work on a sequence that is split over ranks; "
-                "call ds_sp_overlap.disable(model, stock_too=True), which takes DeepSpeed's "
-                "Ulysses out as well, and generate on each rank by itself"
-            )
         if cache is not None:
+            # `generate` passes no position_ids. A paged cache or a tuple lacks this method, and is
+            # never new.
+            may_be_new = isinstance(position_ids, Tensor) and hasattr(cache, "get_seq_length")
+            if not may_be_new or cache in self._caches or _is_filled(cache):
+                raise RuntimeError(
+                    "generation with a KV cache does not work on a sequence that is split over "
+                    "ranks; call ds_sp_overlap.disable(model, stock_too=True), which takes "
+                    "DeepSpeed's Ulysses out as well, and generate on each rank by itself"
+                )
             self._caches.add(cache)
         if not isinstance(position_ids, Tensor):
             raise ValueError(f"sequence parallelism needs position_ids in every forward: {_NEEDED}")
@@ -523,13 +519,13 @@ class Positions:
                 'set sp_overlap.documents to "per_rank"'
             )
 
-    def _every(self, header: list[int], values: Tensor, device: torch.device) -> np.ndarray:
+    def _every(self, header: list[int], values: Tensor) -> np.ndarray:
         """Gather the messages of all ranks [P, len(header) + body] on the host. Collective.
 
         Only here does the host wait for the device. If ``values`` don't fit into the body, the body
         is zeros. The header holds the number of values, by which `gather` knows to send again.
         """
-        (head,) = to_device([np.array(header)], device)
+        (head,) = to_device([np.array(header)], values.device)
         fitting = values.flatten() if values.numel() <= self._room else head[:0]
         message = torch.cat([head, fitting, head.new_zeros(self._room - len(fitting))])
         messages = message.new_empty(self.sp_group.size, len(message))

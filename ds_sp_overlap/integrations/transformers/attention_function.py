@@ -179,7 +179,7 @@ def local_attention(
         if reason := why_no_share(module):
             raise ValueError(f"{type(module).__name__}: {reason}, and ranks share query heads")
         k, v = k[:, : queries[1]], v[:, : queries[1]]
-    attention = functools.partial(_call, function, module, {**options, **per_head})
+    attention = functools.partial(_call, function, module, **options, **per_head)
     # The attention function reads this attribute. If ranks share KV heads, this rank's number of
     # query heads per KV head differs from the layer's.
     with replaced(vars(module), "num_key_value_groups", q.shape[2] // k.shape[2]):
@@ -199,8 +199,9 @@ def local_attention(
             if len(set(first)) == 1:
                 k, v = k[:, first[0] :], v[:, first[0] :]
                 return attention(q, k, v, **edges)  # guard: edges, no positions
-            q_row, k_row, v_row = _joined(q, [0] * len(q)), _joined(k, first), _joined(v, first)
-            return attention(q_row, k_row, v_row, **edges)[0].unflatten(0, (len(q), -1))
+            q_row = q.flatten(0, 1)[None]
+            o = attention(q_row, _joined(k, first), _joined(v, first), **edges)
+            return o[0].unflatten(0, (len(q), -1))
         if sequence.one_document or q.shape[0] == 1:
             return attention(q, k, v, position_ids=sequence.position_ids)
         rows = zip(*(x.split(1) for x in (q, k, v, sequence.position_ids)))
@@ -208,16 +209,11 @@ def local_attention(
 
 
 def _call(
-    function: Callable,
-    module: Any,
-    options: Keywords,
-    *qkv: Tensor,
-    mask: Any = None,
-    **more: Any,
+    function: Callable, module: Any, /, *qkv: Tensor, attention_mask: Any = None, **options: Any
 ) -> Tensor:
     """Call a layer's attention function, which takes [b, h, n, d], on q, k and v [b, n, h, d]."""
     q, k, v = (x.transpose(1, 2) for x in qkv)
-    return function(module, q, k, v, mask, **{**options, **more})[0]
+    return function(module, q, k, v, attention_mask, **options)[0]
 
 
 def _with_mask(
@@ -239,7 +235,7 @@ def _with_mask(
         keys, k, v = keys - first, k[:, first:], v[:, first:]
         mask = sequence.window_mask(length, keys, window) if window < keys else None
     if length == keys:
-        return attention(q, k, v, mask=mask)
+        return attention(q, k, v, attention_mask=mask)
     # See Note [Queries of a share]. A single query attends to all keys, without a mask.
     if mask is None and length > 1:
         # torch can't make this mask while a dispatch mode, such as a FLOP counter, is active.
@@ -247,7 +243,7 @@ def _with_mask(
             mask = causal_lower_right(length, keys)  # guard: the last query sees the last key
         # sdpa bypasses autocast for a mask of this class.
         q, k, v = autocast(q, k, v)  # guard: one dtype under autocast
-    return attention(q, k, v, mask=mask, is_causal=False)
+    return attention(q, k, v, attention_mask=mask, is_causal=False)
 
 
 def _by_stock(stock: Callable, module: Any, mask: Any, keywords: Keywords, *qkv: Tensor) -> Tensor:

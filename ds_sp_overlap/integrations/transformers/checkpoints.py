@@ -55,9 +55,8 @@ class Checkpoints:
         self._switches = weakref.WeakValueDictionary(switches)
         # Innermost modules come first. Usually these run the checkpoints, and errors should name
         # them.
-        inward = sorted(switches, key=lambda at: -at.count("."))
-        around = (at for at in inward if not layers.isdisjoint(switches[at].modules()))
-        self.around = {at: switches[at] for at in around}
+        inward = sorted(switches.items(), key=lambda item: -item[0].count("."))
+        self.around = {at: x for at, x in inward if not layers.isdisjoint(x.modules())}
 
     def checkpointed(self) -> list[str]:
         """Return the names of the modules whose checkpointing is on, for `Positions.gather`.
@@ -65,8 +64,6 @@ class Checkpoints:
         If a module's checkpoint can't save attention, the reason follows the name. The ranks
         compare these texts.
         """
-        if not torch.is_grad_enabled():
-            return []
         names = []
         for at, module in self._switches.items():
             if is_checkpointed(module):
@@ -83,8 +80,7 @@ class Checkpoints:
                 (The ranks have compared their checkpoints before, by `checkpointed`.)
         """
         with contextlib.ExitStack() as originals:
-            # Without gradients, checkpoints save nothing.
-            for at, module in self.around.items() if torch.is_grad_enabled() else ():
+            for at, module in self.around.items():
                 function = vars(module).get(FUNCTION)
                 if function is None or not is_checkpointed(module):
                     continue
@@ -113,8 +109,11 @@ class Checkpoints:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether gradient checkpointing is on for a module, and the module is in training."""
-    return module.training and bool(getattr(module, SWITCH, False))
+    """Return whether gradient checkpointing is on for a module, and the module is in training.
+
+    Without gradients, checkpoints save nothing.
+    """
+    return torch.is_grad_enabled() and module.training and getattr(module, SWITCH, False)
 
 
 def _why_not(function: Any) -> str:
@@ -122,9 +121,7 @@ def _why_not(function: Any) -> str:
 
     The reason continues the words "is checkpointed".
     """
-    keywords, inner = {}, function
-    if isinstance(function, functools.partial):
-        keywords, inner = function.keywords, function.func
+    keywords, inner = getattr(function, "keywords", {}), getattr(function, "func", function)
     module = getattr(inner, "__module__", "")
     if inner is not checkpoint and not module.startswith("transformers."):
         name = getattr(inner, "__qualname__", type(inner).__name__)

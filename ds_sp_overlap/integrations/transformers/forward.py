@@ -54,7 +54,7 @@ class Forwards:
         self.running: _Running | None = None
         # The references are weak, so that transformers' table of attention functions keeps no model
         # alive: through the layers of a `Dispatch`, the table refers to this object.
-        self.fallible: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.fallible = weakref.WeakValueDictionary[str, Any]()
 
     def fallbacks(self) -> list[str]:
         """Return the names of the layers that must fall back on this rank, in ascending order."""
@@ -206,7 +206,6 @@ class Host:
         ):
             for name, layer in self.forwards.fallible.items():
                 layer.falls_back = name in sequence.fallbacks
-            self._refuse_empty(sequence.lengths)
             # A model with mixers only may make no masks, and pass its own mask argument on.
             hands_on = self.layer is self.model and not masks.namespaces
             if hands_on:  # guard: mixers find their sequence
@@ -216,23 +215,12 @@ class Host:
                 return own(**{**arguments, "attention_mask": mask})
             return own(*args, **kwargs)
 
-    def _refuse_empty(self, lengths: list[int]) -> None:
-        """Raise ValueError, on all ranks, if a rank has no tokens and runs transformers' code.
-
-        transformers' code fails without tokens. Only that rank would raise, while the others wait.
-        """
-        if self.own_code and 0 in lengths:
-            raise ValueError(
-                f"{self.own_code[0]}: sp rank {lengths.index(0)} has no tokens (local lengths "
-                f"{lengths}), for which the code of this kind of layer fails; give every rank of "
-                "the sp group one token at least"
-            )
-
     @contextlib.contextmanager
     def _running(self, arguments: Keywords) -> Iterator[GlobalSequence]:
         """Gather the global sequence, and provide it while the body runs the forward. Collective.
 
         Raises:
+            ValueError: on all ranks, if a rank has no tokens and runs transformers' code.
             RuntimeError: after the body, if a module ran without an exchange that it needs: a
                 `FunctionLayer`, or one of `Watched.suspects`.
         """
@@ -246,6 +234,14 @@ class Host:
             names=(forwards.fallbacks(), self.checkpoints.checkpointed()),
             told={key: x for key in DOCUMENTS if (x := arguments.get(key)) is not None},
         )
+        lengths = sequence.lengths
+        # transformers' code fails without tokens. Only that rank would raise, while the others wait.
+        if self.own_code and 0 in lengths:
+            raise ValueError(
+                f"{self.own_code[0]}: sp rank {lengths.index(0)} has no tokens (local lengths "
+                f"{lengths}), for which the code of this kind of layer fails; give every rank of "
+                "the sp group one token at least"
+            )
         running = _Running(self, sequence, {}, set())
         with contextlib.ExitStack() as stack:
             for name, module in self.watched.suspects().items():

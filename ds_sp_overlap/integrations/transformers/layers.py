@@ -124,7 +124,7 @@ class _Search:
         self.model, self.overlap, self.binds = model, overlap, binds
         self.forwards = Forwards(overlap.sp_group, overlap.config)
         self.named = dict(model.named_modules())
-        self.mixers: modules.Named = {}
+        self.mixers = {}
         for name, module in self.named.items():
             if mixers.mixer_of(module) and modules.models_around(name, self.named):
                 self.mixers[name] = module
@@ -274,10 +274,6 @@ class _Search:
         embeddings whose frequencies depend on the largest position.
         """
         masks = self.forwards.masks
-        # A mask function gets the config of the model, or of the language model in it.
-        for at in self.hosted:
-            config: Any = self.named[at].config
-            masks.configs += [config, config.get_text_config()]
         # Add the globals of each file once, even if the file defines several layers. Leave out
         # files whose models make no masks, such as Mamba's.
         files = map(names_around, self.mixers.values())
@@ -290,13 +286,23 @@ class _Search:
                 forward = functools.partial(run_with_largest_position, name, module, self.forwards)
                 self.binds[module] = functools.partial(rebind, module, forward)
         watched = modules.Watched(self.model, bound)
-        host_of = functools.partial(Host, forwards=self.forwards, watched=watched)
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
-            name, model = at or type(self.model).__name__, self.named[at]
+            model: Any = self.named[at]
+            name = at or type(model).__name__
+            # A mask function gets the config of the model, or of the language model in it.
+            masks.configs += [model.config, model.config.get_text_config()]
             # Take the checkpoints of this model only, since a model beside it may have others.
             checkpoints = Checkpoints(name, model, self.saving, self.overlap.config)
-            host = host_of(name, model, layer=layer, own_code=inside, checkpoints=checkpoints)
+            host = Host(
+                name,
+                model,
+                self.forwards,
+                layer=layer,
+                own_code=inside,
+                checkpoints=checkpoints,
+                watched=watched,
+            )
             self.binds[model] = functools.partial(
                 rebind, model, host.forward, whole=False, of_copy=modules.refuse_copy
             )

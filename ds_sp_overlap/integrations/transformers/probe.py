@@ -98,7 +98,7 @@ def refuse_difference(driven: Any, own: Callable, arguments: Keywords, options: 
     Raises:
         RuntimeError: on all ranks, if there is a difference on any rank.
     """
-    name, probes = driven.name, driven.reader.probes
+    name = driven.name
     try:
         message = difference(driven, own, arguments, options)
     except Exception as error:  # Catch any error, since other ranks wait in the collective below.
@@ -106,7 +106,7 @@ def refuse_difference(driven: Any, own: Callable, arguments: Keywords, options: 
     messages = driven.overlap.sp_group.gather(message, name)
     if any(messages):
         # A rank could not compare, or found a difference, so probe the next call as well.
-        probes.calls = 0
+        driven.reader.probes.calls = 0
     if not {*messages} <= {"", UNSEEN}:  # guard: the layer's own forward is the judge
         raise RuntimeError(
             f"{name}: {type(driven.module).__name__} computes something else than what was read of "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 # For each instance of stock Ulysses that can't exchange, DeepSpeed's error message.
-_refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_refusals = weakref.WeakKeyDictionary[nn.Module, str]()
 
 
 def refusal_of(stock: Any) -> str | None:

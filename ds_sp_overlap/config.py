@@ -163,16 +163,16 @@ class SpOverlapConfig(_Section):
 
     @property
     def keeps_where_possible(self) -> bool:
-        """Return whether to save attention over the checkpoints that allow it.
+        """Return whether a checkpoint's recompute reuses attention wherever the checkpoint allows.
 
-        Other checkpoints recompute attention. True with a window, unless the section sets
-        ``checkpointing``.
+        Under other checkpoints, the recompute runs attention again. True with a window, unless the
+        section sets ``checkpointing``.
         """
         return self.window is not None and "checkpointing" not in self.model_fields_set
 
     @property
     def saves_attention(self) -> bool:
-        """Return whether to save attention over checkpoints, over all of them or where possible."""
+        """Return whether recomputes reuse attention: under all checkpoints, or where possible."""
         return self.checkpointing != "recompute" or self.keeps_where_possible
 
     @property
@@ -195,12 +195,13 @@ class SpOverlapConfig(_Section):
     def groups_for(self, heads: int, parts: int, windowed: bool = False) -> int:
         """Return the number of head groups G of a layer.
 
-        For "auto", returns the G to begin with: 2, or 1 if a rank has one query head. If nothing is
-        timed, the layer keeps this G. With a window and without timing, "auto" is the largest G.
+        For "auto", returns the largest G if the layer has a window and G is not timed. Otherwise
+        returns 2, or 1 if a part has one query head; timing may change this G later.
 
         Args:
             heads: The number of query heads.
-            parts: The number of parts into which the query heads are split, P / r.
+            parts: The number of parts into which the query heads are split: P / r, if r ranks share
+                query heads.
             windowed: Whether the layer can run with a window.
         """
         # `Geometry` checks that G is not too large, and that the shares divide the ranks.

@@ -62,7 +62,7 @@ class LatentAttention(ProjectedAttention):
     Args:
         layer: The runtime of the layer.
         projection: Returns the linear layer that expands the latent to k and v of all heads;
-            `can_expand_rows` must be true for the layer.
+            `can_expand_rows` must be true for this linear layer.
         nope_dim: d - d_rot, the size of the part of k that is expanded from the latent.
     """
 

@@ -105,7 +105,8 @@ class LayerRuntime:
         self.agreed = self.windowed = False
         # The name by which the ranks compare calls. The first call adds a number to this name.
         self._name_of_calls = where
-        # (h, h_kv) -> (r, default G). A cache, so that the attention's signature is read once.
+        # (h, h_kv) -> (the number of ranks that share query heads, default G). Cached, since the
+        # first of the two depends on the signature of local attention, which is slow to read.
         self.shares_and_groups: dict[tuple[int, int], tuple[int, int]] = {}
         # For each kind of call, whether the backward of attention reads o on any rank.
         self._reads_o: dict[tuple, bool] = {}

@@ -98,7 +98,10 @@ class Calls:
 
 
 class _Comparison:
-    """Compares a hash of ``names`` between the ranks, while other work goes on. Collective."""
+    """Compares the names of called layers between the ranks, by one hash of all. Collective.
+
+    Other work goes on meanwhile.
+    """
 
     def __init__(self, sp_group: Any, names: list[str], device: torch.device):
         self.names, self.side = names, sp_group.streams(device)

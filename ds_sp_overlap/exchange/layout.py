@@ -82,7 +82,8 @@ def all_equal(send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...]) -> bool:
     """Return whether all parts that this rank sends and receives have the same size, above 0.
 
     All ranks get the same result, unless ranks share query heads: the sizes of q may then be equal
-    on one rank and unequal on another.
+    on one rank and unequal on another. Such ranks can take part in one exchange, since gloo and
+    NCCL send and receive a part for each pair of ranks, whether torch is given sizes or not.
     """
     first = send_sizes[0]
     return 0 < first and send_sizes.count(first) == len(send_sizes) and send_sizes == recv_sizes

@@ -191,10 +191,10 @@ class SideStream:
 
 
 class Accelerator:
-    """Makes streams and events for one type of device, with torch's classes for all types.
+    """Makes streams and events for one type of device: ``torch.Stream`` and ``torch.Event``.
 
-    The methods of these classes are written in C; those of ``torch.cuda`` cost the host several
-    times as much.
+    The methods of these two classes are written in C. The methods of ``torch.cuda.Stream`` cost the
+    host several times as much.
 
     Args:
         kind: The type of the device, for instance "cuda".

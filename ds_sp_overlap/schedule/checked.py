@@ -17,7 +17,7 @@ def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
     image of the attention section of forward. Windowed schedules are refused, since only the config
     can ask for a window.
 
-    A layer checks the schedules that the function passed as ``schedule=`` returns (by default,
+    A layer checks each schedule that its ``schedule=`` function returns (by default,
     `by_head_groups`). A layer does not check the windowed schedules that the config asks for.
 
     Args:

@@ -40,8 +40,8 @@ class CheckpointCache:
     """Holds the tensors that layers in one checkpoint save, in the order of the layers' calls.
 
     Args:
-        offloads: Whether all layers in the checkpoint offload, as when the checkpoint offloads its
-            own inputs. If not, the config of each layer decides.
+        offloads: True: every layer in the checkpoint offloads; for a checkpoint that offloads its
+            own inputs. False: the config of each layer decides.
 
     Attributes:
         entries: For each call of a layer, the layer's name and the tree that the call saved. In the
@@ -170,8 +170,8 @@ def keep_attention(offloads: bool = False) -> tuple[AbstractContextManager, Abst
     neither the attention nor the exchanges of these layers.
 
     Args:
-        offloads: Whether all layers in the checkpoint offload, as when the checkpoint offloads its
-            own inputs. If not, the config of each layer decides.
+        offloads: True: every layer in the checkpoint offloads; for a checkpoint that offloads its
+            own inputs. False: the config of each layer decides.
 
     Returns:
         A context manager for the forward, and one for recompute.

@@ -53,7 +53,7 @@ def run_in_tiles(module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     with_weights = [part for part in module.modules() if part._parameters and part is not module]
 
     def run(x: Tensor) -> Tensor:
-        # The weights are gathered now, inside of the modules' calls.
+        # Only here, inside the modules' calls, has ZeRO-3 gathered the weights.
         weights = list(module.parameters())
         hidden = _Saved.apply(x, *weights)
         # The node of `_Saved` holds the saved tensors.

@@ -97,11 +97,14 @@ def _all_to_all(recv, send, recv_sizes, send_sizes, group, name):
 
 
 def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
-    """Merge the section, the environment variable and the command line.
+    """Merge the section, the environment variable and the options of ``ds_sp_overlap run``.
+
+    Of these three, a later one overrides the keys of an earlier one.
 
     Args:
         ds_config: The DeepSpeed config.
-        args: The script's arguments, if ``deepspeed.initialize`` was given any.
+        args: The script's arguments, if ``deepspeed.initialize`` was given any. A flag of
+            Megatron-DeepSpeed in them stands for a section.
 
     Returns:
         The merged section, in which ``enabled`` may be false; None if there is neither a section
@@ -109,8 +112,8 @@ def _asked_for(ds_config: dict, args: Any = None) -> SpOverlapConfig | None:
 
     Raises:
         ValueError: on this rank only: if the section, the variable or their combination is not
-            valid; if the command line has keys, but there is neither section nor variable; or if
-            the config also switches on DeepSpeed's AutoSP.
+            valid; if ``ds_sp_overlap run`` has options, but there is neither section nor variable;
+            or if the config also switches on DeepSpeed's AutoSP.
     """
     section, variable = _section(ds_config, args), _variable()
     if section is None and variable is None:

@@ -112,7 +112,7 @@ class Documents:
         self.short = list(zip(short[::2], short[1::2]))
 
     def attend(self, attention: Callable[..., Tensor], q: Tensor, *others: Tensor) -> Tensor:
-        """Attend within each document; each call of a layer runs this method once per head group.
+        """Attend within each document: in those of `long` one by one and in order, then in `short`.
 
         Args:
             attention: Takes q, k, v [n, length, h, d] of n documents; returns o [n, length, h, d].

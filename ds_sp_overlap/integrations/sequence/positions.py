@@ -337,8 +337,8 @@ class Positions:
 
     def __init__(self, sp_group: SPGroup, documents: str):
         self.sp_group = sp_group
-        # Whether positions may start anew on every rank: True if the section says so, or after a
-        # forward in which they did not.
+        # Whether to accept positions that start anew on every rank, which are mostly a mistake: if
+        # the section says so, or once a forward has had other positions.
         self._may_restart = documents == "per_rank"
         # The size of the body of a message, in values. See Note [One message, one wait].
         self._room = 0

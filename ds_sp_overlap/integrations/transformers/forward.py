@@ -269,14 +269,14 @@ def run_with_largest_position(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a rotary embedding whose frequencies depend on the largest position.
+    """Run a rotary embedding as if this rank had the largest position of the global sequence.
 
-    Its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
+    The frequencies of the rotary embedding depend on the largest position: its ``rope_type`` is dynamic or longrope (`modules.goes_by_length`).
 
     Args:
         name: The name of the rotary embedding.
         module: The rotary embedding.
-        forwards: The forwards of the model.
+        forwards: Knows the largest position of the model's current forward.
         own: The rotary embedding's own forward.
         x: A tensor with the dtype of the tables.
         position_ids: [.., b, s/P].

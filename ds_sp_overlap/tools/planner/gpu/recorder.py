@@ -57,7 +57,7 @@ from .launches import (
     Wait,
 )
 
-# The number of whole layers with an MLP that are recorded: a first, a middle and a last layer.
+# The number of layers that are recorded if the MLP is recorded too: a first, a middle and a last.
 LAYERS = 3
 # The number of tokens with which the functions of a mixer run, to find the shapes of their results.
 # Some of these functions loop over tokens, so more tokens would take long.

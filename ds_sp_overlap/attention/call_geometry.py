@@ -134,15 +134,15 @@ def shares_of(
         )
     else:
         return shares
-    # The config does not ask for shares, and there are enough heads for all ranks.
-    if asked == "auto" and heads >= sp_size:
-        return 1
-    why = f"sp_overlap.shares is {asked}"
+    why, remedy = f"sp_overlap.shares is {asked}", ', or sp_overlap.shares "auto"'
     if asked == "auto":
-        why = f"{heads} query heads are fewer than {sp_size} ranks"
+        # The config does not ask for shares, and there are enough heads for all ranks.
+        if heads >= sp_size:
+            return 1
+        why, remedy = f"{heads} query heads are fewer than {sp_size} ranks", ""
     raise ValueError(  # guard: no attention with a share of the queries unless it can
         f"{why}, so that {shares} ranks would share query heads; but {lacks}; use sp size {heads} "
-        "or less" + ("" if asked == "auto" else ', or sp_overlap.shares "auto"')
+        f"or less{remedy}"
     )
 
 

@@ -193,11 +193,7 @@ class InputModules:
         return any(map(needs.get, ["x", ("weight", module), ("bias", module), *norm]))
 
     def shape(
-        self,
-        part: Part,
-        heads: Tensor,
-        tables: Sequence[Tensor],
-        saved: Sequence[Tensor] | None = None,
+        self, part: Part, heads: Tensor, tables: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Tensor:
         """Apply norm and rotation to a projected part; the result has the memory order of the part.
 
@@ -205,7 +201,7 @@ class InputModules:
             part: The kind, "q", "k" or "v", and the head group.
             heads: [.., .., h_g, d]. The output of the linear layer, by heads.
             tables: (cos, sin), [.., 1, d_rot] each, without a gradient. Empty for no rotation.
-            saved: In backward, the saved parameters of the norm. None in forward: the norm then
+            saved: In backward, the saved parameters of the norm. Empty in forward: the norm then
                 uses its own parameters.
 
         Returns:
@@ -214,7 +210,7 @@ class InputModules:
         norm = self.norms.get(part[0])
         if norm is not None:
             # `__call__` would run the norm's hooks for each part. They run once, around all parts.
-            norm = norm.forward if saved is None else _with(norm, saved)
+            norm = _with(norm, saved) if saved else norm.forward
         ranks = self.cuts.rows[part].ranks
         # The ranks are the first dimension in memory. Move their dimension to the front, so that
         # heads and result are contiguous.

@@ -89,13 +89,13 @@ has one head group.
 """
 
 from .by_groups import by_head_groups, by_starts
-from .checked import check, needs_of
-from .simulation import Bar, Simulation, draw, order, simulate
-from .steps import Exchanged, Needs, O, Op, Part, Program, Schedule, Step, Tensors
+from .checked import check
+from .simulation import Simulation, draw, order, simulate
+from .steps import Exchanged, O, Op, Part, Program, Schedule, Step, Tensors
 from .window import by_window, schedule_of, without_o
 
 __all__ = [
-    "O", "Bar", "Exchanged", "Needs", "Op", "Part", "Program", "Schedule",
-    "Simulation", "Step", "Tensors", "by_head_groups", "by_starts",
-    "by_window", "check", "draw", "needs_of", "order", "schedule_of", "simulate", "without_o",
+    "O", "Exchanged", "Op", "Part", "Program", "Schedule", "Simulation", "Step", "Tensors",
+    "by_head_groups", "by_starts", "by_window", "check", "draw", "order", "schedule_of", "simulate",
+    "without_o",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Makes schedules for tests, checks schedules of `by_window`, and parses the names of steps."""
 
-from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts, needs_of
-from ds_sp_overlap.schedule.checked import check_program, check_starts
+from ds_sp_overlap.schedule import O, Op, Schedule, Step, by_head_groups, by_starts
+from ds_sp_overlap.schedule.checked import check_program, check_starts, needs_of
 from ds_sp_overlap.schedule.steps import Q
 
 

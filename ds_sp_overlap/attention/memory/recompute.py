@@ -159,10 +159,10 @@ def _gradients(
     """
     o, edges = graph
     # A tensor of ``learned`` may have been frozen since forward; its gradient is None.
-    wanted = [edge is not None for edge in edges] + [x.requires_grad for x in learned]
-    inputs: list[Any] = [x for x, is_wanted in zip((*edges, *learned), wanted) if is_wanted]
+    ends: list[Any] = edges + [x if x.requires_grad else None for x in learned]
+    inputs = [end for end in ends if end is not None]
     if o is None or not inputs:
-        return [None] * len(wanted)
+        return [None] * len(ends)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(do.device.type, enabled=False))
         # Remove the hooks for now. Autograd calls them later, with the sum over the groups.
@@ -173,7 +173,7 @@ def _gradients(
             [o], inputs, [do], retain_graph=retain_graph, allow_unused=True
         )
     remaining = iter(gradients)
-    return [next(remaining) if is_wanted else None for is_wanted in wanted]
+    return [None if end is None else next(remaining) for end in ends]
 
 
 def _sources(

@@ -63,9 +63,6 @@ class SavedViews:
         # The bytes that may still be saved: a share of MAX_SAVED of o, and o itself, whose storage
         # is not known yet.
         self._bytes_left = (1 + MAX_SAVED) * q.nbytes / q.shape[-1] * v.shape[-1]
-        # Length and strides of each range of o.
-        self._lengths: list[int] = []
-        self._strides_of_o: list[tuple[int, ...]] = []
         self.saved: list[Tensor] = []
         self.views: list[_View] = []
         self.tensors: dict[str | int, Tensor] = {}
@@ -101,11 +98,12 @@ class SavedViews:
             return None
         beside: list[Tensor] = []
         size, names = 0, {}
+        # Length and strides of each range of o.
+        self._lengths = [x.shape[self._seq_dim] for x in pieces]
+        self._strides_of_o = [x.stride() for x in pieces]
         # A storage alone doesn't identify o, since attention may cut o out of a larger tensor.
         for index, x in enumerate(pieces):
             names[storage_of(x), x.numel(), x.storage_offset()] = f"o{index}"
-            self._lengths.append(x.shape[self._seq_dim])
-            self._strides_of_o.append(x.stride())
         for x in self.saved:
             place = storage_of(x), x.numel(), int(x.storage_offset())
             source: str | int | None

@@ -33,6 +33,7 @@ import torch
 
 from ...exchange.in_flight import InFlight
 from ...exchange.relayed import Relayed, legs_of
+from ...profiling.ranges import is_profiled
 from ...schedule import O, Part, Program, Step
 from . import operations
 from .execution import Call
@@ -54,13 +55,10 @@ class Compiler:
         needs: For each input of a node so far, and each part exchanged so far: whether the gradient
             is needed.
         kinds: For each input of a node so far: shape and dtype; None for an input that is None.
-        profiled: Whether to run the operations in profiler ranges.
     """
 
-    def __init__(
-        self, call: Call, needs: dict[Name, bool], kinds: dict[Name, Kind | None], profiled: bool
-    ):
-        self.needs, self.is_profiled = needs, profiled
+    def __init__(self, call: Call, needs: dict[Name, bool], kinds: dict[Name, Kind | None]):
+        self.needs = needs
         self.shapes: dict[Name, torch.Size] = {}
         self.dtypes: dict[Name, torch.dtype] = {}
         for name, kind in kinds.items():
@@ -91,9 +89,13 @@ class Compiler:
             self._end()
         return self.operations
 
-    def add(self, function: Callable[..., Any], takes: Names, gives: Names = ()) -> None:
-        """Add an operation; if the compiler is profiled, in the profiler range ``label``."""
-        if self.is_profiled and self.label:
+    def add(self, function: Callable[..., Any], takes: Names, gives: Names, *first: Any) -> None:
+        """Add an operation; if the steps are profiled, in the profiler range ``label``.
+
+        The function gets ``first``, the call, then the values with the names ``takes``.
+        """
+        function = partial(function, *first)
+        if self.label and is_profiled():
             function = partial(operations.in_range, self.label, function)
         self.operations.append(Operation(function, takes, gives))
         self.written.update(dict.fromkeys(self.operations[-1].writes))
@@ -103,24 +105,24 @@ class Compiler:
     def start(self, step: Step) -> None:
         """Start the exchange of values, or of the needed gradients; o may travel with do."""
         if sent := self._exchanged(step):
-            start: Callable = operations.start
+            rotates = ""
             if step.beside:
-                beside: Name = ("beside", step.group)
+                merged, beside = ("merged", step.group), ("beside", step.group)
                 ranges = self.geometry.heads_of("q", step.group)
                 heads = sum(stop - start for start, stop in ranges)
                 shape = (*self.tokens, heads, self._head_dim(step.parts[0]))
-                self.add(partial(operations.reshape, shape), [("merged", step.group)], [beside])
+                self.add(operations.reshape, [merged], [beside], shape)
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
-                start = partial(operations.start_rotated, step.grad)
-            launch = self._transfer(step)
-            self.add(partial(start, step.exchange, launch, f" {self.schedule.name(step)}"), [sent])
+                rotates = "rope_back" if step.grad else "rope"
+            launch, name = self._transfer(step), f" {self.schedule.name(step)}"
+            self.add(operations.start, [sent], [], step.exchange, launch, name, rotates)
 
     def finish(self, step: Step) -> None:
         """Finish the exchange of values, or of the needed gradients; o may travel with do."""
         if received := self._exchanged(step):
             self._transfer(step)
-            finish = partial(operations.finish, step.exchange, f" {self.schedule.name(step)}")
-            self.add(finish, [], [received])
+            name = f" {self.schedule.name(step)}"
+            self.add(operations.finish, [], [received], step.exchange, name)
             self.label = ""
             if step.grad and step.tensors != O and self.projections is not None:
                 for part in self._needed(step):
@@ -132,8 +134,7 @@ class Compiler:
             return [("beside", step.group)] + gradients(step.parts)
         if not step.grad:
             return list(step.parts)
-        needed = self._needed(step)  # guard: to those that need it
-        return gradients(needed)
+        return gradients(self._needed(step))  # guard: to those that need it
 
     def _needed(self, step: Step) -> list[Part]:
         """Return the parts of an exchange whose gradients are needed."""
@@ -174,14 +175,14 @@ class Compiler:
         (part,) = step.parts
         tables, norm = self._tables(part), self.projections.cuts.norms.get(part[0])
         is_shaped = tables or norm is not None
-        heads: Name = ("heads", part) if is_shaped else part
+        heads = ("heads", part) if is_shaped else part
         module, rows, ranks = self.projections.cuts.rows[part]
         operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
         self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
         if is_shaped:
             # In forward, a norm reads its own parameters. Backward passes the saved parameters.
             saved = norm or [] if self.is_backward else []
-            self.add(partial(operations.norm_and_rotate, part), [heads, tables, saved], [part])
+            self.add(operations.norm_and_rotate, [heads, tables, saved], [part], part)
 
     def _multiply(
         self, operands: list[Name], dim: int, part: Ranges, ranks: int, head_dim: int, heads: Name
@@ -200,7 +201,7 @@ class Compiler:
         of_ranks = (ranks, count // ranks) if ranks else (count,)
         by_rank = Run.dealt(part, ranks) if ranks else None
         some, form = self._some(part, operands[1], dim), self.tokens + of_ranks + (head_dim,)
-        self.add(partial(operations.multiply, dim, some, by_rank, form), operands, [heads])
+        self.add(operations.multiply, operands, [heads], dim, some, by_rank, form)
 
     def _some(self, ranges: Ranges, name: Name, dim: int = 0) -> Ranges | None:
         """Return the ranges of a weight along ``dim``; None if they cover all of ``dim``."""
@@ -223,7 +224,7 @@ class Compiler:
         matrix.
         """
         if rows not in self.written:
-            self.add(partial(operations.reshape, (math.prod(self.tokens), width)), [name], [rows])
+            self.add(operations.reshape, [name], [rows], (math.prod(self.tokens), width))
         return rows
 
     def _arrive(self, part: Part) -> None:
@@ -234,11 +235,11 @@ class Compiler:
             norm = cuts.norms[part[0]]
             sums = gradients(norm)
             takes: Names = [dy, ("heads", part), tables, norm, sums]
-            self.add(partial(operations.norm_back, part), takes, [heads, sums])
+            self.add(operations.norm_back, takes, [heads, sums], part)
         elif tables:
             # RoPE may compute in a wider dtype than the projection.
             dtype = self.dtypes["weight", cuts.rows[part].module]
-            self.add(partial(operations.rotate_back, dtype), [dy, tables], [heads])
+            self.add(operations.rotate_back, [dy, tables], [heads], dtype)
         else:
             self._matrix(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
 
@@ -253,10 +254,9 @@ class Compiler:
             self._multiply(operands, 1, columns, ranks, self._head_dim(part), ("d", part))
         elif self.needs["x"]:
             module, rows, _ = self.projections.cuts.rows[part]
-            weight: Name = ("weight", module)
-            some, rounds = self._some(rows, weight), self.geometry.groups == 1
-            add_to_dx = partial(operations.add_to_dx, some, self.dtypes["x"], rounds)
-            self.add(add_to_dx, [("d", ("heads", part)), weight, dx], [dx])
+            dy, weight = ("d", ("heads", part)), ("weight", module)
+            how = self._some(rows, weight), self.dtypes["x"], self.geometry.groups == 1
+            self.add(operations.add_to_dx, [dy, weight, dx], [dx], *how)
 
     def wgrad(self, step: Step) -> None:
         """Compute a group's columns of dWo; or, for a part of q, k or v, its rows of dW and db."""
@@ -279,10 +279,10 @@ class Compiler:
         """Compute ``part`` of the rows (``dim`` 0) or columns (``dim`` 1) of a parameter's gradient."""
         shape, pieces = self.shapes[name], ("pieces", name)
         if parts == (((0, shape[dim]),),):
-            self.add(partial(operations.gradient_of_whole, compute), operands, [("d", name)])
+            self.add(operations.gradient_of_whole, operands, [("d", name)], compute)
             return
         make = partial(Pieces, shape, dim, parts, self.schedule.is_windowed)
-        self.add(partial(operations.put, make, part, compute), [pieces, *operands], [pieces])
+        self.add(operations.put, [pieces, *operands], [pieces], make, part, compute)
 
     # The output projection.
 
@@ -293,7 +293,7 @@ class Compiler:
         if self.call.autocast["enabled"]:  # the weight was cast before the node
             self.add(operations.cast, [o], [o])
         takes: Names = [o, _WO, ("bias", "o"), "y"]
-        self.add(partial(operations.merge, columns), takes, ["y", ("merged", step.group)])
+        self.add(operations.merge, takes, ["y", ("merged", step.group)], columns)
 
     @cached_property
     def _columns(self) -> Parts:
@@ -321,21 +321,20 @@ class Compiler:
             learned = [name for name in self.shapes if name[0] == "learned"]
             sums = gradients(wanted + learned)
             takes: Names = [parts, kept, ("d", o), ("beside", group), sums]
-            self.add(partial(operations.attend_backward, parts, wanted), takes, [sums])
+            self.add(operations.attend_backward, takes, [sums], parts, wanted)
         elif any(self.needs.values()):
-            attend = partial(operations.attend, parts, list(needs.values()))
-            self.add(attend, [parts], [o, kept])
+            self.add(operations.attend, [parts], [o, kept], parts, list(needs.values()))
         else:
-            self.add(partial(operations.attend_alone, parts), [parts], [o])
+            self.add(operations.attend_alone, [parts], [o], parts)
 
     def _end(self) -> None:
         """Add the operations that follow the last step of backward."""
         dx = ("d", "x")
         if dx in self.written:
-            self.add(partial(operations.reshape, self.shapes["x"]), [dx], [dx])
-        # Join the gradients of one parameter after another: each frees its pieces before the next.
+            self.add(operations.reshape, [dx], [dx], self.shapes["x"])
+        # Join one parameter at a time, and free its pieces before the next parameter is joined.
         for name in [name for name in self.written if name[0] == "pieces"]:
             self.add(operations.whole, [name], [("d", name[1])])
         if self.needs.get(("bias", "o")):
-            whole = partial(operations.gradient_of_whole, operations.sum_rows)
-            self.add(whole, [self._dy()], [("d", ("bias", "o"))])
+            db = ("d", ("bias", "o"))
+            self.add(operations.gradient_of_whole, [self._dy()], [db], operations.sum_rows)

@@ -42,15 +42,12 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 # Exchanges.
 
 
-def start(key: Exchanged, launch: partial, name: str, call: Call, xs: list[Tensor]) -> None:
-    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked)
-
-
-def start_rotated(
-    back: bool, key: Exchanged, launch: partial, name: str, call: Call, xs: list[Tensor]
+def start(
+    key: Exchanged, launch: partial, name: str, rotates: str, call: Call, xs: list[Tensor]
 ) -> None:
-    ropes = (None, call.rope_tables) if back else (call.rope_tables,)
-    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, *ropes)
+    # The keyword of `InFlight` for the tables; "" for no rotation.
+    rope = {rotates: call.rope_tables} if rotates else {}
+    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, **rope)
 
 
 def finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:
@@ -115,7 +112,7 @@ def multiply(
 def norm_and_rotate(
     part: Part, call: Call, heads: Tensor, tables: list[Tensor], parameters: list[Tensor]
 ) -> Tensor:
-    return call.projections.shape(part, heads, tables, parameters or None)
+    return call.projections.shape(part, heads, tables, parameters)
 
 
 def rotate_back(dtype: torch.dtype, call: Call, dy: Tensor, tables: list[Tensor]) -> Tensor:

@@ -171,7 +171,7 @@ def _compiled(
         if not reaches:
             # Only Wo and its bias need a gradient, so backward recomputes and exchanges nothing.
             backward = tuple(s for s in backward if s.op is Op.WGRAD and s.tensors == O)
-    compiler = Compiler(call, needed, kinds_of, is_profiled())
+    compiler = Compiler(call, needed, kinds_of)
     program = piece.forward  # guard: starts in the order drawn
     forward = compiler.compile(program)
     back = compiler.compile(backward, backward=True) if any(needs) else []

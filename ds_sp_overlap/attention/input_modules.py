@@ -245,7 +245,7 @@ class InputModules:
                 # For q, k and v, the callers in models ignore this bias.
                 y = y[0] if isinstance(y, tuple) else y
                 parts = {part: own.rows for part, own in rows.items() if own.module == module}
-                pieces.update(zip(parts, cut(y, 2, list(parts.values()))))
+                pieces.update(zip(parts, cut(y, list(parts.values()))))
                 del y  # so that y is freed once its last part is taken
             heads = pieces.pop((kind, group)).unflatten(-1, (-1, self.head_dim))
             if kind == "v":

@@ -56,7 +56,7 @@ from .by_groups import attention, gradients, merge, projections, starts_of
 from .steps import O, Op, Program, Schedule, Step
 
 
-def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule:
+def schedule_of(geometry: Any, window: int, wgrad_last: bool) -> Schedule:
     """Return the schedule of a layer with a window.
 
     Args:
@@ -65,7 +65,6 @@ def schedule_of(geometry: Any, window: int | None, wgrad_last: bool) -> Schedule
         window: The limit on groups that are in memory at a time. Not None.
         wgrad_last: Whether to compute a group's part of dWo after the group's do; if not, before.
     """
-    assert window is not None
     # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
     # the weight gradients. So from four query heads per KV head on, these products come last.
     few_kv = geometry.heads >= 4 * geometry.kv_heads

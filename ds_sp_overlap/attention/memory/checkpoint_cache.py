@@ -51,13 +51,13 @@ class CheckpointCache:
             Note [Order of offloaded checkpoints].
     """
 
+    previous: Callable[[], CheckpointCache | None] = staticmethod(lambda: None)
     # Returns the checkpoint that was offloaded most recently, or None.
-    _most_recent: Callable[[], CheckpointCache | None] = staticmethod(lambda: None)
+    _most_recent = previous
 
     def __init__(self, offloads: bool = False) -> None:
         self.offloads = offloads
         self.entries: list[tuple[str, Any]] = []
-        self.previous: Callable[[], CheckpointCache | None] = lambda: None
 
     def offloaded(self) -> list[OffloadedTensor]:
         """Return the saved tensors that are offloaded."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ class OffloadedTensor:
         self.side, self.device = copy_stream(x.device), x.device
         self.on_device: Tensor | None = x
         self.host = torch.empty_like(x, device="cpu", pin_memory=x.device.type != "cpu")
-        self.copied: Any = None
         self._copy(x, self.host)
 
     def _copy(self, source: Tensor, target: Tensor) -> None:

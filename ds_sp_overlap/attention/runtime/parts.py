@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...exchange.exchange import Node
+from ...exchange.layout import HEADS
 from ...schedule import Part
 from .execution import Call
 from .slices import Parts, Ranges, cut_ranges, mm_to_slices, put_ranges, tile
@@ -92,38 +93,38 @@ def copied(piece: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _joined(
-    shape: Sequence[int], dim: int, parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
+    shape: Sequence[int], parts: Sequence[Ranges], pieces: Sequence[Tensor | None]
 ) -> Tensor | None:
-    """Join the pieces that are not None; return None if all are None."""
+    """Join the pieces that are not None along `HEADS`; return None if all are None."""
     present = [(part, piece) for part, piece in zip(parts, pieces) if piece is not None]
     # Leave empty pieces out. A piece that is the whole tensor is returned without a copy, and
     # writing an empty piece to that tensor would increase its version counter.
-    present = [(part, piece) for part, piece in present if piece.shape[dim]] or present[:1]
-    joined = Pieces(shape, dim, tuple([part for part, _ in present]))
+    present = [(part, piece) for part, piece in present if piece.shape[HEADS]] or present[:1]
+    joined = Pieces(shape, HEADS, tuple([part for part, _ in present]))
     for part, piece in present:
         joined.put(part, copied, piece)
     return joined.whole()
 
 
 class _Parts(Node):
-    """Cuts a tensor into parts, or joins parts to a tensor; the backward of one is the other.
+    """Cuts a tensor into parts along `HEADS`, or joins parts; the backward of one is the other.
 
     The backward of a cut writes the gradient in one pass. For PyTorch's slicing, autograd would pad
     the gradient of each part to the whole shape, and sum these tensors.
     """
 
     @staticmethod
-    def forward(ctx, is_cut, shape, dim, parts, *tensors):
+    def forward(ctx, is_cut, shape, parts, *tensors):
         """Cut ``tensors[0]`` into parts if ``is_cut``; else join ``tensors`` to ``shape``."""
         # The backward of a cut leaves out parts whose gradient is None. The backward of a join
         # needs a gradient: zeros if there is none.
         ctx.set_materialize_grads(not is_cut)
-        ctx.given = is_cut, shape, dim, parts
+        ctx.given = is_cut, shape, parts
         if not is_cut:
-            return _joined(shape, dim, parts, tensors)
+            return _joined(shape, parts, tensors)
         pieces = []
         for part in parts:
-            piece = cut_ranges(tensors[0], dim, part)
+            piece = cut_ranges(tensors[0], HEADS, part)
             # Copy the part, since a norm or RoPE may change it in place.
             if piece is tensors[0] or piece._is_view():
                 piece = piece.clone(memory_format=torch.contiguous_format)
@@ -132,40 +133,22 @@ class _Parts(Node):
 
     @staticmethod
     def backward(ctx, *gradients):
-        is_cut, shape, dim, parts = ctx.given
+        is_cut, shape, parts = ctx.given
         if is_cut:
-            return None, None, None, None, _joined(shape, dim, parts, gradients)
-        pieces = (cut_ranges(gradients[0], dim, part).contiguous() for part in parts)
-        return None, None, None, None, *pieces
+            return None, None, None, _joined(shape, parts, gradients)
+        pieces = (cut_ranges(gradients[0], HEADS, part).contiguous() for part in parts)
+        return None, None, None, *pieces
 
 
-def cut(x: Tensor, dim: int, parts: list[Ranges]) -> tuple[Tensor, ...]:
-    """Cut ``x`` into parts along ``dim``, differentiably; parts may overlap.
+def cut(x: Tensor, parts: list[Ranges]) -> tuple[Tensor, ...]:
+    """Cut ``x`` into parts of dimension `HEADS`, differentiably; parts may overlap.
 
     Returns:
         A copy of each part; ``x`` itself if the only part is all of ``x``.
     """
-    if parts == [((0, x.shape[dim]),)]:
+    if parts == [((0, x.shape[HEADS]),)]:
         return (x,)
-    return _Parts.apply(True, x.shape, dim, parts, x)
-
-
-def join(pieces: list[Tensor], dim: int, parts: list[Ranges]) -> Tensor:
-    """Join pieces along ``dim``, differentiably: the inverse of `cut`.
-
-    Args:
-        pieces: The pieces.
-        dim: The dimension of the parts.
-        parts: The part of each piece. The parts cover the dimension, and don't overlap.
-
-    Returns:
-        The joined tensor; if there is one piece, the piece itself.
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-    shape = list(pieces[0].shape)
-    shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    return _Parts.apply(False, shape, dim, parts, *pieces)
+    return _Parts.apply(True, x.shape, parts, x)
 
 
 def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
@@ -176,10 +159,14 @@ def cut_heads(call: Call, kind: str, x: Tensor) -> dict[Part, Tensor]:
         alone.
     """
     parts = [part for part in call.schedule.parts if part[0] == kind]
-    return dict(zip(parts, cut(x, 2, [call.geometry.heads_of(*part) for part in parts])))
+    return dict(zip(parts, cut(x, [call.geometry.heads_of(*part) for part in parts])))
 
 
 def join_heads(call: Call, values: dict[Part, Tensor]) -> Tensor:
     """Join local o of the head groups to one tensor of all heads in order, [.., .., h, d]."""
-    heads = [call.geometry.heads_of("q", group) for group in call.groups]
-    return join([values["o", group] for group in call.groups], 2, heads)
+    pieces = [values["o", group] for group in call.groups]
+    if len(pieces) == 1:
+        return pieces[0]
+    shape, heads = list(pieces[0].shape), [call.geometry.heads_of("q", g) for g in call.groups]
+    shape[HEADS] = call.geometry.heads
+    return _Parts.apply(False, shape, heads, *pieces)

@@ -134,7 +134,8 @@ class Compiler:
             return [("beside", step.group)] + gradients(step.parts)
         if not step.grad:
             return list(step.parts)
-        return gradients(self._needed(step))  # guard: to those that need it
+        needed = self._needed(step)  # guard: to those that need it
+        return gradients(needed)
 
     def _needed(self, step: Step) -> list[Part]:
         """Return the parts of an exchange whose gradients are needed."""

@@ -100,13 +100,13 @@ def draw(schedule: Schedule, program: Program) -> str:
     simulated = simulate(schedule, program, columns.__getitem__)
     rows = []
     for name, bars in (("compute", simulated.compute), ("wire", simulated.wire)):
-        row = [" "] * int(simulated.step_ms)
+        row = ""
         for bar in bars:
             begin, end = int(bar.begin), int(bar.end)
             # A name leaves the last column of its bar empty, which keeps names apart.
             text = "." * (end - begin) if bar.step is None else _short(bar.label)
-            row[begin : begin + len(text[: end - begin])] = text[: end - begin]
-        rows.append(f"{name:<7} | {''.join(row).rstrip()}")
+            row = row.ljust(begin) + text[: end - begin]
+        rows.append(f"{name:<7} | {row.rstrip()}")
     return "\n".join(rows)
 
 
@@ -117,5 +117,8 @@ def _short(label: str) -> str:
 
 def order(schedule: Schedule, program: Program) -> list[str]:
     """Return the starts (``>q0``) and finishes (``<q0``) of a program, in their order."""
-    stops = [step for step in program if step.on_wire]
-    return [(">" if step.op is Op.START else "<") + schedule.name(step) for step in stops]
+    return [
+        (">" if step.op is Op.START else "<") + schedule.name(step)
+        for step in program
+        if step.on_wire
+    ]

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from ...exchange.in_flight import InFlight
+from ...exchange.layout import total
 from ...exchange.relayed import Relayed, legs_of
 from ...profiling.ranges import is_profiled
 from ...schedule import O, Part, Program, Step
@@ -108,8 +109,7 @@ class Compiler:
             rotates = ""
             if step.beside:
                 merged, beside = ("merged", step.group), ("beside", step.group)
-                ranges = self.geometry.heads_of("q", step.group)
-                heads = sum(stop - start for start, stop in ranges)
+                heads = total(self.geometry.heads_of("q", step.group))
                 shape = (*self.tokens, heads, self._head_dim(step.parts[0]))
                 self.add(operations.reshape, [merged], [beside], shape)
             elif self.call.rope_tables is not None and step.tensors in (("q",), ("k",)):
@@ -198,7 +198,7 @@ class Compiler:
             head_dim: ``d``.
             heads: The name of the result.
         """
-        count = sum(stop - start for start, stop in part) // head_dim
+        count = total(part) // head_dim
         of_ranks = (ranks, count // ranks) if ranks else (count,)
         by_rank = Run.dealt(part, ranks) if ranks else None
         some, form = self._some(part, operands[1], dim), self.tokens + of_ranks + (head_dim,)
@@ -242,7 +242,7 @@ class Compiler:
             dtype = self.dtypes["weight", cuts.rows[part].module]
             self.add(operations.rotate_back, [dy, tables], [heads], dtype)
         else:
-            self._matrix(dy, heads, sum(stop - start for start, stop in cuts.rows[part].rows))
+            self._matrix(dy, heads, total(cuts.rows[part].rows))
 
     def dgrad(self, step: Step) -> None:
         """Compute do of a group; or for a part of q, k or v, add its term to dx."""

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...exchange.layout import Range
+from ...exchange.layout import Range, total
 
 # A part is a tuple of ranges along one dimension.
 Ranges = tuple[Range, ...]
@@ -95,7 +95,7 @@ class Run(NamedTuple):
     @classmethod
     def dealt(cls, part: Ranges, count: int) -> Run:
         """Return ``part`` as a run of ``count`` slices, also if all slices are one range of it."""
-        start, size = part[0][0], sum(stop - start for start, stop in part) // count
+        start, size = part[0][0], total(part) // count
         return cls(count, size, start, part[1][0] - start if len(part) > 1 else size)
 
     def view(self, x: Tensor, dim: int = 1, in_place: bool = False) -> Tensor:

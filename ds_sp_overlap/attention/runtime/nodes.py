@@ -155,3 +155,7 @@ class End:
     modules: list[nn.Module]
     names: tuple[Name, ...]
     tensors: Callable[[], list[Any]]
+
+    def run(self, piece: Piece, call: Call, first: Any) -> tuple[Any, ...]:
+        """Run a piece inside the calls of ``modules``; ``first`` is the node's first input."""
+        return run_piece(piece, call, self.names, [first, *self.tensors()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -66,11 +67,8 @@ class Walk:
         if end is None:
             given = [self.values.pop(name) for name in piece.takes]
             return run_piece(piece, self.call, piece.takes, given)
-        return call_through(
-            end.modules,
-            lambda first: run_piece(piece, self.call, end.names, [first, *end.tensors()]),
-            self.values.pop(end.names[0]),
-        )
+        first = self.values.pop(end.names[0])
+        return call_through(end.modules, partial(end.run, piece, self.call), first)
 
     def _foreign(self, step: Step) -> None:
         """Run a foreign step: a projection, local attention, or ``arrive``."""

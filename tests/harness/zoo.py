@@ -367,6 +367,8 @@ PROGRAMS = {
     "values of the token before": Program(
         (before("cos, sin =", "v = v + self.mix * F.pad(v, (0, 0, 1, -1))"),), "self.mix = parameter(0.0)", "self.mix.fill_(1.0)"),
     "a list of projections": Program((("self.q_proj(x)", "self.all[0](x)"),), "self.all = nn.ModuleList([self.q_proj])"),
+    "o rotated, not projected": Program(
+        (("    q, k = " + ROTATE, ""), ("self.o_proj(o)", "apply_rotary_pos_emb(o, o, cos, sin)[1]")), "del self.o_proj", expected="own"),
     "rotated where there are tables": Program((ROTATES_IF_GIVEN,), given={"position_embeddings": None}, expected="whole"),
     "rotated at one length alone": Program((("    q, k = apply_rotary", "    if q.shape[2] > 8:\n        q, k = apply_rotary"),)),
     "scaled where there are no tables": Program(

@@ -382,7 +382,8 @@ class _Interpreted(Trace):
             Unknown: if the child's input is not o [b, s, h * d], or the forward doesn't return
                 (the child's output, attention weights).
         """
-        last, returned = self.outputs[-1], self.returned
+        last = [output for output in self.outputs if output.name != ROTATION][-1]
+        returned = self.returned
         self.used.add(last.name)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if not is_pair or returned[1] is not self.weights:

@@ -113,7 +113,7 @@ class _Group:
 def alone(size: int, transport):
     """Run the body as rank 0 of ``size`` ranks, each with an equal part of one sequence."""
 
-    def every(self, header, values, device):
+    def every(self, header, values):
         positions = values.cpu().numpy()
         of_rank = [np.concatenate([header, (positions + 2 * rank * positions.shape[-1]).ravel()]) for rank in range(size)]
         room = max(len(header) + self._room, len(of_rank[0]))

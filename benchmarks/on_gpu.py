@@ -158,7 +158,7 @@ def check_sync(device: str) -> None:
     x = torch.randn(1, 64, 256, device=device, dtype=model.dtype, requires_grad=True)
     positions = torch.arange(64, device=device)[None]
 
-    def every(self, mine, sent, device):
+    def every(self, mine, sent):
         """Return the values of both ranks: the other rank's positions follow this rank's, and all else is equal."""
         rows = np.zeros((2, len(mine) + self._room), dtype=np.int64)
         rows[:, : len(mine)] = mine

@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-# `autotune.trial` runs each of four candidates twice: once untimed, once timed.
-_LEAST_WARMUP = 8
 # A whole number of at least 1.
 Count = Annotated[int, Field(ge=1)]
 
@@ -50,7 +48,8 @@ class PolicyConfig(_Section):
             nothing and takes the default number of groups.
     """
 
-    warmup_steps: Literal[0] | Annotated[int, Field(ge=_LEAST_WARMUP)] = 16
+    # At least 8: `autotune.trial` runs each of four candidates twice, once untimed and once timed.
+    warmup_steps: Literal[0] | Annotated[int, Field(ge=8)] = 16
 
 
 class TimelineConfig(_Section):
@@ -272,7 +271,7 @@ for _name, _section in _SECTIONS.items():
 
 def _explain(error: ValidationError) -> str:
     """Return a message with all faults that pydantic found: for each key, its value and limits."""
-    messages: dict[str, str] = {}
+    messages = {}
     for fault in error.errors():
         key, *rest = map(str, fault["loc"])
         # Append a key of a nested section. Elsewhere, ``rest`` is no key, but an index or type.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 # An environment variable that NCCL reads once, at the first launch of a process.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -25,7 +24,7 @@ def ask_for_launch_order() -> None:
 
 def _has_nccl_group() -> bool:
     """Return whether some process group of this process uses NCCL."""
-    dist: Any = sys.modules.get("torch.distributed")
+    dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return False
     groups = dist.distributed_c10d._world.pg_map

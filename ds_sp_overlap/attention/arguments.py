@@ -155,7 +155,7 @@ class LocalAttention:
         closures; attributes of the objects in its partials and closures, and of the callable
         itself.
         """
-        held: list[Any] = []
+        held = []
         for x in _made_of(self.attention):
             if isinstance(x, ModuleType):  # `__self__` of a function written in C is its module
                 continue

@@ -62,7 +62,7 @@ def geometry_of(
     """
     sp_group, (heads, kv_heads) = layer.sp_group, all_heads
     batch, local_seq = x.shape[:2] if tokens.batch_first else (x.shape[1], x.shape[0])
-    seq_lens: tuple[int, ...] = (local_seq,) * sp_group.size
+    seq_lens = (local_seq,) * sp_group.size
     if tokens.lengths is not None:
         seq_lens = tuple(map(int, tokens.lengths))
     # Cache the choice, so that the signature of the attention is read once for each layer.

@@ -80,8 +80,8 @@ class InputModules:
             )
         of_kinds = [projections["qkv_proj" if is_fused else f"{kind}_proj"] for kind in "qkv"]
         # A module that is given for several of q, k and v is called once.
-        self.projections: list[Any] = list(dict.fromkeys(of_kinds))
-        norms: dict[str, Any] = {"q": q_norm, "k": k_norm}
+        self.projections = list(dict.fromkeys(of_kinds))
+        norms = {"q": q_norm, "k": k_norm}
         self.norms = {kind: norm for kind, norm in norms.items() if norm is not None}
         first_heads = (0, self.heads, self.heads + self.kv_heads) if is_fused else (0, 0, 0)
         self.of_kinds: OfKinds = ()

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..exchange.geometry import Geometry
-from ..schedule import Part
 from .mixer import Documents, Mixer, Projected, Sections
 from .runtime.execution import Call
 from .runtime.parts import cut_heads, join_heads
@@ -47,7 +46,7 @@ def mix_by_heads(
     Returns:
         o [b, s/P, h, ..].
     """
-    pieces: dict[Part, Tensor] = {}
+    pieces = {}
 
     def project(kind: str, group: int) -> Tensor:
         # The first group projects all heads of the kind; later groups take their parts.

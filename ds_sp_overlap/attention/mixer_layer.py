@@ -199,7 +199,7 @@ class MixerLayer:
         """
         mixer, tokens = self.mixer, tensors[0].shape[1]
         log_decay = mixer.log_decay(*tensors).cumsum(1)
-        finals: list[Tensor] = []
+        finals = []
 
         def scan(*xs: Tensor) -> Tensor:
             y, final = mixer.scan(*xs)
@@ -209,7 +209,7 @@ class MixerLayer:
         if pieces.own is None:
             return scan(*tensors), finals[0], log_decay
         y = pieces.own.attend(scan, *tensors)
-        of_rows: dict[int, Tensor] = {}
+        of_rows = {}
         for (row, _, stop), final in zip(pieces.own.long, finals):
             if stop == tokens:
                 of_rows[row] = final

@@ -269,7 +269,7 @@ class SelfAttention:
         # sees the rotation.
         splits_inputs = splits_inputs and tables is not None
         attend = local.bind(call.geometry)
-        ends: dict[str, End] = {}
+        ends = {}
         project = None
         window = self.layer.config.window_of(call.geometry.groups)
         if window is not None and splits_inputs and splits_output and not self.falls_back:

@@ -241,7 +241,7 @@ class Policy:
 
         Without replicas, the report has only trials whose shape had a backward in this step.
         """
-        report: Report = {}
+        report = {}
         for shape, trial in self.trials.items():
             if trial.chosen is None and (self.replicas or trial.met == self.step):
                 report[shape] = trial.milliseconds(self.clock)

@@ -62,7 +62,7 @@ def merged(reports: Sequence[Report]) -> MergedReport:
     Returns:
         For each trial, the time of each remaining candidate in ms; None if no rank is taken.
     """
-    merged_reports: MergedReport = {}
+    merged_reports = {}
     for shape in ChainMap(*reports):
         of_ranks = [report[shape] for report in reports if shape in report]
         # A rank reports inf for a candidate that it has not timed; leave this rank out.
@@ -97,7 +97,7 @@ class Trial:
         self.place = self.round = 0
         # The number of finished steps in rounds; -1 in the first step, in which the default runs.
         self.steps = -1
-        self.chosen: Candidate | None = candidates[0] if len(candidates) == 1 else None
+        self.chosen = candidates[0] if len(candidates) == 1 else None
         # The last step in which a call on this rank had a backward.
         self.met = -1
         # Forwards and backwards of each candidate: (begin, end, tokens).

@@ -197,7 +197,7 @@ def runs_of(sides: Sides, strides: tuple[Strides, ...]) -> list[Run]:
         sides: The parts of each tensor.
         strides: The strides of each tensor.
     """
-    runs: list[Run] = []
+    runs = []
     place = 0  # in the wire
     for peer in range(len(sides.sizes)):
         for tensor, side in enumerate(sides.each):

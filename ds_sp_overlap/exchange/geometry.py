@@ -121,7 +121,7 @@ class Geometry(Heads):
             queries = "q" * len(kinds)
             return self.exchange(queries, group, head_dims, by_rank).inverse
         # Each rank receives k and v of all tokens, and q of the tokens of its share.
-        of_keys: list[Sequence[Range]] = [((0, sum(self.seq_lens)),)] * self.sp_size
+        of_keys = [((0, sum(self.seq_lens)),)] * self.sp_size
         of_query = [self.query_tokens(rank) for rank in range(self.sp_size)]
         ends = []
         for kind, dim in zip(kinds, head_dims):

@@ -116,7 +116,7 @@ class Heads(Shares):
             head_dim: ``d``.
         """
         ranges = self.heads_of("q" if kind == "o" else kind, group)
-        rows: list[Range] = []
+        rows = []
         for start, stop in ranges:
             if isinstance(first, int):
                 rows.append((first + start * head_dim, first + stop * head_dim))

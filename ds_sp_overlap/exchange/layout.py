@@ -232,7 +232,7 @@ def tail_layout(rank: int, lengths: tuple[int, ...], reach: int, batch: int, wid
         all if there are fewer.
     """
     before: list[Held] = []
-    after: list[Held] = []
+    after = []
     batches, widths = [(0, batch)], [(0, width)]
     for start, stop in end_to_end(lengths):
         sent = min(reach, stop - start) if len(before) < len(lengths) - 1 else 0

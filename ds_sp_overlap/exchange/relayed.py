@@ -90,7 +90,7 @@ def legs_of(
     """
     # Siblings are the ranks of a node that receive the same heads of k, and so of v. A rank that
     # receives no head has no siblings.
-    places: list[tuple] = []
+    places = []
     for rank, node in enumerate(geometry.nodes or ()):
         start, stop = geometry.sent_range("k", rank, group)
         places.append((node, start, stop) if start < stop else (rank,))

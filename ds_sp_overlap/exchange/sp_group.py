@@ -75,7 +75,7 @@ class SPGroup:
         self._unprepared: Named | None = None
         if transport is None or isinstance(transport, str):
             transport = self._unprepared = by_name(transport or "auto", self.size, settings)
-        self.transport: Transport = transport
+        self.transport = transport
         # The node of every rank; None until `find_nodes` is called.
         self.nodes: tuple[int, ...] | None = None
         self.calls = Calls.of(group)

@@ -98,7 +98,8 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
         layer = found_drop_in(name, module, settings, reason)
         # If a module of our class was made with a config or transport, it already overlaps.
         if getattr(module, "has_own_config", False):
-            layer.bind = _leave
+            # Rebind nothing; the undo does nothing either.
+            layer.bind = lambda: lambda module: None
             layer.lacks = (
                 "made with a config or transport of its own, which the section leaves alone"
             )
@@ -137,11 +138,6 @@ def settings_for(
     if heads_alike or (known is not None and known.heads_alike):
         return overlap
     return overlap.in_one_group(undeclared(module.local_attn))
-
-
-def _leave() -> Undo:
-    """Rebind nothing, and return an undo that does nothing."""
-    return lambda module: None
 
 
 OWN = "its forward is not DeepSpeed's"

@@ -237,7 +237,7 @@ def _refuse_unusable(
     left = [layer for layer in layers if layer.bind is None]
     # A layer that can't be overlapped may already exchange, such as a vision tower that DeepSpeed's
     # AutoSP has wrapped. The layers inside the tower must not exchange once more.
-    left_around: dict[nn.Module, FoundLayer] = {}
+    left_around = {}
     for layer in left:
         left_around.update(dict.fromkeys(layer.inside, layer))
     for layer in layers:
@@ -293,7 +293,12 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
     for module in model.modules():
         if (undo := _undo.pop(module, None)) is not None:
             undo(module)
-        elif _has_stale_forward(module):
+        # The module may be a copy that was made while the original was overlapped: the copy has the
+        # attribute that `rebind` set. After a pickle, the attribute is a method of the class, and
+        # `enable` would take it for a forward that the user has set.
+        elif is_ours(module) or (
+            getattr(vars(module).get("forward"), "__func__", None) is type(module).forward
+        ):
             del module.forward
     if stock_too:
         transformers.unregister(model)
@@ -302,11 +307,3 @@ def disable(model: nn.Module, *, stock_too: bool = False) -> None:
 def is_overlapped(model: nn.Module) -> bool:
     """Return whether `enable` has overlapped a layer of ``model``."""
     return any(module in _undo for module in model.modules())
-
-
-def _has_stale_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` is a copy that was made while the original was overlapped."""
-    forward = vars(module).get("forward")
-    # ``copy.deepcopy`` copies the attribute that `rebind` set. After a pickle, the attribute is a
-    # method of the class, and `enable` would take it for a forward that the user has set.
-    return is_ours(module) or getattr(forward, "__func__", None) is type(module).forward

@@ -45,7 +45,7 @@ def find_tiles(
     Returns:
         Lines for the report.
     """
-    around: set[str] = set()
+    around = set()
     for layer in layers:
         name = layer.name if layer.bind is not None else ""
         while name:

@@ -11,9 +11,8 @@ import torch
 class HostClock:
     """Measures times by the host's clock, for work on the CPU."""
 
-    def mark(self) -> float:
-        """Return the current time, in s."""
-        return time.perf_counter()
+    # Returns the current time, in s.
+    mark = staticmethod(time.perf_counter)
 
     def between_ms(self, begin: float, end: float) -> float:
         """Return the time between two marks, in ms."""

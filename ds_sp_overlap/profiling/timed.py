@@ -88,7 +88,7 @@ def _last_nodes(y: Tensor, first: int) -> list[Any]:
         first: The sequence number of autograd when the forward began. Nodes with a smaller number
             are no part of the forward.
     """
-    last: list[Any] = []
+    last = []
     todo: list[Any] = [y.grad_fn]
     seen = set()
     while todo:

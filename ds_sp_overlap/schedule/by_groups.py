@@ -32,9 +32,9 @@ def by_starts(starts: Sequence[Sequence[str | Tensors]], wgrad_last: bool) -> Sc
         wgrad_last: Whether to compute all of dWo after the last exchange of do has started. If not,
             each group's part of dWo is computed before the group's dgrad.
     """
-    inputs: list[Step] = []
-    attended: list[Step] = []
-    output: list[Step] = []
+    inputs = []
+    attended = []
+    output = []
     for group, together in enumerate(starts):
         of_group = starts_of(together, group)
         inputs += projections(of_group)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, groupby
 
 from .by_groups import attention, merge, projections
-from .steps import Needs, Op, Part, Program, Q, Schedule, Step, section, section_of
+from .steps import Needs, Op, Part, Program, Q, Schedule, section, section_of
 
 
 def check(schedule: Schedule, kinds: tuple[str, ...]) -> Schedule:
@@ -81,7 +81,7 @@ def check_program(name: str, program: Program, needs: Needs) -> None:
     Raises:
         ValueError: for the first fault.
     """
-    done: set[Step] = set()
+    done = set()
     for step in program:
         if step not in needs or step in done:
             fault = "there twice" if step in done else "no step of this layer"

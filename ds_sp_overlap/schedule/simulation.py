@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .steps import Op, Program, Schedule, Step
 
@@ -61,9 +61,9 @@ def simulate(schedule: Schedule, program: Program, ms: Callable[[Step], float]) 
     """
     # From ``now`` on the compute row is free, from ``free`` on the wire.
     now = free = 0.0
-    compute: list[Bar] = []
-    wire: list[Bar] = []
-    arrives: dict[tuple[Any, ...], float] = {}
+    compute = []
+    wire = []
+    arrives = {}
     for step in program:
         key = step[1:]  # the same for both ends of an exchange
         if step.op is Op.START:
@@ -87,7 +87,7 @@ def draw(schedule: Schedule, program: Program) -> str:
     A bar is one column longer than its name. Dots mean that the compute row waits.
     """
     # The width of each step's bar, in characters. `simulate` takes this width as duration.
-    columns: dict[Step, int] = {}
+    columns = {}
     last = ""
     for step in program:
         if step.op is Op.START:

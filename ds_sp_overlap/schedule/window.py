@@ -62,7 +62,7 @@ def schedule_of(geometry: Any, window: int, wgrad_last: bool) -> Schedule:
     Args:
         geometry: The `exchange.geometry.Geometry` of a call, or an object with the same ``heads``,
             ``kv_heads``, ``kinds`` and ``last_use``.
-        window: The limit on groups that are in memory at a time. Not None.
+        window: The limit on groups that are in memory at a time.
         wgrad_last: Whether to compute a group's part of dWo after the group's do; if not, before.
     """
     # With few KV heads, keeping dq, dk and dv until the end takes less memory than keeping dx and
@@ -98,7 +98,7 @@ def by_window(
     # The starts of q, k and v in forward. Where no attention hides q, k and v, each has its own
     # exchange, so that the next projection hides it.
     starts = [_starts(kinds[group], group, group == 0 or window == 1) for group in groups]
-    forward: list[Step] = []
+    forward = []
     for of_group in starts[:window]:
         forward += projections(of_group)
     for group in groups:
@@ -113,7 +113,7 @@ def by_window(
     if window > 1:
         forward += merge(groups[-1])
 
-    backward: list[Step] = []
+    backward = []
     # For each group, the starts of q, k and v that backward repeats before the group's attention.
     # See Note [Shared KV heads].
     recomputed: list[Program] = [()] * len(groups)
@@ -129,8 +129,8 @@ def by_window(
     # For each group, three lists of steps in backward. ``begins``: dgrad and wgrad of Wo, and the
     # start of do. ``finishes``: the finishes before attention. ``projected``: the recomputed
     # projections and their starts.
-    begins: list[list[Step]] = []
-    finishes: list[list[Step]] = []
+    begins = []
+    finishes = []
     for group in groups:
         # The start of do also sends the local o, and then frees it. So the wgrad, which reads this
         # o, comes before the start.
@@ -141,7 +141,7 @@ def by_window(
     projected = list(map(projections, recomputed))
 
     descending = groups[::-1]
-    products_at_end: list[Step] = []
+    products_at_end = []
     # The finishes and products of dq, dk and dv of one of the last W groups of backward. They come
     # after the attention of the following group, which hides dq, dk and dv.
     deferred: list[Step] = []

@@ -96,11 +96,11 @@ def _on_host(events: list[dict], rank: int) -> tuple[list[Exchange], dict[int, E
         The exchanges; and, for the correlation number of each launch on a device, its exchange.
     """
     step = 0
-    exchanges: list[Exchange] = []
-    unfinished: dict[tuple[str, str], Exchange] = {}
-    of_launch: dict[int, Exchange] = {}
-    launched: list[Exchange | None] = []
-    transfers: list[Range] = []
+    exchanges = []
+    unfinished = {}
+    of_launch = {}
+    launched = []
+    transfers = []
     # For each thread: the end and the exchange of each range around the current event.
     around: dict[Any, list[tuple[int, Exchange]]] = defaultdict(list)
     for event in events:

@@ -453,11 +453,13 @@ def test_a_deepspeed_with_wrong_gradients_is_refused_with_the_reason(monkeypatch
 
 
 @pytest.mark.parametrize("version", ["0.19.7", "0.19.8+unknown", "0.20.0.dev1"])
-def test_a_right_deepspeed_is_accepted_and_wrapped_once(monkeypatch, version):
-    monkeypatch.setattr(deepspeed, "__version__", version)
+def test_a_right_deepspeed_is_accepted_and_wrapped(monkeypatch, version):
     before = DeepSpeedEngine.__init__
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    monkeypatch.setattr(DeepSpeedEngine, "__init__", before)
+    monkeypatch.setattr(ds_sp_overlap.integrations.transformers.registration, "install", lambda: None)
     ds_sp_overlap.integrations.deepspeed.initialize.install()
-    assert DeepSpeedEngine.__init__ is before and hasattr(before, "__sp_overlap__")
+    assert DeepSpeedEngine.__init__.__wrapped__ is before
 
 
 # The sp group from DeepSpeed's own mesh.

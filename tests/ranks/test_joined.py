@@ -34,9 +34,9 @@ def counting():
     """Yield a list that collects the names of exchanges of several tensors while the body runs; leaves out gradients."""
     start, joined = InFlight.__init__, []
 
-    def started(self, layout, sp_group, name, xs, *more):
+    def started(self, layout, sp_group, name, xs, *more, **rope):
         joined.extend([name] * (len(xs) > 1 and " d" not in name))
-        start(self, layout, sp_group, name, xs, *more)
+        start(self, layout, sp_group, name, xs, *more, **rope)
 
     with mock.patch.object(InFlight, "__init__", started):
         yield joined

@@ -184,8 +184,8 @@ def _sources(
     A tensor that needs no gradient is returned unchanged, with None as edge.
     """
     anchor = heads[0].new_empty(0).requires_grad_()
-    sources: list[Tensor] = []
-    edges: list[GradientEdge | None] = []
+    sources = []
+    edges = []
     with torch.enable_grad():
         for x, needed in zip(heads, needs_grad):
             source = _Source.apply(anchor, x) if needed else x

@@ -178,7 +178,7 @@ class Compiler:
         is_shaped = tables or norm is not None
         heads = ("heads", part) if is_shaped else part
         module, rows, ranks = self.projections.cuts.rows[part]
-        operands: list[Name] = [self._rows(), ("weight", module), ("bias", module)]
+        operands = [self._rows(), ("weight", module), ("bias", module)]
         self._multiply(operands, 0, rows, ranks, self.projections.head_dim, heads)
         if is_shaped:
             # In forward, a norm reads its own parameters. Backward passes the saved parameters.
@@ -235,7 +235,7 @@ class Compiler:
         if part[0] in cuts.norms:
             norm = cuts.norms[part[0]]
             sums = gradients(norm)
-            takes: Names = [dy, ("heads", part), tables, norm, sums]
+            takes = [dy, ("heads", part), tables, norm, sums]
             self.add(operations.norm_back, takes, [heads, sums], part)
         elif tables:
             # RoPE may compute in a wider dtype than the projection.
@@ -293,7 +293,7 @@ class Compiler:
         (o,) = step.parts
         if self.call.autocast["enabled"]:  # the weight was cast before the node
             self.add(operations.cast, [o], [o])
-        takes: Names = [o, _WO, ("bias", "o"), "y"]
+        takes = [o, _WO, ("bias", "o"), "y"]
         self.add(operations.merge, takes, ["y", ("merged", step.group)], columns)
 
     @cached_property
@@ -311,7 +311,7 @@ class Compiler:
     def attend(self, step: Step) -> None:
         """Run the local attention of a group, or its backward."""
         group, pieces = step.group, self.geometry.kv_pieces(step.group, self.geometry.sp_rank)
-        parts: list[Part] = [("q", group)]
+        parts = [("q", group)]
         parts += [(kind, sent) for kind in "kv" for sent, *_ in pieces]
         (o,), kept = step.parts, ("kept", group)
         needs = {kind: self.needs[kind, 0] for kind in "qkv"}

@@ -83,7 +83,7 @@ def flat(operations: Sequence[Operation], takes: Sequence[Name], gives: Sequence
         touched = dict.fromkeys(operation.reads + operation.writes)
         dead.append([name for name in touched if name not in live])
         live = live.difference(operation.writes).union(operation.reads)
-    lines: list[str] = []
+    lines = []
     # The variable of each name that was written so far.
     variables: dict[Name, str] = {}
     for place, operation in enumerate(operations):

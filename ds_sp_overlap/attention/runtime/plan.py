@@ -107,7 +107,7 @@ class Piece:
             needs: For each input, whether it needs a gradient.
             given: The inputs.
         """
-        kinds: list[Kind | None] = []
+        kinds = []
         for x in given:
             kinds.append(None if x is None else (x.shape, x.dtype))
         # The previous piece's variant was compiled for the form of this call. So in the key, that
@@ -203,7 +203,7 @@ def _compiled(
 
 def _saved(operations: list[Operation], of_forward: list[Name]) -> list[Name]:
     """Return the names ``of_forward`` that the operations of backward read before writing them."""
-    read: dict[Name, None] = {}
+    read = {}
     left = set(of_forward)
     for operation in operations:
         read.update(dict.fromkeys(name for name in operation.reads if name in left))

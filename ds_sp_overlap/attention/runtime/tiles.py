@@ -171,7 +171,7 @@ class _Tiles(Node):
                 'and create_graph is True; take "tiles" out of the section'
             )
         (x, *weights), wants_dx = ctx.saved.saved_tensors, ctx.saved.needs_input_grad[0]
-        sums: dict[Tensor, Tensor] = {}
+        sums = {}
 
         def add(leaf: Tensor, term: Tensor) -> None:
             if leaf not in sums:

@@ -64,8 +64,6 @@ def install() -> None:
             f"PR 5691 as merged); pip install 'deepspeed>={OLDEST}'"
         )
     original = DeepSpeedEngine.__init__
-    if hasattr(original, "__sp_overlap__"):
-        return
     # Overlap also modules that have hooks of DeepSpeed: ZeRO-3 gathers weights in such hooks.
     linear.harmless.add("deepspeed.")
     transport.log = transport.Log(comms_logger, _all_to_all)
@@ -80,7 +78,6 @@ def install() -> None:
         original(engine, *args, **kwargs)
         _honour(config, engine)
 
-    __init__.__sp_overlap__ = True  # type: ignore[attr-defined]  # a mark on a function
     DeepSpeedEngine.__init__ = __init__
     registration.install()
 
@@ -263,7 +260,7 @@ def _trainer() -> Any:
 
     Looks for a call of a method in transformers' ``trainer`` modules, and returns its ``self``.
     """
-    frame: Any = inspect.currentframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers.trainer"):
             if "self" in frame.f_locals:

@@ -135,7 +135,7 @@ class Code:
     def __init__(self, kind: type):
         if not kind.__module__.startswith("transformers."):  # guard: no code of one's own
             raise Unknown(f"{kind.__name__} is no class of transformers")
-        self.forward: Any = kind.forward  # type: ignore[attr-defined]
+        self.forward = kind.forward  # type: ignore[attr-defined]
         while renames_cache(self.forward):
             self.forward = self.forward.__wrapped__
         self.functions: set[types.FunctionType] = set()

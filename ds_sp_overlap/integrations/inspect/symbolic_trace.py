@@ -159,7 +159,7 @@ class Proxy:
             return trace.training
         if is_layer and isinstance(value, nn.Module):
             return ChildProxy(value, path, trace)
-        function: Any = getattr(type(self._value), name, None)
+        function = getattr(type(self._value), name, None)
         if is_layer and inspect.ismethod(value) and value.__func__ is function:
             if function not in trace.code.functions:
                 trace.fail(f"looks up {name} by no name in its code")

@@ -134,7 +134,7 @@ def probe_tokenwise(name: str, module: nn.Module, size: int) -> None:
         for index, expected in enumerate(whole):
             of_parts = [part[index] for part in parts]
             # The first tensor has a row for each token. The other tensors are sums over tokens.
-            actual: Any = sum(of_parts) if index else torch.cat(of_parts, 1)
+            actual = sum(of_parts) if index else torch.cat(of_parts, 1)
             # Tolerate rounding: the module may compute in fp32, and round by a token's position.
             if not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 raise Unknown(f"{where} makes something else of some tokens than of all")

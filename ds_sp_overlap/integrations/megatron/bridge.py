@@ -32,10 +32,6 @@ class _Compression(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=name == self.names[0])
 
-    def create_module(self, spec: Any) -> None:
-        # With None, Python creates the module as usual.
-        return None
-
     def exec_module(self, module: Any) -> None:
         """Fill ``deepspeed.compression.compress`` with functions that raise."""
         if module.__name__ == self.names[1]:
@@ -57,9 +53,8 @@ def bridge() -> None:
 
     The import of the package calls this in every program, whether it uses Megatron or not.
     """
-    if not any(isinstance(finder, _Compression) for finder in sys.meta_path):
-        # Append behind all other finders, so that DeepSpeed's own module has precedence.
-        sys.meta_path.append(_Compression())
+    # Append behind all other finders, so that DeepSpeed's own module has precedence.
+    sys.meta_path.append(_Compression())
 
 
 def section(args: Any) -> dict | None:

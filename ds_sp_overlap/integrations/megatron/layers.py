@@ -318,7 +318,7 @@ def find_layers(model: nn.Module, overlap: OverlapSettings) -> list[FoundLayer]:
     Raises:
         ValueError: if ``head_groups`` or ``shares`` is out of range.
     """
-    layers: list[FoundLayer] = []
+    layers = []
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue

@@ -93,7 +93,7 @@ class Documents:
         tokens_of_calls = []
         for at, begin, end in self.long:
             tokens_of_calls.append(at * seq - first + np.arange(max(begin, first), end))
-        index_arrays: list[np.ndarray] = []
+        index_arrays = []
         starts = row * seq + start - first
         # The padded length of each document in its call; 0 for a long document.
         powers = np.where(is_long, 0, 2 ** np.ceil(np.log2(length)).astype(int))

@@ -231,7 +231,7 @@ class _Search:
             unknown: The reason why the layer's forward is not known.
             overlap: The layer's settings.
         """
-        kind: type[FunctionLayer] = FunctionLayer
+        kind = FunctionLayer
         what, heads, attend = "attention function", heads_here(module), attention_of(name, module)
         # This is empty if latents are exchanged instead of k and v; None for a layer without
         # latents.
@@ -288,7 +288,7 @@ class _Search:
         watched = modules.Watched(self.model, bound)
         for at, layer in self.hosted.items():
             inside = [key for key in self.own_code if not at or key.startswith(f"{at}.")]
-            model: Any = self.named[at]
+            model = self.named[at]
             name = at or type(model).__name__
             # A mask function gets the config of the model, or of the language model in it.
             masks.configs += [model.config, model.config.get_text_config()]

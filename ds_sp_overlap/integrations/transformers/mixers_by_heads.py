@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.mixer import Heads, Mixer, Parameters, Sections, Source
+from ...attention.mixer import Heads, Mixer, Parameters, Source
 from ..inspect.library import names_around, own_class
 from .mixers_by_states import PER_HEAD, Mamba, StandIn, convolve, itself
 
@@ -61,7 +61,7 @@ class _DeltaNet(Mixer):
             many: The head dim of v.
         """
         convolution, (heads, _) = self.conv1d, self.counts()
-        channels: Sections = (("k", few), ("k", few), ("q", many))
+        channels = (("k", few), ("k", few), ("q", many))
         return [
             (convolution.weight, channels),
             (convolution.bias, channels),

@@ -23,7 +23,7 @@ PER_HEAD: Sections = (("q", 1),)
 
 def _rows(projection: nn.Linear, sizes: Sequence[int]) -> list[Callable[[Tensor], Tensor]]:
     """Split the rows of a projection by ``sizes``; return a linear function for each part."""
-    biases: Sequence[Tensor | None] = [None] * len(sizes)
+    biases = [None] * len(sizes)
     if projection.bias is not None:
         biases = projection.bias.split(sizes)
     # Use ``split``: its backward concatenates the gradients of the parts in one pass.

@@ -238,7 +238,7 @@ def describe(layer: LayerShape, on: Gpu, name: str, rows: Sequence[Row]) -> str:
     """
     base, cells = rows[0], []
     for row in rows:
-        cell: dict[str, Any] = {
+        cell = {
             "": row.variant,
             "ms": row.step_ms,
             "times": base.step_ms / row.step_ms,

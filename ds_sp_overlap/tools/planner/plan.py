@@ -56,7 +56,7 @@ def five_of_eight(launches: Sequence[Launch]) -> list[Launch]:
     In these pull requests, the compute stream waits for each exchange of v, o or dv right after the
     exchange is launched.
     """
-    changed: list[Launch] = []
+    changed = []
     for launch in launches:
         changed.append(launch)
         if isinstance(launch, Transfer) and launch.name in ("v", "o", "dv"):

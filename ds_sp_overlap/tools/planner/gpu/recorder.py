@@ -350,7 +350,7 @@ def record(layer: LayerShape, way: Way) -> Recorder:
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[layer.element_bytes]
     recorder = Recorder()
     sp_group, attend = _Alone(layer.sp_size, recorder), partial(_attend, recorder)
-    linears: list[nn.Linear] = []
+    linears = []
 
     def linear(inside: int, out: int) -> nn.Linear:
         linears.append(skip_init(nn.Linear, inside, out, bias=False, dtype=dtype))

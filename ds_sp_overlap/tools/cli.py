@@ -32,8 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    text = "Overlapped Ulysses sequence parallelism."
-    parser = Parser(prog="ds-sp-overlap", description=text, allow_abbrev=False)
+    parser = Parser(
+        prog="ds-sp-overlap",
+        description="Overlapped Ulysses sequence parallelism.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     # The deepspeed launcher inserts this argument in front of the command.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)

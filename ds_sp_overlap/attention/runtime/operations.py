@@ -45,9 +45,10 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 def start(
     key: Exchanged, launch: partial, name: str, rotates: str, call: Call, xs: list[Tensor]
 ) -> None:
-    # The keyword of `InFlight` for the tables; "" for no rotation.
-    rope = {rotates: call.rope_tables} if rotates else {}
-    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, **rope)
+    # ``rotates`` is "rope" or "rope_back", an argument of `InFlight`; "" for no rotation.
+    tables = call.rope_tables
+    ropes = (tables,) if rotates == "rope" else (None, tables) if rotates else ()
+    call.in_flight[key] = launch(call.sp_group, call.where + name, xs, call.checked, *ropes)
 
 
 def finish(key: Exchanged, name: str, call: Call) -> Sequence[Tensor]:

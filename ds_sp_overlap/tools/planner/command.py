@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for flag, kind, text in options:
             group.add_argument(flag, type=kind, help=text)
-    group.add_argument("--gpu", choices=list(GPUS), default="h100", help="default h100")
+    group.add_argument("--gpu", choices=GPUS, default="h100", help="default h100")
     group.add_argument(
         "--measure",
         type=Path,

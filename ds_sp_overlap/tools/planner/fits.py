@@ -127,7 +127,7 @@ def longest(layer: LayerShape, model: Model, way: Way, memory: int) -> dict[str,
     def held(steps: int) -> dict[str, int]:
         return held_by_model(replace(layer, seq=steps * step), model, way)
 
-    steps = range(1, 2**20)
     return {
-        name: step * bisect_right(steps, memory, key=lambda n: held(n)[name]) for name in held(1)
+        name: step * bisect_right(range(1, 2**20), memory, key=lambda steps: held(steps)[name])
+        for name in held(1)
     }

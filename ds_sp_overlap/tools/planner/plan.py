@@ -74,9 +74,8 @@ def in_one_stream(launches: Sequence[Launch]) -> list[Launch]:
 
 def stock_runs(layer: LayerShape) -> bool:
     """Return whether DeepSpeed's class splits the layer's heads evenly over the ranks."""
-    return layer.heads % layer.sp_size == 0 and (
-        layer.kv_heads % layer.sp_size == 0 or layer.sp_size % layer.kv_heads == 0
-    )
+    size, kv_heads = layer.sp_size, layer.kv_heads
+    return layer.heads % size == 0 and 0 in (kv_heads % size, size % kv_heads)
 
 
 def plan(layer: LayerShape, gpu: Gpu, with_all: bool = True) -> list[Row]:
@@ -146,13 +145,13 @@ def hybrid(
     found: list[dict[str, Any]] = []
     for name, modules in mixing_layers(model).items():
         (module, mixer), number = modules[0], len(modules)
-        without, step, free = base.step_ms, best.step_ms, best.step_ms - best.exposed_ms
+        without, step, exposed = base.step_ms, best.step_ms, best.exposed_ms
         if mixer is not None:
             launches = record_mixer(layer, module, mixer).launches
             without = Played(gpu, in_one_stream(launches)).us / 1e3
             step = Played(gpu, launches).us / 1e3
-            free = Played(gpu.with_free_wire(), launches).us / 1e3
-        ms = dict(without_ms=without, step_ms=step, exposed_ms=step - free)
+            exposed = step - Played(gpu.with_free_wire(), launches).us / 1e3
+        ms = dict(without_ms=without, step_ms=step, exposed_ms=exposed)
         found.append({"layers": name, "number": number} | {k: number * v for k, v in ms.items()})
     if found:
         found.append({"layers": "all"} | {k: sum(row[k] for row in found) for k in ("number", *ms)})

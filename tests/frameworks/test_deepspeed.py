@@ -217,7 +217,7 @@ def test_the_section_is_read_from_wherever_deepspeed_reads_its_config(tmp_path, 
 
 @pytest.mark.parametrize("section, count", [(None, 0), ({"enabled": False, "head_groups": 2}, 0), ({}, 4)], ids=str)
 def test_without_the_section_or_with_enabled_false_nothing_changes(section, count, rank):
-    """As a control, an empty section means the defaults: the forwards of two layers and of two models around them change."""
+    """Checks, as a control, that an empty section means the defaults: the forwards of two layers and two models change."""
     model, initialize, functions = tiny(), deepspeed.initialize, []
     forwards = [module.forward for module in model.modules()]
 
